@@ -1,9 +1,9 @@
 // swift-tools-version: 6.0
 
-// The trainer's core, `mesp-engine`, the program around it, and what the app's views show and do.
+// The trainer's core; `mesp-engine`, the program around it; and the model of the app's views.
 //
-// Module `MLX` is mlx-swift, or, where MESP_HOST_MLX names the folder of the `mlx` wheel, ios/HostMLX: the same
-// API over the wheel's C++ library (see its Package.swift). An app with mlx-swift 0.32.2 crashes below iOS and macOS 26.4.
+// Module `MLX` is mlx-swift. If MESP_HOST_MLX names the folder of the `mlx` wheel, it is ios/HostMLX, which has the same API with the wheel's C++
+// library (see its Package.swift). An app with mlx-swift 0.32.2 crashes below iOS and macOS 26.4.
 
 import PackageDescription
 
@@ -15,19 +15,19 @@ let mlx: Package.Dependency =
 
 let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")
 
-/// mlx-swift's MLX is known, the wheel's is asked for.
+/// The flag for code that differs with HostMLX: the version of mlx-swift's MLX is fixed, and the wheel is asked for its version.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
-/// A wheel carries an engine without `federate`: on Linux, Foundation's networking needs a libcurl, which no wheel may expect.
+/// Whether the engine is built for a wheel, without `federate`. On Linux, Foundation's networking needs libcurl, which a wheel cannot rely on.
 let isForWheel = Context.environment["MESP_WHEEL"] != nil
 
-/// The tests of an optimized core need not be optimized: that takes a third of the build.
+/// The setting that leaves tests of an optimized core unoptimized, because optimizing them takes a third of the build.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
-/// Metal's behaviour, for the core's tests.
+/// The simulation of Metal's behaviour, for the core's tests.
 let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
 
-/// What ios/HostMLXLedger counts.
+/// The modules whose steps ios/HostMLXLedger counts.
 let forLedger: [Product] =
     hostMLX
     ? [.library(name: "Trainer", targets: ["MeSPBundle", "MeSPCore", "MeSPSelfCheck", "MeSPSentences"])] : []
@@ -37,7 +37,7 @@ let package = Package(
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
         .library(name: "MeSP", targets: ["MeSP"]),
-        // For the app of this repository.
+        // The library for the app of this repository.
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
     ] + forLedger,
@@ -114,7 +114,7 @@ let package = Package(
     ]
 )
 
-// The tokenizer in a bundle, for apps. Where MESP_HOST_MLX is set, nothing needs it and nothing is fetched.
+// MeSPTokenizers reads the tokenizer in a bundle, for apps. With MESP_HOST_MLX nothing needs it, so nothing is fetched.
 if !hostMLX {
     package.dependencies.append(
         .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.4"))

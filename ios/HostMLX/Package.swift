@@ -2,14 +2,14 @@
 
 // HostMLX: a module `MLX` for machines where mlx-swift cannot be used.
 //
-// It spells a subset of mlx-swift 0.32.3's API and runs on the MLX C++ library inside the `mlx` wheel of PyPI
-// (`mlx/include`, `mlx/lib`), so the numbers are MLX's own. Build with the wheel's folder in one variable:
+// It implements a subset of mlx-swift 0.32.3's API with the MLX C++ library in the `mlx` wheel of PyPI (`mlx/include`, `mlx/lib`), so the results are
+// MLX's own. Build it with the wheel's folder in a variable:
 //
 //     pip install 'mlx[cpu]>=0.32.2,<0.33' scipy-openblas32
 //     MESP_HOST_MLX=/path/to/site-packages/mlx swift build -c release
 //
-// Where `scipy_openblas32` lies beside `mlx`, matrix products go through its OpenBLAS: the Linux wheel brings the
-// reference BLAS, some fifty times slower. (SwiftPM caches manifests: after installing it later, delete `.build`.)
+// If `scipy_openblas32` is beside `mlx`, matrix products use its OpenBLAS. The Linux wheel has the reference BLAS, which is some fifty times slower.
+// (SwiftPM caches manifests, so delete `.build` if you install it later.)
 
 import Foundation
 import PackageDescription
@@ -26,14 +26,14 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     let hasOpenBLAS = false  // the macOS wheel uses Accelerate
 #endif
 
-/// Where a program looks for the wheel's libraries: there, or, where MESP_WHEEL says so, from its own folder on.
+/// The folder in which a program looks for the wheel's libraries: the wheel, or, if MESP_WHEEL is set, a path relative to the program.
 let whenRun = Context.environment["MESP_WHEEL"] ?? wheel
 
 func link(_ folder: String) -> [String] {
     ["-L" + wheel + folder, "-Xlinker", "-rpath", "-Xlinker", whenRun + folder]
 }
 
-// MLX's headers call std::bind, for which GCC 12's library uses what C++20 deprecates.
+// MLX's headers call std::bind, for which GCC 12's library uses features that C++20 deprecates.
 var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations"])]
 var linkerSettings: [LinkerSetting] = [.unsafeFlags(link("/lib")), .linkedLibrary("mlx")]
 if hasOpenBLAS {
@@ -46,9 +46,9 @@ let package = Package(
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
         .library(name: "MLX", targets: ["MLX"]),
-        // Not mlx-swift's: Metal's behaviour where a CPU is kinder.
+        // The behaviour of Metal that a CPU does not show. mlx-swift has no such library.
         .library(name: "HostMLXMetal", targets: ["HostMLXMetal"]),
-        // For the hooks of ios/HostMLXLedger.
+        // The hooks for ios/HostMLXLedger.
         .library(name: "CHostMLX", targets: ["CHostMLX"]),
     ],
     targets: [

@@ -1,9 +1,10 @@
 // swift-tools-version: 6.0
 
-// The ledger: counts on Linux what a training step costs on a phone's GPU (docs/ledger.md), and `mesp-count`, which prints that of a run.
+// The ledger, which counts on Linux the costs of a training step on a phone's GPU (docs/ledger.md), and `mesp-count`, which prints the costs for a
+// run.
 //
-// A separate package, so that whoever builds the trainer does not compile it. It depends on the trainer's package and on HostMLX, and
-// compiles both again in its own `.build`. `make ledger` builds it.
+// It is a separate package, so that builds of the trainer do not compile it. It depends on the trainer's package and on HostMLX, and compiles both
+// again in its own `.build`. `make ledger` builds it.
 
 import PackageDescription
 
@@ -11,7 +12,7 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     fatalError("HostMLXLedger: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.2 or later")
 }
 
-// As in ios/HostMLX/Package.swift. CHostMLX's header is C++ too, so it must not be imported as a C++20 module.
+// The flags are those of ios/HostMLX/Package.swift. CHostMLX's header is C++, so it must not be imported as a C++20 module.
 let cxxSettings: [CXXSetting] = [
     .unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations", "-fno-cxx-modules"])
 ]
@@ -29,7 +30,7 @@ let package = Package(
     ],
     dependencies: [
         .package(path: "../HostMLX"),
-        // Named, as its identity is the name of the folder that the checkout is in.
+        // The package needs a name here, because its identity is otherwise the name of the checkout's folder.
         .package(name: "MeSP", path: "../.."),
     ],
     targets: [

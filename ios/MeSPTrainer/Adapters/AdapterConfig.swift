@@ -3,15 +3,15 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The fields of an adapter_config.json that are used. No other field changes a number.
+/// The fields of an adapter_config.json that are used. Other fields do not affect the adapters' values.
 struct AdapterConfig {
     let format: AdapterFormat
     let rank: Int
-    /// The factor of a projection's adapter: α / rank.
+    /// The scale of the adapters, α / rank.
     let scale: Float
     /// Whether a layer that joins n modules has n times the rank.
     let joins: Bool
-    /// Whether layers have magnitudes.
+    /// Whether the adapters are DoRA's, with magnitudes.
     let isDoRA: Bool
     private let fields: Fields
     private let blocks: Int
@@ -40,7 +40,7 @@ struct AdapterConfig {
         let layersToTransform: OneOrMore<Int>?
     }
 
-    /// A list, or one value in its place: a number, or a pattern of modules' names.
+    /// A list, or one value in its place, such as a number or a pattern of module names.
     fileprivate enum OneOrMore<Value: Decodable>: Decodable {
         case one(Value)
         case list([Value])
@@ -62,8 +62,8 @@ struct AdapterConfig {
         }
     }
 
-    /// - Throws: `MeSPError` where a folder has no configuration, or one that means what the trainer does not do. Messages continue
-    ///   “Cannot load the adapters: …”.
+    /// - Throws: `MeSPError` if a folder has no configuration, or one that the trainer does not support. The messages continue “Cannot load the
+    ///   adapters: …”.
     init(_ folder: URL, of architecture: Architecture) throws {
         let file = AdapterFormat.configFile
         guard let json = regularFile(folder.appendingPathComponent(file), followsLinks: true) else {
@@ -97,10 +97,10 @@ struct AdapterConfig {
         }
     }
 
-    /// Whether the configuration gives a block's layer adapters, as its library decides. A pattern is not matched: beside it the tensors say
-    /// which layers are meant.
+    /// Returns whether the configuration gives a layer of a block adapters, by the rules of its library. Patterns are not matched; with a pattern the
+    /// tensors determine the layers.
     ///
-    /// - Parameter prefix: of the blocks
+    /// - Parameter prefix: the prefix of the blocks' names.
     func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {
         let name = "\(prefix).layers.\(block).\(layer.name)"
         func ends(_ names: [String]?) -> Bool { (names ?? []).contains { name == $0 || name.hasSuffix(".\($0)") } }
@@ -118,7 +118,7 @@ struct AdapterConfig {
 }
 
 extension AdapterConfig.Fields {
-    /// Whether the layers that join n modules have n times the rank. Throws where another layer has a rank or α of its own.
+    /// Returns whether the layers that join n modules have n times the rank. Throws if another layer has its own rank or α.
     fileprivate func joins(_ rank: Int, _ alpha: Float, of architecture: Architecture) throws -> Bool {
         let (ranks, alphas) = (rankPattern ?? [:], alphaPattern ?? [:])
         guard !ranks.isEmpty || !alphas.isEmpty else { return false }

@@ -4,16 +4,16 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Adapters that were read.
+/// Adapters that were read from files.
 package struct LoadedAdapters {
     package let rank: Int
-    /// The factor of a projection's adapter: α / rank.
+    /// The scale of the adapters, α / rank.
     package let scale: Float
-    /// One flat vector `[P]` a block, and its layout.
+    /// The flat vector `[P]` of each block.
     package let lora: [MLXArray]
     package let layouts: [LoRALayout]
 
-    /// The size of the vectors, which have float32 matrices of every linear layer, and of every expert where one has any.
+    /// The size of the vectors, in bytes. They have float32 matrices for every linear layer, and for every expert if one has adapters.
     package var bytes: Int { layouts.reduce(0) { $0 + 4 * $1.count } }
 
     package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
@@ -21,18 +21,18 @@ package struct LoadedAdapters {
     }
 }
 
-/// Writes adapters as a folder that mlx-lm and mlx-swift-lm load, with a folder `peft` in it that PEFT loads. The files are replaced when all
-/// of them are written, and one matrix at a time is in memory.
+/// Writes a folder of adapters that mlx-lm and mlx-swift-lm load. Its folder `peft` is for PEFT. Existing files are replaced when all new ones are
+/// written. Only one matrix at a time is in memory.
 ///
 /// - Parameters:
-///   - blocks: those that were trained, up to the last of the model
-///   - modules: those of them that were trained; only these are written
-///   - model: the Hugging Face id of the base model
-///   - strength: the factor that each B is written with
-///   - dropout: the run's, which the configurations say
-///   - magnitudes: with DoRA gives ‖W‖ `[magnitudes]` of a layout, of modules that were not trained but are written in one layer with some
-///     that were; nil without DoRA
-///   - lora: a block's parameters of these modules `[P]`
+///   - blocks: the trained blocks, which end with the last block of the model.
+///   - modules: the trained modules of these blocks. Only these are written.
+///   - model: the Hugging Face id of the base model.
+///   - strength: the factor by which each B is multiplied.
+///   - dropout: the run's dropout, for the configurations.
+///   - magnitudes: with DoRA, returns ‖W‖ `[magnitudes]` of a layout, for untrained modules that share a written layer with trained ones; nil without
+///     DoRA.
+///   - lora: returns a block's parameters `[P]` of these modules.
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
     strength: Float = 1, dropout: Float = 0,
@@ -85,12 +85,12 @@ package func saveAdapterFolder(
     }
 }
 
-/// Reads an adapter folder as mlx-lm or PEFT writes it.
+/// Reads a folder of adapters in the format of mlx-lm or PEFT.
 ///
 /// - Parameters:
-///   - withExperts: whether the vectors have adapters of experts even if the folder has none
-///   - onlyB: whether a module's B may come without its A
-///   - absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
+///   - withExperts: whether the vectors include experts' matrices even if the folder has none.
+///   - onlyB: whether a module may have B without A.
+///   - absent: returns a block's parameters `[P]`, which replace the matrices that the folder lacks; zeros by default.
 package func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) throws -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
@@ -103,7 +103,7 @@ package func loadAdapters(
     return LoadedAdapters(rank: reader.rank, scale: reader.scale, lora: lora, layouts: reader.layouts)
 }
 
-/// A folder of adapters that is read block by block. Errors name the folder.
+/// Reads a folder of adapters block by block. Errors name the folder.
 struct AdapterReader {
     private(set) var layouts = [LoRALayout]()
     var rank: Int { config.rank }
@@ -113,11 +113,11 @@ struct AdapterReader {
     private let config: AdapterConfig
     private let tensors: Safetensors
     private let prefix: String
-    /// The tensors that were not read yet.
+    /// The names of the tensors that are not read yet.
     private var names: Set<String>
     private var format: AdapterFormat { config.format }
 
-    /// - Parameter withExperts: whether the layouts have experts' matrices even if the folder has none of their adapters
+    /// - Parameter withExperts: whether the layouts include experts' matrices even if the folder has none.
     init(_ folder: URL, of architecture: Architecture, withExperts: Bool = false) throws {
         (self.folder, self.architecture) = (folder, architecture)
         (config, tensors) = try Self.naming(folder) {
@@ -149,11 +149,11 @@ struct AdapterReader {
         try explaining(body, as: { "Cannot load the adapters in \(folder.path): \($0)." })
     }
 
-    /// A block's parameters `[P]`, evaluated.
+    /// Reads and evaluates a block's parameters `[P]`.
     ///
     /// - Parameters:
-    ///   - onlyB: whether a module's B may come without its A
-    ///   - absent: from which the matrices that the folder lacks are taken; nil for zeros
+    ///   - onlyB: whether a module may have B without A.
+    ///   - absent: parameters `[P]` that replace the matrices which the folder lacks; nil for zeros.
     mutating func read(_ block: Int, onlyB: Bool = false, absent: MLXArray? = nil) throws -> MLXArray {
         try Self.naming(folder) {
             let layout = layouts[block]
@@ -187,7 +187,7 @@ struct AdapterReader {
         }
     }
 
-    /// Throws where the folder holds a tensor that is in none of the blocks which were read.
+    /// Throws if the folder has a tensor that belongs to no block.
     func checkEnd() throws {
         try Self.naming(folder) {
             if let name = names.min() {
@@ -200,7 +200,7 @@ struct AdapterReader {
         let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
         let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
         let name = format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
-        // PEFT writes a magnitude's name without its end, and reads it with that too.
+        // PEFT writes the name of a magnitude without `.weight`, and reads both forms.
         return matrix == "m" && tensors.shape("\(name).weight") != nil ? "\(name).weight" : name
     }
 
@@ -216,7 +216,7 @@ struct AdapterReader {
             throw MeSPError(
                 "\(name) has the shape \(found), where the model needs \(format.turned(shape, matrix))")
         }
-        // Of a number that is not finite the product is NaN.
+        // The product of 0 and a number that is not finite is NaN.
         guard try (array.asType(.float32) * 0).sum().number(Float.self) == 0 else {
             throw MeSPError("\(name) has numbers that are not finite; train them again")
         }

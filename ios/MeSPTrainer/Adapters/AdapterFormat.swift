@@ -4,12 +4,12 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The names and the layout of adapters in a folder, of two libraries. DoRA's m is `[out]` in both.
+/// The format of a library's adapters: names and layouts. DoRA's m is `[out]` in both formats.
 package enum AdapterFormat {
-    /// mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration. Of experts A `[experts, rank, in]` and B
-    /// `[experts, out, rank]`.
+    /// The format of mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration. Experts have A `[experts, rank,
+    /// in]` and B `[experts, out, rank]`.
     case mlx
-    /// Hugging Face PEFT: A `[rank, in]`, B `[out, rank]`, and α in the configuration. Of experts A `[experts · rank, in]` and B
+    /// The format of Hugging Face PEFT: A `[rank, in]`, B `[out, rank]`, and α in the configuration. Experts have A `[experts · rank, in]` and B
     /// `[out, rank · experts]`.
     case peft
 
@@ -17,7 +17,7 @@ package enum AdapterFormat {
 
     package var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
 
-    /// A block's linear layers in this format, and what it has in place of experts' matrices.
+    /// Returns a block's linear layers in this format, and the layers or parameters that stand for experts' matrices.
     func layers(of block: BlockShape) -> [AdaptedLayer] {
         let joined = self == .peft ? block.architecture.hfModules ?? [] : []
         return block.trainable.compactMap { module in
@@ -31,10 +31,10 @@ package enum AdapterFormat {
     }
 
     /// - Parameters:
-    ///   - matrix: A, B or m
-    ///   - layer: one of `layers(of:)`
-    ///   - prefix: of the blocks; nil for the architecture's
-    ///   - isNested: whether both of the experts' parameters have adapters, in wrappers of PEFT's
+    ///   - matrix: `A`, `B` or `m`.
+    ///   - layer: a layer from `layers(of:)`.
+    ///   - prefix: the prefix of the blocks' names; nil for the architecture's.
+    ///   - isNested: whether both of the experts' parameters have adapters, so that PEFT nests their wrappers.
     package func name(
         _ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture, prefix: String? = nil,
         isNested: Bool = true
@@ -49,19 +49,20 @@ package enum AdapterFormat {
         }
     }
 
-    /// What the names of the blocks begin with.
+    /// Returns the prefix of the blocks' names.
     func prefix(of architecture: Architecture) -> String {
         self == .mlx ? architecture.mlxPrefix : architecture.hfPrefix
     }
 
-    /// What they begin with in a file with these names: in PEFT's also as where the text of several modalities was trained alone.
+    /// Returns the prefix of the blocks' names in a file with these names. PEFT's prefix differs if only the text model of a multimodal model was
+    /// loaded for training.
     func prefix(of architecture: Architecture, in names: Set<String>) -> String {
         let prefix = prefix(of: architecture)
         let isAlone = self == .peft && !names.contains { $0.hasPrefix("base_model.model.\(prefix).layers.") }
         return isAlone ? "model" : prefix
     }
 
-    /// A matrix, A, B or m, as the trainer has it, in this format.
+    /// Returns the trainer's matrix A, B or m in this format.
     func turned(_ array: MLXArray, _ matrix: String) -> MLXArray {
         guard array.ndim == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -71,7 +72,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// The inverse of `turned`, where the trainer's array has this shape.
+    /// Returns the trainer's matrix of this shape from a matrix in this format: the inverse of `turned`.
     func turnedBack(_ array: MLXArray, _ matrix: String, to shape: [Int]) -> MLXArray {
         guard shape.count == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -81,7 +82,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// The shape in this format of a matrix that has this shape in the trainer.
+    /// Returns the shape in this format of a matrix with this shape in the trainer.
     package func turned(_ shape: [Int], _ matrix: String) -> [Int] {
         guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
         switch (self, matrix) {
@@ -91,7 +92,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// The folder's configuration for adapters on some `modules` of some `blocks`, trained with this `dropout`, with DoRA or without.
+    /// Returns the configuration for adapters of some `modules` in some `blocks`.
     func config(
         rank: Int, scale: Double, dropout: Double, isDoRA: Bool, blocks: Range<Int>, of architecture: Architecture,
         modules: [Module], model: String
@@ -108,8 +109,7 @@ package enum AdapterFormat {
             let allBlocks = blocks.count == architecture.numHiddenLayers
             let layers = self.layers(of: architecture, modules)
             let joined = layers.filter { $0.modules.count > 1 }.map { ($0.name, rank * $0.modules.count) }
-            // Beside a text there are other parts, and beside an MLP experts, with modules of the same last names: there a pattern says which
-            // are meant.
+            // A multimodal model, and a block with experts, may have other modules with the same last names. Then a pattern of whole names is needed.
             let isAlone = architecture.hfPrefix == "model" && !architecture.hasExperts
             let linear = layers.filter { !$0.isStacked }
             let parameters = blocks.flatMap { block in
@@ -120,7 +120,7 @@ package enum AdapterFormat {
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": isDoRA,
-                // PEFT refuses dropout for parameters (experts). It reads the value in training alone.
+                // PEFT refuses dropout for parameters (experts). It uses the value only in training.
                 "lora_dropout": parameters.isEmpty ? dropout : 0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
                 "rank_pattern": Dictionary(uniqueKeysWithValues: joined),
@@ -134,7 +134,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// The linear layers of all blocks that some modules are or are part of, each once.
+    /// Returns the layers of all blocks that contain some of the modules, without duplicates.
     func layers(of architecture: Architecture, _ modules: [Module]) -> [AdaptedLayer] {
         architecture.kinds.flatMap(layers).reduce(into: []) { found, layer in
             guard layer.modules.contains(where: modules.contains) else { return }
@@ -142,7 +142,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// A regular expression of the layers' whole names.
+    /// Returns a regular expression of the layers' whole names.
     private func pattern(of layers: [AdaptedLayer], _ blocks: Range<Int>, prefix: String) -> String {
         let names = layers.map(\.name).joined(separator: "|")
         return "\(prefix).layers.(\(blocks.map(String.init).joined(separator: "|"))).(\(names))"
@@ -153,14 +153,14 @@ package enum AdapterFormat {
         MeSPError("they use \(what), which is not supported; train plain LoRA adapters")
     }
 
-    /// Throws where adapters have a rank or α that is not the whole folder's or, where the layer joins n modules, n times that.
+    /// Throws unless `isSupported`: every layer must have the folder's rank and α, or n times these if it joins n modules.
     static func checkRanks(_ isSupported: Bool) throws {
         guard isSupported else { throw unsupported("rank_pattern or alpha_pattern") }
     }
 }
 
-/// A linear layer in a format: one of a block's modules, or several, whose outputs lie behind each other. In PEFT's it may be a parameter,
-/// of experts.
+/// A linear layer in a format. It is one of a block's modules, or joins several by concatenating their outputs. In PEFT's format it may be a
+/// parameter of experts.
 package struct AdaptedLayer {
     let name: String
     let modules: [Module]
@@ -169,14 +169,14 @@ package struct AdaptedLayer {
 
     var isStacked: Bool { modules.allSatisfy(\.isStacked) }
 
-    /// Before `lora_A` in PEFT's names. The layer; of a parameter, the module that has it, for each has a wrapper of its own, and the first,
-    /// which holds gate, is inside of the next.
+    /// Returns the part of PEFT's names before `lora_A`. It is the layer's name. For a parameter it is the name of its module, because PEFT wraps the
+    /// module once for each parameter. The first wrapper, which has the gate, is inside the next.
     fileprivate func wrapper(isNested: Bool) -> String {
         guard isStacked, let end = name.lastIndex(of: ".") else { return name }
         return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
-    /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal; and their m.
+    /// Returns one A, B and m from those of the modules, with the same products. The A are concatenated, and the B are on a block diagonal.
     func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
         guard parts.count > 1 else { return parts[0] }
         let magnitudes = parts.compactMap(\.m)
@@ -191,7 +191,8 @@ package struct AdaptedLayer {
             m: magnitudes.isEmpty ? nil : concatenated(magnitudes))
     }
 
-    /// The matrices of each module, from A, B or m of the layer: its rows of B where all have `rank` of their own, all rows otherwise.
+    /// Returns the matrices of each module from A, B or m of the layer. If `joins` is set, each module has its own `rank` columns of A and rows of B.
+    /// Otherwise all modules share them.
     func parts(
         a: MLXArray?, b: MLXArray?, m: MLXArray?, rank: Int, joins: Bool, in block: BlockShape
     ) -> [(a: MLXArray?, b: MLXArray?, m: MLXArray?)] {

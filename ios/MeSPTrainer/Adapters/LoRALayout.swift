@@ -2,19 +2,19 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// The places of a block's LoRA matrices in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
-/// The projections of a module share its A and have columns of its B each. Of experts' stacked matrices A is `[experts, in, rank]` and B
-/// `[experts, rank, out]`. With DoRA m `[out]` follows the B of each module, but of experts.
+/// The layout of a block's LoRA matrices in one flat float32 vector `[count]`. Each module has A `[in, rank]`, then B `[rank, out]`, row-major. The
+/// projections of a module share its A, and each has its columns of B. Stacked matrices of experts have A `[experts, in, rank]` and B `[experts,
+/// rank, out]`. With DoRA m `[out]` follows the B of each module except experts.
 ///
-/// Anything made of a gradient, such as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
+/// Gradients and the optimizer's state are vectors `[trainedCount]` of the trained parameters only.
 package struct LoRALayout {
     package let block: BlockShape
     package let rank: Int
-    /// The modules that have matrices, in the block's order: those that are trained.
+    /// The trained modules, which have matrices, in the block's order.
     package let modules: [Module]
-    /// Whether B alone is trained.
+    /// Whether only B is trained.
     package let freezesA: Bool
-    /// Whether it is DoRA's. Then each A is trained.
+    /// Whether the layout is for DoRA. Then A is trained too.
     package let hasMagnitudes: Bool
 
     /// - Parameter modules: nil for all of the block's linear layers.
@@ -25,7 +25,7 @@ package struct LoRALayout {
         self.modules = modules.map { block.trainable.filter($0.contains) } ?? block.modules
     }
 
-    /// P, the number of LoRA parameters of a block.
+    /// P, the number of LoRA parameters of the block.
     package var count: Int { modules.reduce(0) { $0 + size($1) } }
 
     /// The number of trained parameters.
@@ -38,15 +38,15 @@ package struct LoRALayout {
         return a.reduce(1, *) + b.reduce(1, *) + magnitudes(of: module)
     }
 
-    /// The number of a module's magnitudes.
+    /// Returns the number of a module's magnitudes.
     private func magnitudes(of module: Module) -> Int {
         hasMagnitudes && !module.isStacked ? block.dimensions(module).outputs : 0
     }
 
-    /// The number of a block's magnitudes.
+    /// The number of the block's magnitudes.
     package var magnitudes: Int { modules.reduce(0) { $0 + magnitudes(of: $1) } }
 
-    /// A module's part of numbers `[magnitudes]`, one for each of the block's; nil where it has none.
+    /// Returns a module's part of a vector `[magnitudes]` of all the block's magnitudes; nil if it has none.
     package func magnitudes(_ module: Module, in all: MLXArray) -> MLXArray? {
         let (start, count) = (
             modules.prefix { $0 != module }.reduce(0) { $0 + magnitudes(of: $1) }, magnitudes(of: module)
@@ -54,7 +54,7 @@ package struct LoRALayout {
         return count > 0 ? all[start..<start + count] : nil
     }
 
-    /// The matrices of one of the modules as views of `flat`.
+    /// Returns the matrices of a module as views of `flat`.
     package func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
         let (a, b) = shapes(module)
@@ -64,7 +64,7 @@ package struct LoRALayout {
             a: flat[start..<middle].reshaped(a), b: flat[middle..<m].reshaped(b), m: m < end ? flat[m..<end] : nil)
     }
 
-    /// The matrices of one projection, likewise; nil where its module has none.
+    /// Returns the matrices of a projection as views of `flat`; nil if its module has none.
     package func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices? {
         let (module, outputs) = block.place(projection)
         guard modules.contains(module) else { return nil }
@@ -72,12 +72,12 @@ package struct LoRALayout {
         return module.projections.count == 1 ? whole : whole.outputs(outputs)
     }
 
-    /// One flat vector from every module's pair of matrices: the inverse of `matrices(_:in:)`.
+    /// Returns the flat vector of all modules' matrices: the inverse of `matrices(_:in:)`.
     package func packed(_ matrices: [LoRAMatrices]) -> MLXArray {
         flattened(matrices.flatMap { [$0.a, $0.b] + [$0.m].compactMap { $0 } })
     }
 
-    /// The gradient `[trainedCount]` from every projection's: that of an A which several share is the sum.
+    /// Returns the gradient `[trainedCount]` from the gradients of all projections. The gradient of a shared A is the sum over its projections.
     package func packed(_ gradients: LoRAGradients) -> MLXArray {
         flattened(
             modules.flatMap { module in
@@ -90,7 +90,7 @@ package struct LoRALayout {
             })
     }
 
-    /// The gradients of every expert's A, then of every expert's B; 0 of one that no token chose.
+    /// Returns the gradients of every expert's A, then of every expert's B, with zeros for an expert that no token chose.
     private func stacked(_ module: Module, _ experts: [Int: LoRAGradients]) -> [MLXArray] {
         let (projection, numbers) = (module.projections[0], 0..<block.stack(module)[0])
         let (a, b) = shapes(module)
@@ -105,12 +105,12 @@ package struct LoRALayout {
 
     // MARK: - What is trained
 
-    /// The trained parameters `[trainedCount]` of a vector.
+    /// Returns the trained parameters `[trainedCount]` of a vector.
     package func trained(in flat: MLXArray) -> MLXArray {
         freezesA ? flattened(modules.map { matrices($0, in: flat).b }) : flat
     }
 
-    /// A vector with other trained parameters `[trainedCount]`.
+    /// Returns the vector with other trained parameters `[trainedCount]`.
     package func replacing(in flat: MLXArray, trained: MLXArray) -> MLXArray {
         guard freezesA else { return trained }
         var start = 0
@@ -122,8 +122,8 @@ package struct LoRALayout {
             })
     }
 
-    /// The factors of the parameters' learning rate, float32 `[P]`: 1 of A, and `ratio` of B and m, as PEFT groups them; nil where all are 1. A
-    /// is trained.
+    /// Returns the factors of the parameters' learning rate, float32 `[P]`: 1 for A, and `ratio` for B and m, as PEFT groups them; nil if all are 1.
+    /// It is only for layouts in which A is trained.
     package func rateFactors(ofB ratio: Float) -> MLXArray? {
         guard ratio != 1 else { return nil }
         let factors: [MLXArray] = modules.flatMap { module in
@@ -135,14 +135,14 @@ package struct LoRALayout {
 
     // MARK: - Vectors of all the block's modules
 
-    /// The layout that the block function takes: with all linear layers, and all of the experts' matrices if this one has any.
+    /// The layout that the block function takes. It has all linear layers, and all experts' matrices if this layout has any.
     package var whole: LoRALayout {
         LoRALayout(
             block: block, rank: rank, modules: modules.contains(where: \.isStacked) ? block.trainable : nil,
             hasMagnitudes: hasMagnitudes)
     }
 
-    /// The whole layout's vector, with zeros for the modules that have no matrices, and 1 for their factors of `LoRAMatrices.m`.
+    /// Returns the vector of the whole layout. Modules without matrices get zeros, and 1 for m.
     package func whole(_ flat: MLXArray) -> MLXArray {
         let all = whole.modules
         guard modules != all else { return flat }
@@ -159,13 +159,13 @@ package struct LoRALayout {
             })
     }
 
-    /// The vector from one of another layout with these modules, by default the whole one.
+    /// Returns this layout's part of a vector of another layout with these modules, by default the whole layout.
     package func part(of vector: MLXArray, in other: LoRALayout? = nil) -> MLXArray {
         let other = other ?? whole
         return packed(modules.map { other.matrices($0, in: vector) })
     }
 
-    /// Parameters `[P]` with which the block is the base model's: A and B are zero, and m is that of `magnitudes`.
+    /// Returns parameters `[P]` with which the block equals the base model's: A and B are zero, and m is taken from `magnitudes`.
     package func base(_ magnitudes: MLXArray) -> MLXArray {
         packed(
             modules.map { module in
@@ -175,9 +175,9 @@ package struct LoRALayout {
             })
     }
 
-    /// Initial parameters of the block with this index, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
+    /// Returns the initial parameters of the block with this index, float32 `[P]`: A is uniform in ±1/√in, and B is zero, as in mlx-lm.
     ///
-    /// - Parameter magnitudes: with DoRA m of all modules.
+    /// - Parameter magnitudes: m of all modules, with DoRA.
     package func initial(seed: UInt64, block index: Int, magnitudes: MLXArray? = nil) -> MLXArray {
         let key = MLXRandom.split(key: MLXRandom.key(seed), into: block.architecture.numHiddenLayers)[index]
         let all = whole.modules
@@ -193,8 +193,8 @@ package struct LoRALayout {
     }
 }
 
-/// A `[in, rank]` and B `[rank, out]` of one module or projection; of experts stacked. With DoRA also m `[out]`. A layer is computed with the
-/// factors of x Wᵀ in its place; see `DoRA`.
+/// The matrices A `[in, rank]` and B `[rank, out]` of a module or projection, stacked for experts. With DoRA they include m `[out]`. To compute a
+/// layer, m is replaced by the factors of x Wᵀ; see `DoRA`.
 package struct LoRAMatrices {
     package let a: MLXArray
     package let b: MLXArray
@@ -202,7 +202,7 @@ package struct LoRAMatrices {
 
     package init(a: MLXArray, b: MLXArray, m: MLXArray? = nil) { (self.a, self.b, self.m) = (a, b, m) }
 
-    /// Those of some of the outputs.
+    /// Returns the matrices of some of the outputs.
     package func outputs(_ range: Range<Int>) -> LoRAMatrices {
         LoRAMatrices(a: a, b: b[0..., range], m: m?[range])
     }
@@ -213,7 +213,7 @@ package struct LoRAGradients {
     package var a = [Projection: MLXArray]()
     package var b = [Projection: MLXArray]()
     package var m = [Projection: MLXArray]()
-    /// Those of each expert that some token chose, by its number.
+    /// The gradients of each expert that some token chose, by its number.
     package var experts = [Int: LoRAGradients]()
 
     package init() {}
@@ -227,7 +227,7 @@ package struct LoRAGradients {
 }
 
 extension BlockShape {
-    /// The shapes of A and B beside modules that have the same input, together.
+    /// Returns the shapes of A and B for modules with the same input, taken together.
     package func shapes(_ modules: [Module], rank: Int) -> (a: [Int], b: [Int]) {
         let (stack, (inputs, outputs)) = (stack(modules[0]), dimensions(modules))
         return (stack + [inputs, rank], stack + [rank, outputs])
@@ -235,11 +235,11 @@ extension BlockShape {
 }
 
 extension Architecture {
-    /// The layout of each block.
+    /// Returns the layout of each block.
     ///
     /// - Parameters:
-    ///   - withExperts: whether experts' matrices have adapters too
-    ///   - hasMagnitudes: whether they are DoRA's
+    ///   - withExperts: whether experts' matrices have adapters too.
+    ///   - hasMagnitudes: whether the layouts are for DoRA.
     package func layouts(rank: Int, withExperts: Bool = false, hasMagnitudes: Bool = false) -> [LoRALayout] {
         layers.indices.map {
             LoRALayout(

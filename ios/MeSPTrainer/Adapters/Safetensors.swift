@@ -8,9 +8,9 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// The tensors of a safetensors file, mapped; one becomes an array when it is asked for.
+/// The tensors of a mapped safetensors file. A tensor becomes an array on request.
 ///
-/// MLX's own reader is not for files that may be damaged: it believes the header, and takes memory before it looks for the data.
+/// MLX's reader is not suitable for files that may be damaged, because it trusts the header and allocates memory before it reads the data.
 package struct Safetensors {
     package let metadata: [String: String]
     private let tensors: [String: Tensor]
@@ -43,7 +43,7 @@ package struct Safetensors {
             let container = try decoder.container(keyedBy: Key.self)
             for key in container.allKeys {
                 if key.stringValue == "__metadata__" {
-                    // MLX writes null if there is none.
+                    // MLX writes null if there is no metadata.
                     metadata = try container.decodeIfPresent([String: String].self, forKey: key) ?? [:]
                 } else {
                     tensors[key.stringValue] = try container.decode(Tensor.self, forKey: key)
@@ -56,7 +56,7 @@ package struct Safetensors {
         "F32": .float32, "F16": .float16, "BF16": .bfloat16, "U32": .uint32, "U8": .uint8, "I32": .int32, "I64": .int64,
     ]
 
-    /// - Throws: `MeSPError` where the file isn't there, or its header and its length don't fit together. Messages continue “it …”.
+    /// - Throws: `MeSPError` if the file doesn't exist, or if its header doesn't fit its length. The messages continue a sentence about the folder.
     package init(_ url: URL) throws {
         let name = url.lastPathComponent
         guard let file = regularFile(url, followsLinks: true) else { throw MeSPError("it has no \(name)") }
@@ -64,7 +64,7 @@ package struct Safetensors {
         self = tensors
     }
 
-    /// A file's contents, or nil unless the header is in order and its tensors' data fill the rest of the file.
+    /// Reads a file's contents. Returns nil unless the header is valid and its tensors' data fill the rest of the file.
     init?(_ file: Data) {
         guard file.count >= 8 else { return nil }
         let length = file.withUnsafeBytes { UInt64(littleEndian: $0.loadUnaligned(as: UInt64.self)) }
@@ -94,10 +94,10 @@ package struct Safetensors {
 
     var names: Set<String> { Set(tensors.keys) }
 
-    /// Whether `writeSafetensors` has sealed the file: it ends with 32 bytes that are to be the SHA-256 of all before them.
+    /// Whether `writeSafetensors` has sealed the file: its last 32 bytes are meant to be the SHA-256 of all bytes before them.
     package var isSealed: Bool { tensors[Seal.name]?.dataOffsets == [data.count - Seal.size, data.count] }
 
-    /// Whether the file is sealed, and the same as it was then. Reads all of it, and keeps nothing.
+    /// Whether the file is sealed and unchanged since then. This reads the whole file.
     package var isIntact: Bool {
         guard isSealed else { return false }
         var hash = SHA256()
@@ -107,7 +107,7 @@ package struct Safetensors {
 
     package func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
 
-    /// The tensor called `name`, copied; nil if there is none.
+    /// A copy of the tensor called `name`; nil if there is none.
     package subscript(name: String) -> MLXArray? {
         guard let tensor = tensors[name], let dtype = Self.dtypes[tensor.dtype] else { return nil }
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
@@ -115,12 +115,12 @@ package struct Safetensors {
     }
 }
 
-/// The last tensor of a file that is sealed.
+/// The last tensor of a sealed file.
 private enum Seal {
     static let (name, size) = ("sha256", 32)
 }
 
-/// A tensor of a file to be, made when it is written.
+/// A tensor for a new file, computed when it is written.
 package struct NewTensor {
     let name: String
     let shape: [Int]
@@ -132,18 +132,18 @@ package struct NewTensor {
     }
 }
 
-/// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before.
+/// Writes a safetensors file. It replaces the file at `url` only when it is completely on the disk.
 ///
 /// - Parameters:
-///   - seal: whether a last tensor, `sha256`, is the SHA-256 of all bytes before it.
-///   - isInBackup: whether backups of the device may have the file.
+///   - seal: whether to add a last tensor, `sha256`, with the SHA-256 of all bytes before it.
+///   - isInBackup: whether backups of the device may include the file.
 package func writeSafetensors(
     _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false, isInBackup: Bool = true, to url: URL
 ) throws {
     try writeWhole(url, isInBackup: isInBackup, safetensors(tensors, metadata: metadata, seal: seal))
 }
 
-/// The contents of a safetensors file. MLX's own writer would hold every tensor at once, and doesn't report a short write.
+/// Returns a function that writes a safetensors file. MLX's writer would hold all tensors in memory at once, and doesn't report a short write.
 func safetensors(
     _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false
 ) throws -> (FileHandle) throws -> Void {

@@ -3,31 +3,32 @@ import MLX
 import MeSPBundle
 import MeSPSentences
 
-/// A folder of adapters, as mlx-lm or PEFT writes it, and the factor of what they add to a layer's output.
+/// A folder of adapters in the format of mlx-lm or PEFT, with the factor of the term that they add to a layer's output.
 ///
-/// A model takes several at once, of any ranks: y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b, with the weight w and the scale s of each. Of DoRA's, which are
-/// g ∘ (x Wᵀ + s (x A) B), it takes w (g − 1) ∘ (x Wᵀ) too, and B ∘ g in place of B.
+/// A model takes several at once, of any ranks: y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b, with the weight w and the scale s of each. A DoRA layer is g ∘ (x
+/// Wᵀ + s (x A) B). For such adapters B ∘ g replaces B, and the term w (g − 1) ∘ (x Wᵀ) is added.
 package struct WeightedAdapters: Sendable, Equatable {
     package let folder: URL
-    /// From 0 to 10. Adapters of weight 0 are left out.
+    /// The factor, from 0 to 10. Adapters with weight 0 are left out.
     package let weight: Float
 
     package init(_ folder: URL, weight: Float = 1) { (self.folder, self.weight) = (folder, weight) }
 }
 
-/// Makes what a block is computed with, `DoRA.scaled`, of adapters with magnitudes, which depends on the model's weights.
+/// Returns the vector with which a block is computed (`DoRA.scaled`), from adapters with magnitudes. It depends on the model's weights.
 ///
 /// - Parameters:
-///   - scale: of the adapters.
-///   - read: reads A, B and m `[P]`; gets those with which the block is the base model's.
+///   - scale: the scale of the adapters.
+///   - read: reads A, B and m `[P]`. It receives parameters with which the block equals the base model's.
 package typealias DoRAReading = (
     _ block: Int, LoRALayout, _ scale: Float, _ read: (_ base: MLXArray) throws -> MLXArray
 ) throws -> MLXArray
 
 /// Reads several folders of adapters as one set.
 ///
-/// - Returns: nil where no adapters are left. Of one folder the matrices are those in its files, and the weight is a factor of the scale. Of
-///   several they are joined, as long as all their ranks together, and the scale is 1. Where some are DoRA's, m is the factor of x Wᵀ.
+/// - Returns: the adapters, or nil if there are none with a weight above 0. For one folder the matrices are those in its files, and the weight is a
+///   factor of the scale. For several folders the matrices are joined, the rank is the sum of their ranks, and the scale is 1. If some are DoRA's, m
+///   is the factor of x Wᵀ.
 /// - Throws: `MeSPError` that names a folder which does not fit the model, or a weight out of range.
 package func loadAdapters(
     _ adapters: [WeightedAdapters], architecture: Architecture, dora: DoRAReading
@@ -47,7 +48,7 @@ package func loadAdapters(
         : architecture.layouts(
             rank: rank, withExperts: readers.contains(where: \.hasExperts),
             hasMagnitudes: readers.contains(where: \.hasMagnitudes))
-    // Block by block, so that memory holds little more than the result.
+    // Reading block by block takes little more memory than the result.
     let lora = try layouts.enumerated().map { block, layout in
         let parts = try readers.indices.map { index in
             WeightedVector(
@@ -69,23 +70,23 @@ extension AdapterReader {
     fileprivate var hasExperts: Bool { layouts.contains { $0.modules.contains(where: \.isStacked) } }
     fileprivate var hasMagnitudes: Bool { layouts.contains(where: \.hasMagnitudes) }
 
-    /// What a block is computed with.
+    /// Returns the vector with which a block is computed.
     fileprivate mutating func read(_ block: Int, _ dora: DoRAReading) throws -> MLXArray {
         guard layouts[block].hasMagnitudes else { return try read(block) }
         return try dora(block, layouts[block], scale) { base in try read(block, absent: base) }
     }
 }
 
-/// Adapters of a block that are to be joined with others.
+/// A block's adapters, to join with others.
 struct WeightedVector {
     let layout: LoRALayout
-    /// What the block is computed with.
+    /// The vector with which the block is computed.
     let vector: MLXArray
     let weight: Float
-    /// The factor of B, which has the weight in it unless the scale has.
+    /// The factor of B. It includes the weight, unless the scale does.
     let factorOfB: Float
 
-    /// A and B of a module, B times the factor; zeros where the layout has none of experts. And w (G − 1) of DoRA's.
+    /// Returns A, B multiplied by the factor, and, for DoRA, w (g − 1) of a module. If the layout has no matrices of an expert, A and B are zeros.
     fileprivate func matrices(_ module: Module) -> LoRAMatrices {
         guard layout.modules.contains(module) else {
             let (a, b) = layout.block.shapes([module], rank: layout.rank)
@@ -97,7 +98,7 @@ struct WeightedVector {
 }
 
 extension LoRALayout {
-    /// The vector of several adapters' ranks together.
+    /// Returns the vector of several adapters, with their ranks joined.
     func joined(_ parts: [WeightedVector]) -> MLXArray {
         packed(
             modules.map { module in
@@ -110,11 +111,11 @@ extension LoRALayout {
     }
 }
 
-/// The adapters that a model has, in their files: where two are equal, so is what the model computes.
+/// A model's adapters and the dates of their files. If two values are equal, the model computes the same.
 package struct AdapterSelection: Sendable, Equatable {
     private struct Part: Sendable, Equatable {
         let adapters: WeightedAdapters
-        /// When each of the files was written; nil for one that is not there.
+        /// The modification dates of the files; nil for a missing file.
         let written: [Date?]
     }
 

@@ -2,7 +2,7 @@
     import Foundation
     import MeSPAppModel
 
-    /// The time that the system gives the intent, until the run has ended or the intent is cancelled.
+    /// The background time of the intent, until the run has ended or the intent is cancelled.
     @MainActor final class IntentBackgroundTime: BackgroundTime {
         let grant: BackgroundGrant
         var onExpiration: (() -> Void)?
@@ -11,7 +11,9 @@
 
         init(_ grant: BackgroundGrant, _ progress: Progress) { (self.grant, self.progress) = (grant, progress) }
 
-        /// - Throws: `MeSPError` where the run did not finish, or there is none.
+        /// Passes the time to the scheduler and waits for its end.
+        ///
+        /// - Throws: `MeSPError` if the run did not finish, or if there is none.
         func pass() async throws {
             let hasFinished = await withTaskCancellationHandler {
                 await withCheckedContinuation {

@@ -8,8 +8,8 @@ import SwiftUI
         @NSApplicationDelegateAdaptor private var delegate: MacDelegate
     #endif
 
-    /// Makes the model here and not as the initial value of a `@State`, which may be made when a view first asks for it: iOS takes handlers
-    /// for its time in the background only until the app has launched.
+    /// Creates the model. A `@State` could be created later, when a view first uses it, but iOS accepts handlers for background tasks only until the
+    /// app has launched.
     init() {
         let folder = DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
         let recording = Bundle.main.resourceURL?.appending(path: "Recorded")
@@ -31,17 +31,17 @@ import SwiftUI
     }
 
     #if os(iOS)
-        /// The system's session that brings bundles and models.
+        /// The identifier of the background session that downloads bundles and models.
         private static let downloads = "downloads"
 
         var body: some Scene {
-            // The system starts the app, or wakes it, when the files have come.
+            // The system launches or wakes the app when the files have arrived.
             WindowGroup { RootView().environment(model) }
                 .backgroundTask(.urlSession(Self.downloads)) { [model] in await model.finishDownload() }
         }
     #else
         var body: some Scene {
-            // One window: there is one run at a time.
+            // There is one window, because there is one run at a time.
             Window("MeSP Trainer", id: "main") { RootView().environment(model) }
                 .commands {
                     CommandGroup(after: .toolbar) {
@@ -53,13 +53,13 @@ import SwiftUI
 }
 
 #if os(macOS)
-    /// Keeps the app, and with it the run, when its only window is closed.
+    /// Keeps the app and its run alive when the only window is closed.
     @MainActor final class MacDelegate: NSObject, NSApplicationDelegate {
         func applicationShouldTerminateAfterLastWindowClosed(_ sender: NSApplication) -> Bool { false }
     }
 #endif
 
-/// The tabs, and what belongs to all of them.
+/// The tabs, with the alerts and modifiers that they share.
 struct RootView: View {
     @Environment(AppModel.self) private var model
     @Environment(\.scenePhase) private var scenePhase
@@ -94,7 +94,7 @@ struct RootView: View {
         .onChange(of: scenePhase) { if scenePhase == .active { Task { await model.refresh() } } }
         .onChange(of: model.controller.isRunning) { Task { await model.refresh() } }
         .staysAwake(model.staysAwake)
-        // A form on a Mac scrolls only so.
+        // On a Mac a form scrolls only in this style.
         .formStyle(.grouped)
         .task {
             await model.refresh()

@@ -3,14 +3,14 @@
     import Foundation
     import MeSPAppModel
 
-    /// Time in the background from `BGTaskScheduler`. Info.plist permits the identifiers.
+    /// The source of background time from `BGTaskScheduler`. Info.plist permits the identifiers.
     @MainActor final class SystemBackground: BackgroundScheduler {
         /// The app's scheduler, which its intent uses.
         private(set) static weak var current: SystemBackground?
 
         var onGrant: ((any BackgroundTime) -> Void)?
 
-        /// False without the entitlement *Background GPU Access*, and on devices that do not give the GPU.
+        /// Whether background tasks may use the GPU: false without the entitlement *Background GPU Access*, and on devices that do not allow it.
         var givesGPU: Bool {
             #if compiler(>=6.2)
                 if #available(iOS 26.0, *) { return BGTaskScheduler.supportedResources.contains(.gpu) }
@@ -20,12 +20,12 @@
 
         private let prefix = Bundle.main.bundleIdentifier ?? "org.mesp.MeSPTrainer"
         private var overnight: String { prefix + ".overnight" }
-        /// The identifier of the last request for a run that the person started; each has its own.
+        /// The identifier of the last request for a run that the person started. Each request has a new one.
         private var continued: String?
-        /// Whether there is a handler: to ask for a time without one ends the app.
+        /// Whether a handler for the overnight task is registered. A request without a handler crashes the app.
         private var hasOvernight = false
 
-        /// To be made before the app has launched: the system may have started it for the night's task.
+        /// Registers the overnight task. Create the scheduler before the app has launched, because the system may have launched it for that task.
         init() {
             hasOvernight = register(overnight, for: .overnight)
             Self.current = self
@@ -39,7 +39,7 @@
                 request.requiresExternalPower = true
                 try? BGTaskScheduler.shared.submit(request)
             case .continued, .continuedOnGPU:
-                // Older SDKs, and systems, have no such task: the run waits for the app to come back.
+                // Older SDKs and systems have no such task. There the run waits until the app is in front again.
                 #if compiler(>=6.2)
                     if #available(iOS 26.0, *) {
                         let identifier = "\(prefix).run.\(UUID().uuidString)"
@@ -60,6 +60,8 @@
             BGTaskScheduler.shared.cancel(taskRequestWithIdentifier: identifier)
         }
 
+        /// Registers a handler.
+        ///
         /// - Returns: whether Info.plist permits the identifier.
         private func register(_ identifier: String, for grant: BackgroundGrant) -> Bool {
             BGTaskScheduler.shared.register(forTaskWithIdentifier: identifier, using: .main) {
@@ -78,7 +80,7 @@
 
             init(_ task: BGTask, _ grant: BackgroundGrant) {
                 (self.task, self.grant) = (task, grant)
-                // Called on any thread.
+                // The handler is called on any thread.
                 task.expirationHandler = { @Sendable [weak self] in
                     Task { @MainActor [weak self] in self?.onExpiration?() }
                 }

@@ -3,14 +3,14 @@
     import Foundation
     import MeSPAppModel
 
-    /// The run on the lock screen, as a Live Activity.
+    /// The display of the run as a Live Activity on the lock screen.
     @MainActor final class SystemLiveActivity: LiveActivityDisplay {
-        /// The activity in progress.
+        /// The identifier of the activity in progress; nil for none.
         private var id: String?
-        /// The change in progress: iOS gets one change after the other.
+        /// The change in progress, because changes are made one after another.
         private var work: Task<Void, Never>?
 
-        /// Takes away what is shown of a run that the app was ended in.
+        /// Removes the activities of runs during which the app was terminated.
         init() {
             for left in Activity<RunAttributes>.activities.map(\.id) { change { await Self.end(left, nil) } }
         }

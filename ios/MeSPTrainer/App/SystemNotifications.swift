@@ -1,7 +1,7 @@
 import MeSPAppModel
 import UserNotifications
 
-/// Messages as the system's notifications, one at a time.
+/// The display of messages as the system's notifications, one at a time.
 @MainActor final class SystemNotifications: NotificationDisplay {
     private static let identifier = "run"
 
@@ -9,7 +9,7 @@ import UserNotifications
 
     func askPermission() async {
         #if os(macOS)
-            // The question is a banner beside the app, which may stay there unanswered.
+            // On a Mac the question is a banner, which may stay unanswered.
             center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in }
         #else
             await withCheckedContinuation { continuation in

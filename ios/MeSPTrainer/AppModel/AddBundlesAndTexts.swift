@@ -4,9 +4,9 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// How bundles and texts come into the app: from other apps, from files that the person chooses, and from the Hub.
+/// The actions that bring bundles and texts into the app: from other apps, from files that the person chooses, and from the Hub.
 extension AppModel {
-    /// Takes what another app hands over: a bundle, or any other file as a text to train on.
+    /// Opens a file from another app: a bundle, or any other file as a text to train on.
     public func open(_ url: URL) async {
         if url.isBundle {
             tab = .bundles
@@ -17,7 +17,7 @@ extension AppModel {
         }
     }
 
-    /// Copies a text file into the app, as access to it may end, and chooses it as the text to train on.
+    /// Copies a text file into the app, because access to the original may end, and chooses it as the text to train on.
     public func chooseText(at url: URL) async {
         await attempt {
             _ = try TextFileKind(of: url)
@@ -25,7 +25,7 @@ extension AppModel {
         }
     }
 
-    /// Brings a bundle into the app, and chooses it. A model in MLX's format becomes a bundle, after the person has confirmed that.
+    /// Imports a bundle and chooses it. A model in MLX's format is rewritten into a bundle after the person has confirmed.
     public func importBundle(at url: URL) async {
         await attempt {
             let bundle = try await library.importBundle(at: url) { name, size, notices in
@@ -37,7 +37,7 @@ extension AppModel {
         }
     }
 
-    /// A model that the person has chosen, and the bundle that it would become.
+    /// A question to the person: whether to rewrite a model into a bundle.
     struct ImportRequest {
         let name: String
         let size: Int
@@ -49,13 +49,13 @@ extension AppModel {
         }
     }
 
-    /// Whether the question is shown whether to rewrite a model. Setting it changes nothing: `answerImport` does.
+    /// Whether the app asks about rewriting a model. Setting it has no effect; call `answerImport`.
     public var asksToImport: Bool {
         get { importRequest != nil }
         set {}
     }
 
-    /// The facts to know before the decision.
+    /// The facts for the person's decision.
     public var importQuestion: [Sentence] {
         guard let importRequest else { return [] }
         return [
@@ -63,23 +63,23 @@ extension AppModel {
         ] + importRequest.notices
     }
 
-    /// Answers whether the model is to be rewritten.
+    /// Answers the question whether to rewrite the model.
     public func answerImport(_ isWanted: Bool) {
         importRequest?.answer.resume(returning: isWanted)
         importRequest = nil
     }
 
-    /// Looks up what is on the Hub.
+    /// Looks up the repository on the Hub.
     public func lookUp() async { await attempt { try await downloads.lookUp() } }
 
     /// Downloads the bundle or the model that was looked up, and chooses its bundle.
     public func download() async { await addAndSelect { try await downloads.download() } }
 
-    /// Downloads what was looked up over any network: the person has agreed to the cost.
+    /// Downloads the bundle or the model over any network. The person has agreed to the cost.
     public func downloadNow() async { await addAndSelect { try await downloads.downloadNow() } }
 
-    /// Resumes the download during which the app was ended, and returns when the download has ended or the caller's task is cancelled. Of a
-    /// download in progress it waits for the end.
+    /// Resumes a download that was in progress when the app was terminated. Returns when the download has ended or the caller's task is cancelled. If
+    /// a download is already in progress, it waits for its end.
     public func finishDownload() async {
         let work = Task { await addAndSelect { try await downloads.resume() } }
         repeat { try? await Task.sleep(for: .milliseconds(100)) } while downloads.progress != nil && !Task.isCancelled

@@ -14,9 +14,9 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// The app's state and actions: its views only lay them out.
+/// The state and the actions of the app. The views only display them.
 @MainActor @Observable public final class AppModel {
-    /// Why the app can't train here; nil where it can.
+    /// The reason why the app can't train here; nil if it can.
     public let refusal: Sentence?
 
     public let library: Library
@@ -34,7 +34,7 @@ import Observation
     public let federation: Federation
 
     public enum Tab: Sendable { case train, tryIt, runs, bundles, compare }
-    /// The tab that is shown. Leaving the chat frees what the models keep of its text.
+    /// The visible tab. Leaving the chat frees the models' caches of its text.
     public var tab = Tab.train { didSet { if tab != .tryIt { chat.freeCaches() } } }
     /// The last problem, in a sentence, until it is set to nil.
     public var problem: Sentence?
@@ -43,22 +43,22 @@ import Observation
         get { problem != nil }
         set { if !newValue { problem = nil } }
     }
-    /// The item that is deleted when the person confirms; nil while nothing is asked.
+    /// The item that is deleted when the person confirms; nil if no question is open.
     package internal(set) var deletion: Deletion?
-    /// The model that is rewritten when the person confirms; nil while nothing is asked.
+    /// The model that is rewritten when the person confirms; nil if no question is open.
     var importRequest: ImportRequest?
-    /// The part of the text that is tokenized, from 0 to 1; nil while no text is being tokenized.
+    /// The tokenized fraction of the text, from 0 to 1; nil while no text is being tokenized.
     public internal(set) var tokenized: Double?
-    /// Notices on the text of the last run, once it is tokenized: what was left out, added or cut.
+    /// The notices about the text of the last run: data that was left out, added or cut.
     public internal(set) var textNotices = [Sentence]()
-    /// Whether the form for a new run is shown, and not the run in progress or the last one.
+    /// Whether the form for a new run is shown in place of the present or last run.
     public var showsSetup = true
     /// The run that the person does not want to continue now.
     var declinedRun: StoredRun.ID?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// A run to look at where nothing can be trained.
+    /// A recorded run to show where nothing can be trained.
     @ObservationIgnored let recording: URL?
     @ObservationIgnored let notificationDisplay: (any NotificationDisplay)?
     @ObservationIgnored private var runNotifications: RunNotifications?
@@ -66,15 +66,15 @@ import Observation
     @ObservationIgnored private var background: BackgroundTraining?
 
     /// - Parameters:
-    ///   - display: the screen that is dimmed in the night.
-    ///   - scheduler: what gives time in the background; nil where nothing does.
-    ///   - notificationDisplay: what shows messages to a person who has left the app.
-    ///   - activityDisplay: what shows the run on the lock screen; nil where nothing does.
-    ///   - network: the network that the device uses; nil where it is not known.
-    ///   - refusal: why nothing can be trained here; nil where it can.
-    ///   - openDownload: the download of a repository.
-    ///   - recording: the folder of a run to look at where nothing can be trained.
-    ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
+    ///   - display: the screen, which is dimmed overnight.
+    ///   - scheduler: the source of background time; nil if there is none.
+    ///   - notificationDisplay: the display of messages to a person who has left the app.
+    ///   - activityDisplay: the display of the run on the lock screen; nil if there is none.
+    ///   - network: the network that the device uses; nil if it is unknown.
+    ///   - refusal: the reason why nothing can be trained here; nil if the app can train.
+    ///   - openDownload: a function that opens the download of a repository.
+    ///   - recording: the folder of a recorded run to show where nothing can be trained.
+    ///   - loadTokenizer: a function that reads the tokenizer in a bundle's folder.
     public init(
         monitor: any DeviceMonitor, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, notificationDisplay: (any NotificationDisplay)? = nil,
@@ -109,15 +109,15 @@ import Observation
         background = scheduler.map {
             BackgroundTraining(
                 controller: controller, monitor: monitor, scheduler: $0,
-                // A server asks for the runs of a federation.
+                // In a federation the server starts the runs.
                 isStartedByPerson: { [weak self] in self?.federation.isOn == false },
                 resume: { [weak self] in await self?.resumeInBackground($0) ?? false })
         }
     }
 
-    /// Looks for bundles and runs again.
+    /// Reads the lists of bundles and runs again.
     public func refresh() async {
-        // A process that was ended has left files without them, and parts of imports.
+        // A terminated process may have left files without a policy, and parts of imports.
         if !library.hasLooked {
             applyStoragePolicies()
             let folder = library.folder
@@ -128,7 +128,7 @@ import Observation
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
         }
         form.refresh()
-        // The system may have started the app while the phone is locked, when choices can't be read. They are read again in front.
+        // The system may have started the app while the phone is locked, when choices can't be read. They are read again when the app becomes active.
         do { try choices.refresh() } catch { if monitor.scene == .active { problem = error.plainSentence } }
         if hasEnded, let run = shownRun {
             hasEnded = false
@@ -138,7 +138,7 @@ import Observation
 
     // MARK: - Whether the model is in use
 
-    /// The bundle that is used now.
+    /// The bundle in use.
     var bundleInUse: StoredBundle.ID? { isBusy ? lastUsed : nil }
     /// The bundle that was used last.
     private var lastUsed: StoredBundle.ID?
@@ -147,12 +147,12 @@ import Observation
         isPreparing || controller.isRunning || chat.writing != nil || benchmark.running != nil
             || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
-    /// Whether one of them is about to begin: what it needs is read or tokenized.
+    /// Whether such work is about to begin: its data is being read or tokenized.
     public private(set) var isPreparing = false
 
     // MARK: - Runs
 
-    /// Frees the conversation's memory for a run. At a run's end, gives its files their storage policies.
+    /// Frees the conversation's memory when a run begins, and sets the storage policies of its files when it ends.
     private func runChanged() {
         guard !controller.isRunning else { return chat.freeCaches() }
         applyStoragePolicies()
@@ -164,7 +164,7 @@ import Observation
         Task { await attempt { try await Task.detached { try folder.applyPoliciesToRuns() }.value } }
     }
 
-    /// Whether a run has ended that the list does not show yet.
+    /// Whether a run has ended and the list does not show it yet.
     private var hasEnded = false
 
     /// The progress of the current or last run; nil before the first.
@@ -172,45 +172,45 @@ import Observation
         controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
     }
 
-    /// The last run, as the list has it, once it has ended.
+    /// The entry in the list of the last run, once that has ended.
     public var shownRun: StoredRun? {
         guard !controller.isRunning, let output = controller.settings?.output else { return nil }
         let id = URL(fileURLWithPath: output).lastPathComponent
-        // An earlier look at the files may have found it in progress.
+        // The list may have been read while the run was in progress.
         return library.runs.first { $0.id == id && !$0.isBenchmark && $0.status != .running }
     }
 
-    /// Whether there are examples of a run, or they can be written.
+    /// Returns whether examples of a run exist or can be written.
     public func canShowExamples(of run: StoredRun) -> Bool {
         run.adapters != nil && library.bundle(of: run) != nil && (run.log?.lastStep ?? 0) > 0
     }
 
-    /// Writes two examples of what a run has learned, unless something else needs the model.
+    /// Generates two examples of a run's effect, unless other work needs the model.
     ///
-    /// - Parameter isAskedFor: whether a person waits for them.
+    /// - Parameter isAskedFor: whether the person asked for them.
     public func showExamples(of run: StoredRun, isAskedFor: Bool = true) {
         guard isFree, canShowExamples(of: run), let bundle = library.bundle(of: run) else { return }
         examples.start(run, bundle: bundle.url, isAskedFor: isAskedFor, loadTokenizer: loadTokenizer)
     }
 
-    /// The run that the person wants to write with; nil for the latest.
+    /// The run whose adapters the person chose for writing; nil for the latest run.
     public var chosenRun: StoredRun.ID?
-    /// The run whose adapters write; nil if there is none yet.
+    /// The run whose adapters are used for writing; nil if there is none yet.
     package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
-    /// The bundle that writes.
+    /// The bundle that is used for writing.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
-    /// The runs that can write together with `writingRun`: the others of its model.
+    /// The runs that can be combined with `writingRun`: the other runs of its model.
     public var secondRuns: [StoredRun] {
         guard let first = writingRun else { return [] }
         return library.trained.filter { $0.id != first.id && library.bundle(of: $0)?.id == writingBundle?.id }
     }
-    /// The run that writes together with `writingRun`; nil for none. A run that is not one of `secondRuns` counts as none.
+    /// The run that is combined with `writingRun`; nil for none. A run that is not in `secondRuns` counts as none.
     public var secondRun: StoredRun.ID? {
         get { secondRuns.first { $0.id == chosenSecondRun }?.id }
         set { chosenSecondRun = newValue }
     }
     private var chosenSecondRun: StoredRun.ID?
-    /// The one or two runs whose adapters write.
+    /// The one or two runs whose adapters are used for writing.
     public var writingRuns: [StoredRun] {
         let second = secondRun
         return [writingRun].compactMap { $0 } + secondRuns.filter { $0.id == second }
@@ -218,7 +218,7 @@ import Observation
     /// The strengths of the adapters of the first run and of the second, from 0 to 1.
     public var strengths: [Float] = [1, 1]
 
-    /// Shows the tab *Try* with a run's adapters chosen alone and in full strength, and one of its examples as the prompt.
+    /// Shows the tab *Try* with only this run's adapters, at full strength. An empty prompt is filled with one of its examples.
     public func openChat(with run: StoredRun) {
         (chosenRun, chosenSecondRun, strengths) = (run.id, nil, [1, 1])
         if chat.draft.prompt.isEmpty, let sample = examples.of(run).first {
@@ -230,14 +230,14 @@ import Observation
     /// Whether the device is free for a run, a text, a benchmark, a self-check, an evaluation or a federation.
     public var isFree: Bool { !isBusy && refusal == nil }
 
-    /// Reads the first record that a run with the form's settings would train, for the form to show. It first waits for a pause in the
-    /// typing of a text, and ends with the caller's task.
+    /// Reads the first record that a run with the form's settings would train, and shows it in the form. It waits for a pause in typing first.
+    /// Cancelling the caller's task ends it.
     public func updatePreview() async {
         guard isFree else { return }
         await preview.read()
     }
 
-    /// Measures the three methods with the form's length and rank.
+    /// Measures the three methods with the form's sequence length and rank.
     public func compareMethods(steps: Int) async {
         guard isFree, let bundle = form.bundle else { return }
         beginUsing(bundle.id)
@@ -259,7 +259,7 @@ import Observation
             .init(bundle: bundle.url.path), file: library.folder.newSelfCheck(bundle: bundle.name))
     }
 
-    /// Begins what the app's arguments ask for: `--self-check`, perhaps with the name of a bundle after it, asks for a self-check.
+    /// Begins a self-check if the app's arguments contain `--self-check`, optionally followed by the name of a bundle.
     public func begin(arguments: [String]) {
         guard let index = arguments.firstIndex(of: "--self-check") else { return }
         if index + 1 < arguments.count {
@@ -278,7 +278,7 @@ import Observation
         screen.staysAwake || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
 
-    /// Measures the base model, and the one with the adapters of `run`, on the records of a JSONL file.
+    /// Evaluates the base model, and the model with the adapters of `run`, on the records of a file.
     public func evaluate(_ file: URL, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
         await prepare(bundle) {
@@ -293,7 +293,7 @@ import Observation
         }
     }
 
-    /// Has the base model, and the one with the adapters of the chosen runs, write a text each.
+    /// Generates a text with the base model, and one with the adapters of the chosen runs.
     public func write(_ request: SideBySideChat.Request) async {
         guard isFree, let bundle = writingBundle else { return }
         let adapters = zip(writingRuns, strengths).compactMap { run, strength in
@@ -305,12 +305,12 @@ import Observation
         }
     }
 
-    /// Keeps a choice of the person: that one answer of a turn is better than the other, or that `corrected` is better than this answer.
+    /// Saves a choice of the person: this side's answer over the other side's, or `corrected` over this side's answer.
     public func choose(_ side: SideBySideChat.Side, of turn: SideBySideChat.Turn.ID, corrected: String? = nil) async {
         await attempt { try choices.add(chat.choice(side, of: turn, corrected: corrected)) }
     }
 
-    /// Runs `body`, which reads and tokenizes what work with `bundle` needs and then begins that work. Meanwhile nothing else can begin.
+    /// Runs `body`, which reads and tokenizes data and then begins work with `bundle`. No other work can begin meanwhile.
     func prepare(_ bundle: StoredBundle, _ body: () async throws -> Void) async {
         beginUsing(bundle.id)
         isPreparing = true
@@ -318,7 +318,7 @@ import Observation
         await attempt(body)
     }
 
-    /// Marks a bundle as used, and ends what a person does not wait for: the examples of a run and the preview.
+    /// Marks a bundle as used. Stops optional work: the examples of a run and the preview.
     func beginUsing(_ bundle: StoredBundle.ID) {
         lastUsed = bundle
         examples.stop()

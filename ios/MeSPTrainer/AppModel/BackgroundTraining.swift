@@ -3,32 +3,32 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// A time in the background that the system has given: in the app a `BGTask`.
+/// A period of background time that the system has granted: in the app, a `BGTask`.
 @MainActor public protocol BackgroundTime: AnyObject {
     var grant: BackgroundGrant { get }
-    /// To be called when the system takes it back.
+    /// A closure to call when the system ends the period.
     var onExpiration: (() -> Void)? { get set }
-    /// Shows the person how far the run is.
+    /// Shows the progress of the run to the person.
     func show(_ progress: RunProgress)
     func end(success: Bool)
 }
 
-/// A source of time in the background: in the app the system's scheduler.
+/// A source of background time: in the app, the system's scheduler.
 @MainActor public protocol BackgroundScheduler: AnyObject {
-    /// To be called with each time that is given.
+    /// A closure to call with each granted period.
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
-    /// Whether the device gives an app in the background the GPU.
+    /// Whether the device allows an app in the background to use the GPU.
     var givesGPU: Bool { get }
-    /// Asks for a time, which may never be given. It replaces one that was asked for before and not given yet.
+    /// Requests a period, which may never be granted. It replaces an earlier request that was not granted yet.
     func ask(for grant: BackgroundGrant, title: Sentence)
-    /// Takes back what was asked for.
+    /// Withdraws a request.
     func withdraw(_ grant: BackgroundGrant)
 }
 
-/// Asks for time in the background for runs that may train there (`PauseReason.reasons`), and gives it to them.
+/// Requests background time for runs that may train in it (`PauseReason.reasons`), and passes it to the run controller.
 ///
-/// A run that the person has started may continue when the app is left. At night, on the charger, an unfinished run continues, also
-/// one that the system has ended in the meantime.
+/// A run that the person has started may continue in the background. At night, on the charger, an unfinished run continues, even if the system has
+/// terminated the app in the meantime.
 @MainActor final class BackgroundTraining {
     private let controller: RunController
     private let monitor: any DeviceMonitor
@@ -37,15 +37,15 @@ import MeSPSentences
     private let resume: (BackgroundGrant) async -> Bool
     private var times = [any BackgroundTime]() { didSet { followProgress() } }
     private var reports: Task<Void, Never>?
-    /// The folder of the run that time was asked for.
+    /// The folder of the run for which time was requested.
     private var askedFor: String?
 
-    /// The time between two reports of progress to the system, which ends a task without progress; a step can take minutes.
+    /// The time between two reports of progress to the system. The system ends a task without progress, and a step can take minutes.
     private static let reportInterval = Duration.seconds(1)
 
     /// - Parameters:
-    ///   - isStartedByPerson: whether the run in progress was.
-    ///   - resume: continues with a run that was cut off and may train in such a time, and returns whether there was one.
+    ///   - isStartedByPerson: returns whether the person started the run in progress.
+    ///   - resume: continues an interrupted run that may train in such a period, and returns whether there was one.
     init(
         controller: RunController, monitor: any DeviceMonitor, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool
@@ -56,7 +56,7 @@ import MeSPSentences
         controller.observers.append { [weak self] in self?.runChanged() }
     }
 
-    /// The times in which the run in progress may train, once it is known what it runs on.
+    /// The kinds of background time in which the run in progress may train; empty until the run's device is known.
     private var usable: [BackgroundGrant] {
         guard controller.isRunning, controller.log.start != nil else { return [] }
         if !controller.usesGPU { return [.overnight, .continued] }
@@ -70,7 +70,7 @@ import MeSPSentences
         }
         if let settings = controller.settings, askedFor != settings.output, !usable.isEmpty {
             askedFor = settings.output
-            // Times other than the night's may be asked for in front only, for what the person has started.
+            // Time other than overnight time may be requested only while the app is active, for a run that the person has started.
             let mayAsk = monitor.scene == .active && isStartedByPerson()
             for grant in usable where grant == .overnight || mayAsk { scheduler.ask(for: grant, title: title) }
         }
@@ -83,7 +83,7 @@ import MeSPSentences
         for time in times { time.show(progress) }
     }
 
-    /// Tells of the progress within a step for as long as there is a time.
+    /// Reports the progress within a step while there is granted time.
     private func followProgress() {
         guard !times.isEmpty else {
             reports?.cancel()
@@ -123,7 +123,7 @@ import MeSPSentences
 
     private func expire(_ time: any BackgroundTime) {
         times.removeAll { $0 === time }
-        useTimes()  // which waits until the block in progress has ended
+        useTimes()  // waits until the block in progress has ended
         time.end(success: false)
         if time.grant == .overnight, usable.contains(.overnight) { scheduler.ask(for: .overnight, title: title) }
     }

@@ -6,7 +6,7 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// Measures the three methods on this device, a few steps each, to compare with the paper's figures.
+/// Measures the three methods on this device with a few steps each, for comparison with the paper's figures.
 @MainActor @Observable public final class Benchmark {
     /// The measurements of one method. Sizes are in bytes.
     public struct Row: Codable, Sendable, Equatable, Identifiable {
@@ -15,46 +15,47 @@ import Observation
         public var seqLen: Int
         public var rank: Int
         public var steps: Int
-        /// Machine and system.
+        /// The machine and its system.
         package var host: String
         /// `cpu` or `gpu`.
         public var device: Backend
-        /// The median of the steps.
+        /// The median time of a step, in seconds.
         public var seconds: Double
-        /// `seconds` as a multiple of MeBP's; nil until that has run.
+        /// The time of a step relative to MeBP's; nil until MeBP has run.
         public var timeOfMebp: Double?
-        /// The highest of the process, with the app's own memory in it.
+        /// The peak footprint of the process, including the app's own memory.
         public var footprintPeakBytes: Int
-        /// The process before the run.
+        /// The footprint of the process before the run.
         public var footprintBeforeBytes: Int
         package var mlxPeakBytes: Int
         public var predictedPeakBytes: Int
-        /// The paper's peak of MeSP on an iPhone 17 Pro, and its time as a multiple of MeBP's; nil where the paper has none.
+        /// The paper's peak of MeSP on an iPhone 17 Pro; nil if the paper has none. `paperTimeOfMebp` is its time relative to MeBP's.
         public var paperBytes: Int?
         public var paperTimeOfMebp: Double?
-        /// The worst of the steps.
+        /// The worst thermal state during the steps.
         public var thermalState: String
 
         public var id: GradientMethod { method }
     }
 
-    /// In the order in which they run.
+    /// The methods, in the order in which they run.
     package static let methods: [GradientMethod] = [.mesp, .mebp, .mezo]
 
     public private(set) var rows = [Row]()
-    /// The method that runs; nil where none does.
+    /// The method that is running; nil if none is.
     public private(set) var running: GradientMethod?
-    /// Why the last benchmark ended early.
+    /// The reason why the last benchmark ended early.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let controller: RunController
 
-    /// - Parameter controller: runs the methods, and pauses them like any run.
+    /// - Parameter controller: the controller that runs the methods, and pauses them like any run.
     public init(controller: RunController) { self.controller = controller }
 
-    /// Measures with `settings`, whose method and output are replaced. Cancelling the task ends it with the rows that are there.
+    /// Measures the methods with `settings`, whose method and output are replaced. Cancelling the task ends the benchmark and keeps the finished
+    /// rows.
     ///
-    /// - Parameter folder: makes a run's folder for a method.
+    /// - Parameter folder: returns the folder of a method's run.
     public func run(_ settings: RunSettings, folder: (GradientMethod) -> URL) async {
         guard running == nil else { return }
         (rows, problem) = ([], nil)
@@ -86,7 +87,7 @@ import Observation
         }
     }
 
-    /// The rows with a line of names above, as RFC 4180 has it.
+    /// The rows as CSV (RFC 4180), with a header line.
     public var csv: String {
         let names = [
             "model", "method", "seq_len", "rank", "steps", "host", "device", "seconds", "time_of_mebp",

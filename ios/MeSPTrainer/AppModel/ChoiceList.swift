@@ -3,11 +3,11 @@ import MeSP
 import MeSPBundle
 import Observation
 
-/// The choices between answers that a person has made. A run can learn them.
+/// The choices between answers that a person has made. A run can train on them.
 @MainActor @Observable public final class ChoiceList {
-    /// The newest first.
+    /// The choices, the newest first.
     public private(set) var list = [Choice]()
-    /// The file that holds them, to share.
+    /// The file of the choices, which the person can share.
     public var url: URL { store.url }
 
     @ObservationIgnored private let folder: DocumentsFolder
@@ -15,14 +15,14 @@ import Observation
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// Whether an answer to a message was chosen.
+    /// Returns whether an answer to a message was chosen.
     public func contains(_ answer: String, to message: String) -> Bool {
         list.contains { $0.chosen == answer && $0.prompt.last?.content == message }
     }
 
     func refresh() throws { list = try store.all().reversed() }
 
-    /// Adds a choice. It replaces one between the same two answers, and one that corrects the same answer.
+    /// Adds a choice. It replaces a choice between the same two answers, and a correction of the same answer.
     func add(_ choice: Choice) throws {
         let answers = [choice.chosen, choice.rejected]
         try refresh()

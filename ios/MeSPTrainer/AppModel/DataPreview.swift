@@ -6,13 +6,13 @@ import MeSPSentences
 import Observation
 
 extension TrainingPreview {
-    /// The spans for VoiceOver, each with whether it is in the loss.
+    /// The spans as VoiceOver reads them, which says whether each is in the loss.
     public var spoken: [Sentence] {
         spans.map { $0.isTrained ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
     }
 }
 
-/// Reads what a run with the form's settings would train first: of its own text only the first record is tokenized.
+/// A preview of the first sequence that a run with the form's settings would train. Of the person's text only the first record is tokenized.
 @MainActor @Observable public final class DataPreview {
     /// The parts of the form that the preview depends on.
     public struct Inputs: Hashable, Sendable {
@@ -25,9 +25,9 @@ extension TrainingPreview {
         let length: Int
     }
 
-    /// The preview of the form's present inputs; nil until it is read.
+    /// The preview for the form's present inputs; nil until it is read.
     public var current: TrainingPreview? { inputs == last ? try? result?.get() : nil }
-    /// Why the text that the form names cannot be trained on as it is.
+    /// The reason why the form's text cannot be trained.
     public var problem: Sentence? {
         guard inputs == last, case .failure(let error) = result else { return nil }
         return error.sentence
@@ -40,7 +40,7 @@ extension TrainingPreview {
     @ObservationIgnored private let form: TrainingForm
     @ObservationIgnored private let choices: ChoiceList
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// The last tokenizer, so that it is not read for every change of the form.
+    /// The last tokenizer, kept because the form changes often.
     @ObservationIgnored private var tokenizer: (bundle: URL, tokenizer: any TextTokenizer)?
 
     init(
@@ -58,7 +58,7 @@ extension TrainingPreview {
             length: form.settings.seqLen)
     }
 
-    /// Reads the preview of the form's present inputs; of pasted text after a pause in typing.
+    /// Reads the preview for the form's present inputs. For pasted text it first waits for a pause in typing.
     func read(pause: Duration = .milliseconds(300)) async {
         let inputs = inputs
         if inputs != last { (last, result) = (inputs, nil) }
@@ -80,14 +80,14 @@ extension TrainingPreview {
                 }.value as TrainingPreview?
             if inputs == last { result = preview.map { .success($0) } }
         } catch {
-            // The tokens of a bundle can be trained without being read.
+            // A bundle whose tokens have no preview can still be trained.
             if inputs == last, !Task.isCancelled, inputs.kind != .bundle {
                 result = .failure(MeSPError(error.plainSentence))
             }
         }
     }
 
-    /// Frees the tokenizer, whose memory a run needs.
+    /// Frees the tokenizer, because a run needs the memory.
     func freeTokenizer() { tokenizer = nil }
 
     private func hasText(_ inputs: Inputs) -> Bool {

@@ -4,9 +4,9 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// How the app deletes an item: it asks, and deletes when the person confirms.
+/// Deleting an item, which the person has to confirm.
 extension AppModel {
-    /// The item whose deletion is to be confirmed.
+    /// An item that may be deleted.
     public enum Deletion {
         case bundle(StoredBundle)
         case run(StoredRun)
@@ -14,13 +14,13 @@ extension AppModel {
         case conversation
     }
 
-    /// Whether the question is shown. Setting it to false is a no.
+    /// Whether the question is shown. Setting it to false declines.
     public var asksToDelete: Bool {
         get { deletion != nil }
         set { if !newValue { deletion = nil } }
     }
 
-    /// The facts to know before the decision.
+    /// The question, with the facts for the decision.
     public var deletionQuestion: Sentence {
         switch deletion {
         case .bundle(let bundle):
@@ -38,7 +38,7 @@ extension AppModel {
         }
     }
 
-    /// Asks whether to delete something, unless it is in use.
+    /// Asks whether to delete an item, unless it is in use.
     public func askToDelete(_ wanted: Deletion) {
         switch wanted {
         case .bundle(let bundle) where bundle.id == bundleInUse:
@@ -49,18 +49,18 @@ extension AppModel {
         }
     }
 
-    /// Deletes what the person was asked about.
+    /// Deletes the item that the person was asked about.
     public func confirmDeletion() async {
         guard let confirmed = deletion else { return }
         deletion = nil
-        askToDelete(confirmed)  // it may be in use by now
+        askToDelete(confirmed)  // the item may be in use by now
         guard deletion != nil else { return }
         deletion = nil
         await attempt {
             switch confirmed {
             case .bundle(let bundle):
                 examples.stop()
-                chat.freeCaches()  // another may get its name
+                chat.freeCaches()  // another bundle may get its name
                 try library.folder.delete(bundle)
             case .run(let run):
                 examples.stop()

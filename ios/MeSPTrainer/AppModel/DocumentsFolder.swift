@@ -6,33 +6,33 @@ import MeSPDownload
 import MeSPFiles
 import MeSPSentences
 
-/// The app's files: bundles in its Documents, and runs in the folder `runs` there, where `tools/collect.py` finds them.
+/// The app's files: bundles in its Documents folder, and runs in the folder `runs` there. `tools/collect.py` collects the runs.
 public struct DocumentsFolder: Sendable {
-    /// The folder that people see in Files.
+    /// The folder that people see in the Files app.
     public let documents: URL
-    /// The folder with bundles that came with the app.
+    /// The folder of the bundles that come with the app.
     let included: URL?
-    /// The bytes that are free where a folder is; nil where it is not known.
+    /// Returns the free bytes of a folder's disk; nil if they are unknown.
     let freeBytes: @Sendable (URL) -> Int?
-    /// Why no bundle for the GPU can be used here; nil where one can.
+    /// The reason why no bundle for the GPU can be used here; nil if one can.
     let gpuRefusal: Sentence?
     /// Gives a file or a folder a storage policy.
     let applyPolicy: @Sendable (URL, StoragePolicy) -> Void
     let read: @Sendable (URL) throws -> Data
     private let list: @Sendable (URL) throws -> [URL]
-    /// A part of the names of hidden folders that this start of the app makes.
+    /// A part of the names of the hidden folders that this launch of the app makes.
     let launch = UUID().uuidString
-    /// Rewrites one model at a time.
+    /// The queue for rewriting models, one at a time.
     let rewriting = SerialWork()
 
-    /// The suffix of the name of a benchmark's run.
+    /// The path extension of a benchmark's run.
     static let benchmark = "benchmark"
 
     /// - Parameters:
-    ///   - documents: the folder that people see in Files.
-    ///   - included: the folder with bundles that came with the app.
-    ///   - gpuRefusal: why no bundle for the GPU can be used here; nil where one can.
-    ///   - freeBytes: the bytes that are free where a folder is.
+    ///   - documents: the folder that people see in the Files app.
+    ///   - included: the folder of the bundles that come with the app.
+    ///   - gpuRefusal: the reason why no bundle for the GPU can be used here; nil if one can.
+    ///   - freeBytes: returns the free bytes of a folder's disk.
     ///   - applyPolicy: gives a file or a folder a storage policy.
     ///   - read: reads a file that cannot be read while the phone is locked.
     ///   - list: lists a folder, without hidden files.
@@ -54,8 +54,8 @@ public struct DocumentsFolder: Sendable {
     /// The folder in which `tools/collect.py` finds reports of self-checks.
     package var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
-    /// Makes the folder of a federation's node, unless it is there. It holds the node's key, the tokens of the text, and the message that the
-    /// node has to answer.
+    /// Creates the folder of a federation's node if necessary. It holds the node's key, the tokens of the text, and the message that the node has to
+    /// answer.
     func makeFederationFolder() throws -> URL {
         let folder = documents.appendingPathComponent(".federation")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -69,7 +69,7 @@ public struct DocumentsFolder: Sendable {
 
     /// Reads the conversation that was saved last; nil if there is none.
     ///
-    /// - Throws: where it can't be read; `MeSPError` while the phone is locked.
+    /// - Throws: an error if it can't be read; while the phone is locked, a `MeSPError`.
     func readChat() throws -> StoredChat? {
         let json: Data
         do {
@@ -103,17 +103,17 @@ public struct DocumentsFolder: Sendable {
     /// The person's choices between two answers.
     var choices: ChoiceStore { ChoiceStore(url: documents.appendingPathComponent("choices.jsonl")) }
 
-    /// Gives the file of choices its storage policy. Each choice replaces the file, and so removes the policy.
+    /// Sets the storage policy of the file of choices. Each new choice replaces the file and loses the policy.
     func applyPolicyToChoices() {
         if FileManager.default.fileExists(atPath: choices.url.path) { applyPolicy(choices.url, .chat) }
     }
 
     // MARK: - Files
 
-    /// The space that stays free after a copy, for runs and for the system.
+    /// The bytes that must stay free after a copy, for runs and for the system.
     static let spareBytes = 200_000_000
 
-    /// The size of all files in a folder, in bytes.
+    /// Returns the size of all files in a folder, in bytes.
     static func size(_ folder: URL) -> Int {
         let files = FileManager.default.enumerator(at: folder, includingPropertiesForKeys: [.fileSizeKey])
         return (files?.allObjects ?? []).reduce(0) { sum, file in
@@ -121,7 +121,7 @@ public struct DocumentsFolder: Sendable {
         }
     }
 
-    /// The folders in a folder; none where that isn't there.
+    /// Returns the folders in a folder; none if it does not exist.
     func contents(_ folder: URL) throws -> [URL] {
         guard FileManager.default.fileExists(atPath: folder.path) else { return [] }
         do {
@@ -143,7 +143,7 @@ public struct DocumentsFolder: Sendable {
 extension URL {
     var isBundle: Bool { pathExtension == "mesp" }
 
-    /// The size of a file in bytes; nil of a folder.
+    /// The size of a file in bytes; nil for a folder.
     fileprivate var resourceSize: Int? {
         hasDirectoryPath ? nil : try? resourceValues(forKeys: [.fileSizeKey]).fileSize
     }

@@ -6,10 +6,10 @@ import MeSPFiles
 import MeSPImport
 import MeSPSentences
 
-/// The bundles in the app's folder: those that were imported, downloaded or came with the app, and a download in progress.
+/// The bundles in the app's folder, and a download in progress.
 extension DocumentsFolder {
-    /// All bundles, by name: the ones in Documents, and those that came with the app where none in Documents has the name. Sizes are
-    /// checked, checksums are not: a run checks these.
+    /// Returns all bundles, sorted by name: those in Documents, and those that come with the app unless Documents has one of the same name. Checksums
+    /// are not compared here; a run compares them.
     public func bundles() throws -> [StoredBundle] {
         let imported = try contents(documents).filter(\.isBundle).map {
             StoredBundle(url: $0, isIncluded: false, gpuRefusal: gpuRefusal)
@@ -23,8 +23,8 @@ extension DocumentsFolder {
             .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
     }
 
-    /// Copies the files that a bundle's manifest lists into Documents, and checks them. Other files of its folder are left out, and
-    /// the files of a refused bundle are deleted.
+    /// Copies the files in a bundle's manifest into Documents, and checks them. Other files of its folder are not copied. The copies of a refused
+    /// bundle are deleted.
     public func importBundle(at source: URL) throws -> StoredBundle {
         let name = source.lastPathComponent
         let target = documents.appendingPathComponent(name)
@@ -56,7 +56,7 @@ extension DocumentsFolder {
         return try move(partial, to: target)
     }
 
-    /// Checks a model in MLX's format that is to become a bundle in Documents, and that there is room for the bundle.
+    /// Opens a model in MLX's format, and checks that its bundle has room in Documents.
     func openModel(at source: URL) throws -> ModelImport {
         let name = source.lastPathComponent
         guard FileManager.default.fileExists(atPath: source.appendingPathComponent("config.json").path) else {
@@ -70,7 +70,7 @@ extension DocumentsFolder {
         return model
     }
 
-    /// Rewrites a model into a bundle in Documents. The model's own files are only read. An import that is cancelled or fails leaves nothing.
+    /// Rewrites a model into a bundle in Documents. The model's own files are only read. An import that is cancelled or fails leaves no files.
     func importModel(_ model: ModelImport, at source: URL, progress: @escaping @Sendable (Int) -> Void) async throws
         -> StoredBundle
     {
@@ -83,10 +83,10 @@ extension DocumentsFolder {
         return try move(whole, to: target)
     }
 
-    /// The device to rewrite models for, where this one cannot use the default of `ModelImport`.
+    /// The device to rewrite models for, if this phone cannot use the default of `ModelImport`; otherwise nil.
     var importDevice: Backend? { gpuRefusal == nil ? nil : .cpu }
 
-    /// Deletes what imports from other apps left during which the app was ended.
+    /// Deletes the files of imports that were in progress when the app was terminated.
     func removeInterruptedImports() {
         let names = (try? FileManager.default.contentsOfDirectory(atPath: documents.path)) ?? []
         for name in names where name.hasPrefix(Self.importing) && !name.contains(launch) {
@@ -96,7 +96,7 @@ extension DocumentsFolder {
 
     private static let importing = ".importing-"
 
-    /// The hidden folder of an import, which is not there yet.
+    /// Returns the URL of a new hidden folder for an import.
     private func importFolder() -> URL {
         documents.appendingPathComponent("\(Self.importing)\(launch)-\(UUID().uuidString)")
     }
@@ -105,7 +105,7 @@ extension DocumentsFolder {
         documents.appendingPathComponent("\(model.lastPathComponent).mesp")
     }
 
-    /// Rewrites a model into a bundle in a hidden folder; nothing else is rewritten meanwhile.
+    /// Rewrites a model into a bundle in a hidden folder. Only one model is rewritten at a time.
     private func rewrite(_ model: ModelImport, to bundle: URL, progress: @escaping @Sendable (Int) -> Void) async throws
     {
         try await rewriting.run {
@@ -114,7 +114,7 @@ extension DocumentsFolder {
                 progress(bytes)
             }
         }
-        // Its hidden folder does not keep it out of backups any longer.
+        // Outside the hidden folder the bundle needs its own policy to stay out of backups.
         applyPolicy(bundle, .bundle)
     }
 
@@ -136,7 +136,7 @@ extension DocumentsFolder {
         }
     }
 
-    /// Makes a hidden folder, and leaves it out of backups before gigabytes are in it.
+    /// Creates a hidden folder, and excludes it from backups before gigabytes are written.
     private func make(_ folder: URL, for name: String) throws {
         do {
             try makeFolder(folder)
@@ -148,22 +148,22 @@ extension DocumentsFolder {
 
     // MARK: - Downloads
 
-    /// The size of what has not been downloaded yet of an offer of the Hub, in bytes.
+    /// Returns the bytes of an offer that are not downloaded yet.
     func missing(_ offer: HubDownload.Offer, of download: HubDownload) -> Int {
         max(0, offer.size - Self.size(place(of: offer, download)))
     }
 
-    /// How much of an offer is there, in bytes.
+    /// The progress of a download, in bytes.
     enum DownloadProgress: Sendable {
         case downloaded(Int)
-        /// All was downloaded, and so much of the bundle is written.
+        /// All files are downloaded, and this part of the bundle is written.
         case rewritten(Int)
     }
 
-    /// Downloads an offer into Documents, or continues with what was begun. Files are checked as they come. A model is then rewritten, and
+    /// Downloads an offer into Documents, or continues an earlier download. Each file is checked when it is complete. A model is then rewritten, and
     /// its own files are deleted.
     ///
-    /// - Returns: the bundle, and what is to be told about the model.
+    /// - Returns: the bundle, and notices about the model.
     func download(
         _ offer: HubDownload.Offer, by download: HubDownload, usesAnyNetwork: Bool,
         progress: @escaping @Sendable (DownloadProgress) -> Void
@@ -178,7 +178,7 @@ extension DocumentsFolder {
         }
         let whole = place.deletingLastPathComponent().appendingPathComponent(target.lastPathComponent)
         var notices = [Sentence]()
-        // The app may have been ended when all was written.
+        // The app may have been terminated after the whole bundle was written.
         if !FileManager.default.fileExists(atPath: whole.path) {
             for other in (try? FileManager.default.contentsOfDirectory(atPath: partial.path)) ?? []
             where other != model.commit {
@@ -199,7 +199,7 @@ extension DocumentsFolder {
         return (bundle, notices)
     }
 
-    /// Checks that there is room for an offer, and makes its hidden folder.
+    /// Checks that there is room for an offer, and creates its hidden folder.
     private func prepare(_ offer: HubDownload.Offer, _ download: HubDownload) throws {
         let partial = partial(of: download)
         let needed = offer.size + (offer.isModel ? offer.bundleSize : 0) - Self.size(partial)
@@ -211,7 +211,7 @@ extension DocumentsFolder {
         try make(partial, for: offer.repository)
     }
 
-    /// Deletes the folder of a download that has ended, where the app was ended before.
+    /// Deletes the folder of a finished download that a terminated app has left.
     func removeRest(of download: HubDownload) { try? FileManager.default.removeItem(at: partial(of: download)) }
 
     private func target(of download: HubDownload) -> URL {
@@ -223,14 +223,14 @@ extension DocumentsFolder {
             ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
     }
 
-    /// The folder with an offer's files. Those of a model are in a folder of their commit, as the SHA-256 of some is not known; beside them
-    /// its bundle is written.
+    /// Returns the folder for an offer's files. A model's files are in a folder named after their commit, because the SHA-256 of some is unknown. The
+    /// bundle is written beside them.
     private func place(of offer: HubDownload.Offer, _ download: HubDownload) -> URL {
         let partial = partial(of: download)
         return offer.model.map { partial.appendingPathComponent($0.commit).appendingPathComponent("model") } ?? partial
     }
 
-    /// Whether all of a download is there: the app was ended between its last file and `forgetDownload`.
+    /// Returns whether a download is complete, because the app was terminated after the last file and before `forgetDownload`.
     func hasEnded(_ download: HubDownload) -> Bool {
         FileManager.default.fileExists(atPath: target(of: download).path) && Self.size(partial(of: download)) == 0
     }
@@ -240,11 +240,11 @@ extension DocumentsFolder {
     /// A download in progress.
     struct BegunDownload: Codable {
         let offer: HubDownload.Offer
-        /// Whether the person lets it use networks that cost extra or are in Low Data Mode.
+        /// Whether the person allows networks that cost extra or are in Low Data Mode.
         let usesAnyNetwork: Bool
     }
 
-    /// Reads the download in progress, or the one during which the app was ended; nil for none. A file that cannot be read is deleted.
+    /// Reads the download that is in progress, or was when the app was terminated; nil for none. An unreadable file is deleted.
     func readBegunDownload() throws -> BegunDownload? {
         guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
         do {
@@ -255,7 +255,7 @@ extension DocumentsFolder {
         }
     }
 
-    /// Saves what is being downloaded, so that a later start of the app can resume it.
+    /// Saves a record of the download, so that a later launch of the app can resume it.
     func save(_ download: BegunDownload) throws {
         do {
             let json = try JSONEncoder().encode(download)

@@ -6,7 +6,7 @@ import MeSPSentences
 
 /// The runs and the reports of self-checks in the app's folder.
 extension DocumentsFolder {
-    /// All runs, the newest first.
+    /// Returns all runs, the newest first.
     ///
     /// - Parameter running: the folder of the run in progress.
     public func runs(running: URL? = nil) throws -> [StoredRun] {
@@ -16,7 +16,7 @@ extension DocumentsFolder {
         .sorted { $0.date > $1.date }
     }
 
-    /// A folder for a new run, which is not there yet: by the bundle, the method and the time.
+    /// Returns the URL for a new run's folder, named after the bundle, the method and the time.
     package func newRun(
         bundle: String, method: GradientMethod, isBenchmark: Bool = false, at date: Date = .now
     ) -> URL {
@@ -24,11 +24,11 @@ extension DocumentsFolder {
             in: runsFolder, "\(bundle) \(method.rawValue)", at: date, ending: isBenchmark ? "." + Self.benchmark : "")
     }
 
-    /// Gives the files of runs their storage policies. A run replaces files, and a new file has no policy.
+    /// Sets the storage policies of the files of runs. A run replaces files, and a new file has no policy.
     func applyPoliciesToRuns() throws {
         for run in try contents(runsFolder) {
             applyPolicy(run, .run)
-            // An app that was ended while it saved a state has left a part of it.
+            // An app that was terminated while it saved a state has left a partial file.
             for name in ["state.safetensors", "state.safetensors.partial"] {
                 let state = run.appendingPathComponent(name)
                 if FileManager.default.fileExists(atPath: state.path) { applyPolicy(state, .state) }
@@ -57,7 +57,7 @@ extension DocumentsFolder {
         }
     }
 
-    /// A file for the report of a new self-check, which is not there yet: by the bundle and the time.
+    /// Returns the URL for the report of a new self-check, named after the bundle and the time.
     package func newSelfCheck(bundle: String, at date: Date = .now) -> URL {
         unusedURL(in: selfChecksFolder, bundle, at: date, ending: ".json")
     }
@@ -76,7 +76,7 @@ extension DocumentsFolder {
         return url
     }
 
-    /// The settings to resume a run from its last saved state. The app's folders may have moved since, as they do in an update.
+    /// Returns the settings that resume a run from its last saved state. The app's folders may have moved since then, as they do in an update.
     package func settingsToResume(_ run: StoredRun) throws -> RunSettings {
         guard run.canResume, var settings = run.log?.start?.settings else {
             throw MeSPError("\(run.name) cannot be resumed: it has ended, or it has no saved state.")

@@ -5,37 +5,37 @@ import MeSPDownload
 import MeSPSentences
 import Observation
 
-/// The network that the device uses now: in the app the system's.
+/// The network that the device uses now.
 @MainActor public protocol NetworkPath: AnyObject {
-    /// Whether it costs extra, as most mobile networks do, or is in Low Data Mode.
+    /// Whether the network costs extra, as most mobile networks do, or is in Low Data Mode.
     var isCostly: Bool { get }
-    /// To be called when that may have changed.
+    /// A closure to call when `isCostly` may have changed.
     var onChange: (() -> Void)? { get set }
 }
 
-/// A bundle or a model of the Hugging Face Hub as the app shows it: what it is before it is downloaded, how far its download is, and how
-/// far a model is rewritten.
+/// A bundle or a model on the Hugging Face Hub, as the app shows it: its description before the download, then the progress of downloading and
+/// rewriting.
 @MainActor @Observable public final class DownloadState {
     /// The text that the person typed: `owner/name`.
     public var repository = ""
-    /// The repository on the Hub under that name; nil until it was looked up.
+    /// The bundle or the model in that repository; nil until it was looked up.
     public private(set) var offer: HubDownload.Offer?
-    /// Whether the Hub is asked.
+    /// Whether a request to the Hub is in progress.
     public private(set) var isLooking = false
-    /// The part of the files, or of the bundle that a model is rewritten into, that is there, from 0 to 1; nil while nothing is downloaded.
+    /// The fraction of the files that is downloaded, or of the bundle that is written, from 0 to 1; nil while no download is in progress.
     public private(set) var progress: Double?
-    /// Whether the files are there, and the model is rewritten.
+    /// Whether the files are downloaded and the model is being rewritten.
     public private(set) var isRewriting = false
     /// The notices about the model that was rewritten last.
     public private(set) var notices = [Sentence]()
 
-    /// Whether the network costs extra or is in Low Data Mode; false where it is not known.
+    /// Whether the network costs extra or is in Low Data Mode; false if it is unknown.
     private var isCostly = false
-    /// Whether the person wants the download over such a network too.
+    /// Whether the person allows such a network.
     private var usesAnyNetwork = false
-    /// Whether the download was asked for and has not begun.
+    /// Whether the person has asked for the download and it has not begun.
     private var waitsForAnswer = false
-    /// The size of what is not there yet, in bytes.
+    /// The bytes that are not downloaded yet.
     private var missing = 0
 
     @ObservationIgnored private let folder: DocumentsFolder
@@ -46,12 +46,12 @@ import Observation
     /// Whether the person has stopped the download in progress.
     @ObservationIgnored private var isStopped = false
 
-    /// The size in bytes from which on the person is asked.
+    /// The size in bytes from which a download asks the person first.
     @ObservationIgnored var askedFrom = 50_000_000
 
     /// - Parameters:
-    ///   - network: nil where it is not known.
-    ///   - open: the download of a repository.
+    ///   - network: the network; nil if it is unknown.
+    ///   - open: a function that opens the download of a repository.
     init(
         folder: DocumentsFolder, monitor: any DeviceMonitor, network: (any NetworkPath)?,
         open: @escaping @Sendable (String) throws -> HubDownload
@@ -63,8 +63,7 @@ import Observation
 
     private func readNetwork() { isCostly = network?.isCostly == true }
 
-    /// The question whether so much may come over this network; nil where there is none. A download in progress waits for another
-    /// network.
+    /// The question whether the download may use this network; nil if there is none. A download in progress meanwhile waits for another network.
     public var networkQuestion: Sentence? {
         guard isCostly, !usesAnyNetwork, !isRewriting, progress != nil || waitsForAnswer && missing >= askedFrom else {
             return nil
@@ -73,7 +72,7 @@ import Observation
             "This network costs extra or is in Low Data Mode, and the download takes \(missing.megabytes) more. Connect to another network, or download now."
     }
 
-    /// Looks up what is on the Hub.
+    /// Looks up the repository on the Hub.
     func lookUp() async throws {
         guard !isLooking, progress == nil else { return }
         (offer, notices, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, [], true, false, false)
@@ -81,21 +80,21 @@ import Observation
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer(for: folder.importDevice)
     }
 
-    /// The space that the offer takes while it is rewritten, in bytes: its files and the bundle are there at once. nil of a bundle.
+    /// The space in bytes that a model takes while it is rewritten, with its files and its bundle; nil for a bundle.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
-    /// The licence, as far as it is known.
+    /// The name of the licence, or “not named”.
     public var license: Sentence {
         guard let model = offer?.manifest.model else { return "not named" }
         return Self.license(model.license, name: model.licenseName)
     }
 
-    /// A licence by its name where it has one, or by the Hub's identifier.
+    /// Returns the name of a licence, or else the Hub's identifier.
     static func license(_ identifier: String?, name: String?) -> Sentence {
         [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
     }
 
-    /// Whether such a bundle trains on this phone, in a sentence.
+    /// A sentence that says whether such a bundle trains on this phone.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
         if manifest.device == .gpu, let refusal = folder.gpuRefusal { return refusal }
@@ -112,10 +111,10 @@ import Observation
         }
     }
 
-    /// Downloads what was looked up and rewrites a model, or continues with it, unless `networkQuestion` is to be answered first. Until it has ended, or was
-    /// stopped, it is a download that a later start of the app continues with.
+    /// Downloads the offer and rewrites a model, or continues an earlier download, unless `networkQuestion` must be answered first. A later launch of
+    /// the app resumes the download unless it has ended or was stopped.
     ///
-    /// - Returns: the bundle; nil where it was stopped, or waits for an answer.
+    /// - Returns: the bundle; nil if the download was stopped or waits for an answer.
     func download() async throws -> StoredBundle? {
         guard progress == nil, let offer else { return nil }
         waitsForAnswer = true
@@ -123,9 +122,9 @@ import Observation
         return networkQuestion == nil ? try await begin(offer) : nil
     }
 
-    /// Downloads over any network, as the person has decided. A download in progress then continues over it.
+    /// Allows any network, as the person has decided, and begins the download or continues the one in progress.
     ///
-    /// - Returns: as `download()`; nil where a download is in progress, whose caller gets the bundle.
+    /// - Returns: the result of `download()`; nil if a download is in progress, because its caller gets the bundle.
     func downloadNow() async throws -> StoredBundle? {
         usesAnyNetwork = true
         guard let work else { return try await download() }
@@ -176,7 +175,7 @@ import Observation
         return bundle
     }
 
-    /// Resumes the download during which the app was ended, where there is one.
+    /// Resumes the download that was in progress when the app was terminated, if any.
     func resume() async throws -> StoredBundle? {
         guard progress == nil, let begun = try folder.readBegunDownload() else { return nil }
         let download = try open(begun.offer.repository)
@@ -190,7 +189,7 @@ import Observation
         return try await begin(begun.offer)
     }
 
-    /// Ends the download or the rewriting. The next one continues with the files that are there.
+    /// Stops the download or the rewriting. The next download continues with the files that exist.
     public func stop() {
         isStopped = true
         work?.cancel()

@@ -7,18 +7,17 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// The scores of the base model and the fine-tuned one on the same records, by the rules of `mesp evaluate`: the perplexity of texts, how
-/// often the right one of several choices is the likeliest, or how often the written answer is the right one. While the app is not in front,
-/// it waits.
+/// An evaluation of the base model and the fine-tuned model on the same records, by the rules of `mesp evaluate`. It measures the perplexity of
+/// texts, the accuracy of choices, or the exact match of generated answers. It waits while the app is in the background.
 @MainActor @Observable public final class Evaluation {
-    /// A figure of both models.
+    /// A score of both models.
     public struct Score: Sendable, Equatable {
         public let kind: Kind
         public let records: Int
         public let base: Double
-        /// nil without adapters.
+        /// The score of the fine-tuned model; nil without adapters.
         public let tuned: Double?
-        /// The 95% bootstrap interval of the difference from the base model; nil for less than two records.
+        /// The 95% bootstrap interval of the difference from the base model; nil without adapters or for fewer than two records.
         public let difference: ClosedRange<Double>?
 
         public enum Kind: Sendable { case perplexity, accuracy, exactMatch }
@@ -26,11 +25,11 @@ import Observation
 
     /// The results of the last evaluation; nil until it has ended.
     public private(set) var score: Score?
-    /// What was not read of the records; nil where all was.
+    /// A notice about keys of the records that were not read; nil if all were.
     public private(set) var notice: Sentence?
-    /// The part of it that is done, from 0 to 1; nil while no evaluation is in progress.
+    /// The completed fraction, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
-    /// Why it ended early, in a sentence.
+    /// The reason why the evaluation ended early.
     public private(set) var problem: Sentence?
     public var isRunning: Bool { progress != nil }
 
@@ -42,12 +41,12 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.update() }
     }
 
-    /// Begins an evaluation. Does nothing while another is in progress.
+    /// Begins an evaluation. It does nothing while another is in progress.
     ///
     /// - Parameters:
-    ///   - records: JSON, a record a line or a list of them: with `text`, with `prompt`, `choices` and `answer`, with `prompt` and `completion`, or with
-    ///     `messages` that end with an answer; all of one kind.
-    ///   - adapters: of the fine-tuned model; without them only the base model is measured.
+    ///   - records: JSON with a record on each line, or one list of records. All records have the same kind: `text`; `prompt`, `choices` and
+    ///     `answer`; `prompt` and `completion`; or `messages` that end with an answer.
+    ///   - adapters: the adapters of the fine-tuned model. Without them only the base model is measured.
     public func start(_ records: Data, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard !isRunning else { return }
         (score, problem, notice, progress) = (nil, nil, nil, 0)
@@ -84,7 +83,7 @@ import Observation
         }
     }
 
-    /// Ends it at the next block.
+    /// Stops the evaluation at the next block.
     public func stop() { gate.stop() }
 
     private enum Message: Sendable {
@@ -96,14 +95,14 @@ import Observation
     private func update() { gate.pauseUnlessInFront(monitor) }
 }
 
-/// A record's part of a figure, which is Σ sum / Σ weight.
+/// The part of one record in a score. The score is Σ sum / Σ weight.
 struct ScorePart: Equatable {
     var sum: Double
     var weight = 1.0
 }
 
 extension Evaluation.Score {
-    /// Draws of the bootstrap.
+    /// The number of bootstrap samples.
     private static let draws = 1000
 
     init(_ kind: Kind, base: [ScorePart], tuned: [ScorePart]?) {
@@ -119,7 +118,7 @@ extension Evaluation.Score {
             difference = nil
             return
         }
-        // Both models on the same draws. The same records give the same bounds again.
+        // Both models use the same samples. The fixed seed gives the same bounds for the same records.
         var random = SplitMix64()
         let differences = (0..<Self.draws).map { _ in
             let rows = all.map { _ in Int.random(in: 0..<base.count, using: &random) }
@@ -129,7 +128,7 @@ extension Evaluation.Score {
     }
 }
 
-/// Steele, Lea and Flood's generator, from 0 on.
+/// Steele, Lea and Flood's random number generator, seeded with 0.
 private struct SplitMix64: RandomNumberGenerator {
     private var state: UInt64 = 0
 

@@ -5,12 +5,12 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// The data on which models are evaluated.
+/// A record on which models are evaluated.
 enum EvaluationRecord: Sendable {
     case text(String)
-    /// `answer` is the index of the right choice.
+    /// A question with choices; `answer` is the index of the right choice.
     case question(prompt: String, choices: [String], answer: Int)
-    /// A conversation, and the answer that should follow.
+    /// A conversation and its right answer.
     case task(Conversation, answer: String)
 
     var kind: Evaluation.Score.Kind {
@@ -21,9 +21,9 @@ enum EvaluationRecord: Sendable {
         }
     }
 
-    /// - Parameter data: JSON, a record a line, or one list of records.
-    /// - Returns: the records, and the keys of them that are not read.
-    /// - Throws: `MeSPError` with the line that is wrong, or if there is none.
+    /// - Parameter data: JSON with a record on each line, or one list of records.
+    /// - Returns: the records, and those of their keys that are not read.
+    /// - Throws: `MeSPError` that names a wrong record, or if there is no record.
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
         var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), RefusedRecords())
         for (place, fields) in TextRecords.objects(in: data, of: nil) {

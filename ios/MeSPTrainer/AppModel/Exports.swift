@@ -1,4 +1,4 @@
-// What the views show of these modules is public, and comes with this module. All else of them is the package's own.
+// The views use the public declarations of these modules through this module.
 @_exported import MeSP
 @_exported import MeSPBundle
 @_exported import MeSPControl

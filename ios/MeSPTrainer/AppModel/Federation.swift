@@ -9,33 +9,33 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// The app's part in a federation, in which people train the adapters of one bundle together, and the text of each stays on their device. It
-/// answers each message of the server with a run.
+/// The app's part in a federation. In a federation people train the adapters of one bundle together, and everybody's text stays on their device. The
+/// app answers each message of the server with a run.
 @MainActor @Observable public final class Federation {
     /// The SuperLink's address, as the person typed it.
     public var address = ""
-    /// The server's name of this device; empty for a number.
+    /// The name that the server gives this device; empty for a number.
     public var name = ""
-    /// Whether only networks are used that cost nothing extra and are not in Low Data Mode.
+    /// Whether to use only networks that cost nothing extra and are not in Low Data Mode.
     public var sparesData = true
-    /// Whether it trains only on the charger.
+    /// Whether to train only on the charger.
     public var needsCharger = true { didSet { followCharger() } }
 
     public enum State: Sendable, Equatable {
         case off
         case joining
-        /// For the server's next message.
+        /// Waiting for the server's next message.
         case waiting
         case waitingForCharger
         case training(round: String)
     }
     public private(set) var state = State.off
     public var isOn: Bool { state != .off }
-    /// Why the server cannot be reached now, whatever else happens; nil where it can.
+    /// The reason why the server cannot be reached now; nil if it can.
     package private(set) var unreachable: Sentence?
-    /// Why the last message could not even be answered; nil where it could.
+    /// The reason why the last message could not be answered; nil if it could.
     public private(set) var passedOver: Sentence?
-    /// Its present activity, in words.
+    /// A sentence about the present activity.
     public var status: Sentence {
         if let unreachable { return unreachable }
         return switch state {
@@ -46,30 +46,30 @@ import Observation
         case .training(let round): "Training in round \(round)"
         }
     }
-    /// The bundle that is trained; nil while it is off.
+    /// The bundle that is trained; nil while the federation is off.
     public private(set) var bundle: StoredBundle?
 
-    /// A message of the server's, and what became of it.
+    /// A message of the server, and its outcome.
     public struct Round: Sendable, Identifiable, Equatable {
         public let id: String
-        /// As the server calls it.
+        /// The server's name of the round.
         public let name: String
         public let bytesDown: Int
-        /// nil until its answer has been sent.
+        /// The size of the answer in bytes; nil until it has been sent.
         public var bytesUp: Int?
-        /// Why it was not answered, in a sentence.
+        /// The reason why the message was not answered.
         public var problem: Sentence?
     }
-    /// The latest first.
+    /// The rounds, the latest first.
     public private(set) var rounds = [Round]()
 
-    /// A statement of the data that leave the device and those that do not, to be agreed to before it begins.
+    /// A statement of the data that leave the device and those that do not. The person agrees to it before joining.
     public static let agreement: Sentence =
-        "What leaves this device: the adapters that it trains, how many tokens they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and what the model writes stay here. Adapters can give away something about the text they were trained on: take part where you trust who runs the server."
+        "This device sends the adapters that it trains, the number of tokens that they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and the model's answers stay here. Adapters can reveal something about the text that they were trained on, so take part only if you trust the operator of the server."
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
-    /// Opens the node for a server's address, a folder, the most bytes of a message and the networks that may be used.
+    /// A function that opens the node, for the server's address, a folder, the largest size of a message in bytes, and the session configuration.
     @ObservationIgnored var open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode = {
         try SuperNode(server: $0, folder: $1, mostBytes: $2, configuration: $3)
     }
@@ -80,11 +80,11 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.followCharger() }
     }
 
-    /// Takes part until it is left.
+    /// Joins the federation. Returns when the person leaves it.
     ///
     /// - Parameters:
-    ///   - data: the folder of the text's tokens; nil for the bundle's own
-    ///   - folder: what the node keeps
+    ///   - data: the folder of the text's tokens; nil for the bundle's own text.
+    ///   - folder: the folder for the node's files.
     /// - Throws: `MeSPError`
     func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
         guard !isOn else { return }
@@ -108,7 +108,7 @@ import Observation
         do { try await work.value } catch is CancellationError {}
     }
 
-    /// Ends it. A run in progress stops; what it was asked stays, and is answered when it joins again in time.
+    /// Leaves the federation. A run in progress stops. The server's message is kept, and is answered if the app joins again in time.
     public func leave() { work?.cancel() }
 
     private var configuration: URLSessionConfiguration {
@@ -143,7 +143,7 @@ import Observation
 
     private var lacksCharger: Bool { needsCharger && monitor.battery?.isCharging == false }
 
-    /// Off the charger, a run waits; on it, it continues.
+    /// Pauses the run off the charger if `needsCharger` is set, and resumes it on the charger.
     private func followCharger() {
         guard case .training = state else { return }
         if lacksCharger { controller.pause() } else { controller.resume() }
@@ -165,7 +165,7 @@ import Observation
     }
 
     private func end(_ question: SuperNode.Question, _ change: (inout Round) -> Void) {
-        // One that an earlier start of the app received is not in the list.
+        // A message that an earlier launch of the app received is not in the list.
         if !rounds.contains(where: { $0.id == question.id }) {
             rounds.insert(Round(id: question.id, name: question.group, bytesDown: 0), at: 0)
         }

@@ -2,10 +2,9 @@ import Foundation
 import MeSPControl
 import MeSPCore
 
-/// How a run that was interrupted, or stopped, continues from its last saved state: the person asks for it, or the system gives time in
-/// the background.
+/// Continuing a run that was interrupted or stopped, from its last saved state. The person asks for it, or the system grants background time.
 extension AppModel {
-    /// The run during which the app was ended, until the person has continued or declined it.
+    /// The run that was in progress when the app was terminated, until the person continues or declines it.
     public var interrupted: StoredRun? {
         guard !controller.isRunning, let run = library.runs.first(where: { !$0.isBenchmark }),
             run.status == .interrupted, run.canResume,
@@ -14,7 +13,7 @@ extension AppModel {
         return run
     }
 
-    /// Leaves the interrupted run in the list, and offers it no more.
+    /// Stops offering the interrupted run. It stays in the list.
     public func decline(_ run: StoredRun) { declinedRun = run.id }
 
     /// Continues a run from its last saved state.
@@ -29,9 +28,9 @@ extension AppModel {
         await refresh()
     }
 
-    /// Continues the interrupted run in a time in the background.
+    /// Continues the interrupted run in granted background time.
     ///
-    /// - Returns: whether there was a run that may train in such a time.
+    /// - Returns: whether there was a run that may train in this kind of time.
     func resumeInBackground(_ grant: BackgroundGrant) async -> Bool {
         await refresh()
         guard let run = interrupted, run.log?.start?.device == .cpu || grant == .continuedOnGPU else { return false }
@@ -41,10 +40,10 @@ extension AppModel {
 
     // MARK: - A recorded run
 
-    /// Whether there is a recorded run to look at, as there is where nothing can be trained.
+    /// Whether a recorded run can be shown, which is so only where nothing can be trained.
     public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
 
-    /// Shows the recorded run as if it were in progress, and puts it into the list.
+    /// Shows the recorded run as if it were in progress, and adds it to the list.
     public func replay() async {
         guard canReplay, let recording else { return }
         let copy = library.folder.runsFolder.appendingPathComponent("Recorded run")

@@ -7,11 +7,11 @@ import MeSPCore
 import MeSPSentences
 import Observation
 
-/// Two examples of a run's effect: prompts of its held-out data, continued by the base model and by the fine-tuned one.
+/// Two examples of a run's effect: prompts from its held-out data, continued by the base model and by the fine-tuned model.
 ///
-/// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends
-/// when something else needs the model. Unless the person asks for them, it begins only when the app has stayed in front for a while: a
-/// person who comes to see how a run ended may leave at once, and on a GPU the first text compiles kernels.
+/// They are generated once, after the run, and saved in its folder as `samples.json`. Generation waits while the app is in the background, and stops
+/// when other work needs the model. Unless the person asks for the examples, it begins only after the app has been active for some seconds. A person
+/// who checks how a run ended may leave at once, and on a GPU the first text compiles kernels.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
@@ -25,7 +25,7 @@ import Observation
         public var id: String { prompt }
     }
 
-    /// The run whose examples are being written; nil while none are.
+    /// The run whose examples are being generated; nil if there is none.
     public private(set) var writing: StoredRun.ID?
 
     private var samples = [StoredRun.ID: [Sample]]()
@@ -33,9 +33,9 @@ import Observation
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private var gate = BoundaryGate()
     @ObservationIgnored private var work: Task<Void, Never>?
-    /// Whether the app was left since this was last set to false.
+    /// Whether the person left the app since this was last set to false.
     @ObservationIgnored private var wasLeft = false
-    /// The time that the app has to be in front before writing begins by itself.
+    /// The time for which the app must be active before generation begins without a request.
     @ObservationIgnored var settling = Duration.seconds(5)
 
     init(monitor: any DeviceMonitor) {
@@ -48,13 +48,13 @@ import Observation
         }
     }
 
-    /// The examples of a run, as far as they are written and were loaded.
+    /// Returns the examples of a run that are generated or loaded so far.
     public func of(_ run: StoredRun) -> [Sample] { samples[run.id] ?? [] }
 
-    /// Why the examples of a run could not be written.
+    /// Returns the reason why the examples of a run could not be generated.
     public func problem(of run: StoredRun) -> Sentence? { problems[run.id] }
 
-    /// Loads the examples that are kept with a run.
+    /// Loads the saved examples of a run.
     public func load(_ run: StoredRun) async {
         guard writing != run.id else { return }
         let file = Self.file(of: run)
@@ -64,10 +64,10 @@ import Observation
         if let kept { samples[run.id] = kept }
     }
 
-    /// Writes the examples of a run.
+    /// Generates the examples of a run.
     ///
     /// - Parameters:
-    ///   - bundle: the one that the run was trained on.
+    ///   - bundle: the bundle that the run was trained on.
     ///   - isAskedFor: whether a person waits for them.
     ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     func start(
@@ -108,14 +108,14 @@ import Observation
                     }
                 }
                 for try await sample in written {
-                    // One that was on its way when the writing was stopped is not kept either.
+                    // An example that arrives after generation was stopped is dropped too.
                     try Task.checkCancellation()
                     samples[run.id, default: []].append(sample)
                 }
                 try Task.checkCancellation()
                 save(run)
             } catch {
-                // The caller that stopped it has begun something else meanwhile.
+                // Whoever stopped it has begun other work.
                 if Task.isCancelled || error is CancellationError { return }
                 (problems[run.id], samples[run.id]) = (error.plainSentence, nil)
             }
@@ -123,7 +123,7 @@ import Observation
         }
     }
 
-    /// Waits until the app has been in front for as long as `settling`.
+    /// Waits until the app has been active for the time `settling`.
     private func stayInFront() async throws {
         repeat {
             wasLeft = false
@@ -131,8 +131,8 @@ import Observation
         } while wasLeft || monitor.scene != .active
     }
 
-    /// Ends the writing, at the latest with the block in progress, for which the next work on MLX waits. Nothing stays of examples that are
-    /// not complete, so that they can be written again.
+    /// Stops generation at the latest at the end of the block in progress. The next work on MLX waits for that. Incomplete examples are dropped, so
+    /// that they can be generated again.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }
@@ -144,17 +144,17 @@ import Observation
         let encoder = JSONEncoder()
         encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
         let file = Self.file(of: run)
-        // A run that was deleted meanwhile has no folder for them.
+        // The write fails if the run was deleted meanwhile.
         try? encoder.encode(of(run)).write(to: file, options: .atomic)
     }
 
     private static func file(of run: StoredRun) -> URL { run.url.appendingPathComponent("samples.json") }
     nonisolated private static let count = 2
-    /// The most tokens of a text.
+    /// The maximum number of tokens in a text.
     nonisolated private static let tokens = 48
 }
 
-/// Prompts for a model, from data that it was not trained on.
+/// Chooses prompts for a model from held-out data.
 private struct HeldOutPrompts: Sendable {
     struct Prompt {
         let tokens: [Int]
@@ -163,16 +163,16 @@ private struct HeldOutPrompts: Sendable {
     }
 
     let tokenizer: any TextTokenizer
-    /// Tokens of a prompt from a text, to the end of a word.
+    /// The number of tokens in a prompt from a text; the prompt continues to the end of a word.
     private static let length = 16
 
     func text(_ tokens: some Sequence<Int>) -> String {
         tokenizer.decode(Array(tokens)).trimmingCharacters(in: .whitespacesAndNewlines)
     }
 
-    /// Different prompts, `count` at most.
+    /// Returns different prompts, at most `count`.
     ///
-    /// - Throws: `MeSPError` where no data is held out.
+    /// - Throws: `MeSPError` if no data is held out.
     func choose(_ count: Int, from bundle: ModelBundle, length: Int) throws -> [Prompt] {
         guard let sequences = try bundle.tokens("valid")?.sequences(lengths: [length]), sequences.count > 0 else {
             throw MeSPError("This run held out no text for examples.")
@@ -186,7 +186,7 @@ private struct HeldOutPrompts: Sendable {
         return prompts
     }
 
-    /// The prompt of the first answer, or where all of the text is to be learned, the beginning of a paragraph or sentence in it.
+    /// Returns the prompt of the first answer, or, if the whole text is trained, the beginning of a paragraph or sentence in it.
     private func prompt(of example: Example, _ frame: (before: [Int], after: [Int])?) -> Prompt {
         let tokens = example.tokens.map { Int($0) }
         let first = example.counted.first ?? 0
@@ -204,7 +204,7 @@ private struct HeldOutPrompts: Sendable {
         return Prompt(tokens: asked, text: text(asked), isMessage: false)
     }
 
-    /// The text of the chat template before and after a message, so that a prompt can be shown without it.
+    /// Returns the chat template's tokens before and after a message, so that a prompt can be shown without them.
     private func messageFrame() -> (before: [Int], after: [Int])? {
         guard tokenizer.hasChatTemplate else { return nil }
         let texts = ["x", "y"].compactMap {

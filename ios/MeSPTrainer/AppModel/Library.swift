@@ -5,26 +5,26 @@ import MeSPSelfCheck
 import MeSPSentences
 import Observation
 
-/// The bundles and the runs that are on the device, as lists to show.
+/// The lists of the bundles and the runs on the device.
 @MainActor @Observable public final class Library {
     public let folder: DocumentsFolder
     public private(set) var bundles = [StoredBundle]()
-    /// The newest first.
+    /// The runs, the newest first.
     public private(set) var runs = [StoredRun]()
-    /// The bundle that is being copied and checked, or the model that is being rewritten.
+    /// The name of the bundle that is being copied, or of the model that is being rewritten; nil if there is none.
     public private(set) var importing: String?
-    /// The part of the model that is rewritten, from 0 to 1; nil while none is.
+    /// The rewritten fraction of the model, from 0 to 1; nil while none is being rewritten.
     public private(set) var rewritten: Double?
     @ObservationIgnored private var rewriting: Task<StoredBundle, any Error>?
-    /// Whether it is known what is on the device.
+    /// Whether the lists have been read.
     public private(set) var hasLooked = false
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// The number of looks at the folder; the result of an earlier look that ends later is dropped.
+    /// The number of calls of `refresh`. The result of a call is dropped if a later call has begun.
     @ObservationIgnored private var looks = 0
 
-    /// Looks for bundles and runs again, not on the main thread.
+    /// Reads the lists again, off the main thread.
     ///
     /// - Parameter running: the folder of the run in progress.
     func refresh(running: URL?) async throws {
@@ -36,36 +36,36 @@ import Observation
         }.value
         guard look == looks else { return }
         hasLooked = true
-        // Where one list can't be read, the other is shown.
+        // If one list can't be read, the other is still shown.
         defer { if let found = try? found.runs.get() { runs = found } }
         bundles = try found.bundles.get()
         _ = try found.runs.get()
     }
 
-    /// Reads a run's log, not on the main thread; nil where it can't be read.
+    /// Reads a run's log off the main thread; nil if it can't be read.
     public func log(of run: StoredRun) async -> LogSummary? {
         let url = run.url
         return await Task.detached { try? LogSummary(folder: url) }.value
     }
 
-    /// Those that can be trained.
+    /// The bundles that can be trained.
     public var usableBundles: [StoredBundle] { bundles.filter { $0.problem == nil } }
 
-    /// The bundle that a run was trained on, if it is still there.
+    /// Returns the bundle that a run was trained on, if it still exists.
     public func bundle(of run: StoredRun) -> StoredBundle? {
         guard let path = run.log?.start?.settings.bundle else { return nil }
         let name = URL(fileURLWithPath: path).lastPathComponent
         return usableBundles.first { $0.id == name }
     }
 
-    /// The runs with adapters to write with, the newest first.
+    /// The runs with adapters and an existing bundle, the newest first.
     public var trained: [StoredRun] { runs.filter { !$0.isBenchmark && $0.adapters != nil && bundle(of: $0) != nil } }
 
-    /// Copies a bundle that the person chose into the app, or rewrites a model. A bundle that is in Documents already is only found, and
-    /// what AirDrop put into the inbox moves from there.
+    /// Copies a bundle that the person chose into the app, or rewrites a model. A bundle that is already in Documents is not copied, and a file from
+    /// AirDrop's inbox is moved.
     ///
-    /// - Parameter confirm: asks whether a model is to be rewritten into a bundle of so many bytes.
-    /// - Returns: the bundle's identifier; nil where the person has decided against it.
+    /// - Parameter confirm: asks whether to rewrite a model into a bundle of `size` bytes.
+    /// - Returns: the bundle's identifier; nil if the person has declined.
     func importBundle(
         at url: URL, confirm: (_ name: String, _ size: Int, _ notices: [Sentence]) async -> Bool
     ) async throws -> StoredBundle.ID? {
@@ -98,16 +98,15 @@ import Observation
         }
     }
 
-    /// Ends the rewriting of a model. Nothing of its bundle stays.
+    /// Stops rewriting a model. The incomplete bundle is deleted.
     public func stopImport() { rewriting?.cancel() }
 
-    /// The file of the text that was copied last.
+    /// The folder of the text that was copied last.
     @ObservationIgnored private var textFolder: URL?
 
-    /// Copies a text that the person chose, in place of the last, to where the system may clear it. Files in AirDrop's inbox are moved
-    /// instead.
+    /// Copies a text that the person chose into a temporary folder, and deletes the previous copy. A file in AirDrop's inbox is moved instead.
     ///
-    /// - Returns: the copy.
+    /// - Returns: the URL of the copy.
     func copyText(at url: URL) async throws -> URL {
         let place = FileManager.default.temporaryDirectory.appendingPathComponent("text-\(UUID().uuidString)")
         let copy = place.appendingPathComponent(url.lastPathComponent)
@@ -132,7 +131,7 @@ import Observation
 }
 
 extension URL {
-    /// Whether a file or a folder is in this folder itself.
+    /// Returns whether a file or a folder is directly in this folder.
     fileprivate func holds(_ url: URL) -> Bool {
         url.deletingLastPathComponent().resolvingSymlinksInPath().path == resolvingSymlinksInPath().path
     }

@@ -3,37 +3,37 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// The Live Activity of a run, which the lock screen shows.
+/// The content of a run's Live Activity on the lock screen.
 public struct LiveActivityContent: Sendable, Equatable {
     public var progress: RunProgress
-    /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.
+    /// The reason why the run waits and a remedy, or how it has ended; nil while it trains.
     public var note: Sentence?
-    /// The seconds without a change after which it is out of date, as the app must have been ended; nil where it stays true.
+    /// The seconds without an update after which the content counts as outdated, because the app must have been terminated; nil if it stays valid.
     public var lifetime: Double?
 }
 
-/// A display of a run while the app is not in front: in the app a Live Activity.
+/// A display of a run while the app is in the background: in the app, a Live Activity.
 @MainActor public protocol LiveActivityDisplay: AnyObject {
-    /// Begins to show a run; to be called in front only.
+    /// Begins to show a run. Call it only while the app is active.
     func begin(title: Sentence, _ content: LiveActivityContent)
     func update(_ content: LiveActivityContent)
-    /// Ends the display. Leaves the last content for the person to find; nil removes the display at once.
+    /// Ends the display. The last content stays visible; nil removes the display at once.
     func end(_ last: LiveActivityContent?)
 }
 
 /// Shows the run in progress on the lock screen.
 ///
-/// It begins in front, where iOS allows it, and changes while the app is not. During a `BGContinuedProcessingTask`
-/// iOS shows the run itself.
+/// The display begins while the app is active, as iOS requires, and is updated while the app is in the background. During a
+/// `BGContinuedProcessingTask` iOS itself shows the run.
 @MainActor final class LiveActivityUpdates {
     private let controller: RunController
     private let monitor: any DeviceMonitor
     private let display: any LiveActivityDisplay
-    /// The least time between two changes of the figures. iOS limits how many changes it shows.
+    /// The minimum time between two updates of the figures. iOS limits the number of updates.
     private static let interval = Duration.seconds(5)
-    /// The least time for which figures count as current, in seconds.
+    /// The minimum time for which figures count as current, in seconds.
     private static let lifetime = 120.0
-    /// The content that is shown; nil for none.
+    /// The displayed content; nil for none.
     private var shown: LiveActivityContent?
     private var lastChange = ContinuousClock.now
 

@@ -1,7 +1,7 @@
 import MeSPBundle
 import MeSPCore
 
-/// Whether a run's predicted peak fits the memory that the device would give the process now.
+/// A run's predicted peak, compared with the memory that the device would give the process now.
 public struct MemoryFit: Sendable, Equatable {
     /// The predicted peak of a step, in bytes.
     public let predictedPeak: Int
@@ -10,7 +10,7 @@ public struct MemoryFit: Sendable, Equatable {
 
     public var fits: Bool { available.map { predictedPeak <= $0 } ?? true }
 
-    /// - Throws: `MeSPError` where no plan stays within `settings.memoryLimitMb`, or the bundle has no trace for the settings.
+    /// - Throws: `MeSPError` if no plan stays within `settings.memoryLimitMb`, or the bundle does not support the settings.
     public init(_ settings: RunSettings, _ manifest: Manifest, available: Int?) throws {
         try settings.check()
         try manifest.check(settings)

@@ -1,23 +1,23 @@
 import Foundation
 import MeSPFiles
 
-/// The figures that the paper ("MeSP", 2026) reports for MeSP on an iPhone 17 Pro with 4-bit weights: `paper.json`, which the benchmarks in
-/// `tools/` read too.
+/// The paper's figures ("MeSP", 2026) for MeSP on an iPhone 17 Pro with 4-bit weights. They are in `paper.json`, which the benchmarks in `tools/`
+/// read too.
 struct PaperFigures: Decodable {
     let rank: Int
-    /// Time of a step as a multiple of MeBP's.
+    /// The time of a step relative to MeBP's.
     let timeOfMebp: Double
-    /// By model and tokens of a sequence.
+    /// The peaks in MB, by model and sequence length.
     private let peakMb: [String: [String: Double]]
 
-    /// The peak in bytes; nil where the paper has none.
+    /// Returns the peak in bytes; nil if the paper has none.
     func peak(model: String, seqLen: Int) -> Int? {
         peakMb[model]?["\(seqLen)"].map { Int($0 * 1e6) }
     }
 
     func has(model: String) -> Bool { peakMb[model] != nil }
 
-    /// nil where the resource is missing.
+    /// The figures; nil if the resource is missing.
     static let figures: PaperFigures? = {
         return Bundle.module.url(forResource: "paper", withExtension: "json")
             .flatMap { try? Data(contentsOf: $0) }.flatMap {

@@ -10,11 +10,11 @@ import MeSPSentences
 struct RecordScorer {
     let bundle: URL
     let tokenizer: any TextTokenizer
-    /// Called before each block.
+    /// A closure that is called before each block.
     let atBlock: () throws -> Void
 
-    /// - Parameter report: gets the number of records that are done.
-    /// - Throws: `MeSPError`, also of a record that cannot be taken; what `atBlock` throws.
+    /// - Parameter report: receives the number of completed records.
+    /// - Throws: `MeSPError`, also for a record that cannot be scored; and the errors of `atBlock`.
     func score(_ records: [EvaluationRecord], adapters: URL?, report: (Int) -> Void) throws -> [ScorePart] {
         try atBlock()
         let evaluator = try Evaluator(ModelBundle(url: bundle), adapters: adapters.map { [.init($0)] } ?? [])
@@ -49,7 +49,7 @@ struct RecordScorer {
             var request = Generator.Request(prompt: prompt.suffix(max(1, window - 256)))
             request.stop = endTokens(of: bundle, tokenizer)
             var written = [Int]()
-            // A stop is thrown, not taken for the answer's end.
+            // A stop must not count as the end of the answer.
             let summary = try evaluator.generator.generate(request, atBlock: atBlock) { written.append($0) }
             if summary.reason == .stopped { throw CancellationError() }
             return ScorePart(sum: trimmed(tokenizer.decode(written)) == trimmed(answer) ? 1 : 0)
@@ -60,7 +60,7 @@ struct RecordScorer {
 }
 
 extension TextTokenizer {
-    /// The token before a text, so that its first token has a probability too.
+    /// The token to put before a text, so that its first token has a probability too.
     fileprivate var prefixToken: Int {
         get throws {
             guard let token = beginOfText ?? endOfText else {
@@ -70,8 +70,8 @@ extension TextTokenizer {
         }
     }
 
-    /// The ids of a prompt, and of what follows it, cut where `mesp evaluate` cuts: white space at the prompt's end goes to the choice, and
-    /// both are tokenized together.
+    /// Returns the ids of a prompt and of its choices, divided as `mesp evaluate` does. The prompt and a choice are tokenized together, and white
+    /// space at the prompt's end belongs to the choice.
     func encode(_ prompt: String, followedBy choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
         let kept = prompt.reversed().drop(while: \.isWhitespace).reversed().reduce(into: "") { $0.append($1) }
         let space = String(prompt.dropFirst(kept.count))
@@ -81,13 +81,13 @@ extension TextTokenizer {
         }
         let before = try plain.encode(kept, addsSpecialTokens: true)
         let texts = try choices.map { try plain.encode(kept + space + $0, addsSpecialTokens: true) }
-        // A token across the border is of the choice.
+        // A token across the border belongs to the choice.
         let common = texts.map { zip($0, before).prefix { $0 == $1 }.count }.min() ?? before.count
         guard common > 0 else { return ([try prefixToken], texts) }
         return (Array(before.prefix(common)), texts.map { Array($0.dropFirst(common)) })
     }
 
-    /// The ids of a conversation up to where its answer begins; of a single message, without a template where the model has none.
+    /// Returns the ids of a conversation up to the beginning of the answer. Without a chat template only a single message is possible.
     func encode(upToAnswer conversation: Conversation) throws -> [Int] {
         if hasChatTemplate { return try encode(prompt: conversation) }
         guard conversation.messages.count == 1, conversation.tools.isEmpty else {
@@ -98,7 +98,7 @@ extension TextTokenizer {
     }
 }
 
-/// The number of tokens that the model in a bundle's folder sees at once, at most 2,048, as keys and values of all are held.
+/// Returns the context length of the model in a bundle's folder, at most 2,048, because the keys and values of all tokens are in memory.
 private func contextLength(of bundle: URL) -> Int {
     struct Config: Decodable {
         let positions: Int?

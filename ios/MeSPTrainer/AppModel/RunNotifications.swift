@@ -7,24 +7,24 @@ import MeSPSentences
 public struct RunNotification: Sendable, Equatable {
     public var title: Sentence
     public var text: Sentence
-    /// Seconds until it is shown, where nothing takes it back in the meantime.
+    /// The seconds until the message is shown, unless it is cleared before.
     public var delay: Double
 }
 
-/// A way to show messages: in the app the system's notifications.
+/// A display of messages: in the app, the system's notifications.
 @MainActor public protocol NotificationDisplay: AnyObject {
-    /// Asks the person whether messages may be shown; the system asks once. Where its question covers the app, this returns when they have
+    /// Asks the person for permission to show messages. The system asks only once. If its question covers the app, this returns when the person has
     /// answered.
     func askPermission() async
-    /// Shows `notification` in place of the last.
+    /// Shows `notification` in place of the last one.
     func show(_ notification: RunNotification)
-    /// Takes back what is shown or waits to be.
+    /// Removes the shown or pending message.
     func clear()
 }
 
-/// Tells a person who has left the app what has become of the run: that it is done, that it waits and why, or that it has failed.
+/// Sends messages about the run to a person who has left the app: that it has finished, waits for a reason, or has failed.
 @MainActor final class RunNotifications {
-    /// The seconds between a run's pause for the app and the notification of it: most people come back at once.
+    /// The seconds before a message that the run waits for the app. Most people come back sooner.
     static let patience = 60.0
 
     private let controller: RunController

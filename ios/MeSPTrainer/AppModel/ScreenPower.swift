@@ -5,23 +5,23 @@ import Observation
 
 /// The brightness of the phone's screen.
 @MainActor public protocol Display: AnyObject {
-    /// 0 to 1; nil if there is no screen now.
+    /// The brightness, from 0 to 1; nil if there is no screen now.
     var brightness: Double? { get set }
 }
 
 /// Whether the phone's screen stays on during a run, and whether it is dark.
 @MainActor @Observable public final class ScreenPower {
-    /// The person's choice for the screen while a run is in progress.
+    /// Whether the person wants the screen to stay on during a run.
     public var keepsAwake = true
-    /// In front all night, with the screen dark.
+    /// Whether the person runs the app overnight: active, with the screen dimmed.
     public var isOvernight = false { didSet { update() } }
-    /// Whether this app has dimmed the screen. While another app is in front it has not.
+    /// Whether the app has dimmed the screen. While another app is active the screen is not dimmed.
     public private(set) var isDimmed = false
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
     @ObservationIgnored private let display: (any Display)?
-    /// The brightness before.
+    /// The brightness before dimming.
     @ObservationIgnored private var brightness: Double?
 
     init(monitor: any DeviceMonitor, controller: RunController, display: (any Display)?) {
@@ -33,7 +33,7 @@ import Observation
     /// Whether the screen has to stay on.
     public var staysAwake: Bool { controller.isRunning && (keepsAwake || isOvernight) }
 
-    /// Dims the screen, or gives it its brightness back: at once, as the app may be about to be suspended.
+    /// Dims the screen or restores its brightness. It does so at once, because the app may soon be suspended.
     private func update() {
         let dims = controller.isRunning && isOvernight && monitor.scene == .active
         guard dims != isDimmed else { return }
@@ -51,7 +51,7 @@ import Observation
         let advice: Sentence =
             controller.usesGPU
             ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it continues only when you come back."
-            : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger."
+            : "With the app in front and the phone unlocked, training continues all night. In the background iOS decides when it trains, and only on the charger."
         guard let battery = monitor.battery, !battery.isCharging else { return advice }
         return "Connect the charger: below 20% the run pauses. \(advice)."
     }

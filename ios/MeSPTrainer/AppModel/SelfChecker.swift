@@ -5,16 +5,15 @@ import MeSPSelfCheck
 import MeSPSentences
 import Observation
 
-/// A self-check of this device, whose report grows as its checks end, on the screen and in a file. While the app is not in front, it
-/// waits.
+/// A self-check of this device. Its report, on the screen and in a file, grows with each check. It waits while the app is in the background.
 @MainActor @Observable public final class SelfChecker {
-    /// The findings of the present or last self-check so far.
+    /// The report of the present or last self-check so far.
     public private(set) var report: SelfCheckReport?
     public private(set) var isRunning = false
-    /// Why it ended early, in a sentence.
+    /// The reason why the self-check ended early.
     public private(set) var problem: Sentence?
 
-    /// The check that runs now.
+    /// The name of the check in progress.
     public var current: String? {
         guard isRunning, let report, report.checks.count < report.start.names.count else { return nil }
         return report.start.names[report.checks.count]
@@ -28,9 +27,10 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.update() }
     }
 
-    /// Begins a self-check. Does nothing while another is in progress.
+    /// Begins a self-check. It does nothing while another is in progress.
     ///
-    /// - Parameter file: gets the report, again after each check: what a check that ends the app leaves names it.
+    /// - Parameter file: the file for the report, which is written before the first check and after each one. If a check terminates the app, the file
+    ///   shows which.
     public func start(_ settings: SelfCheck.Settings, file: URL) {
         guard !isRunning else { return }
         (report, problem, isRunning) = (nil, nil, true)
@@ -63,7 +63,7 @@ import Observation
         }
     }
 
-    /// Ends it at the next block.
+    /// Stops the self-check at the next block.
     public func stop() { gate.stop() }
 
     private func update() { gate.pauseUnlessInFront(monitor) }

@@ -7,40 +7,40 @@ import MeSPCore
 import MeSPSentences
 import Observation
 
-/// Texts of the base model and of the fine-tuned one, for a view that shows both side by side: the continuations of a prompt, or a
-/// conversation that each model continues with its own answers.
+/// Texts of the base model and of the fine-tuned model, side by side: continuations of a prompt, or a conversation in which each model has its own
+/// answers.
 ///
-/// Texts grow as tokens come. While the app is not in front, writing waits.
+/// The texts grow with each token. Generation waits while the app is in the background.
 @MainActor @Observable public final class SideBySideChat {
     public enum Side: Sendable { case base, tuned }
 
     /// The text that one model has written so far.
     public struct Text: Sendable {
         public fileprivate(set) var text = ""
-        /// nil until it has ended.
+        /// The summary of the generation; nil until it has ended.
         public fileprivate(set) var summary: Generator.Summary?
         fileprivate var tokens = [Int]()
     }
 
-    /// A prompt and what each model has written to it.
+    /// A prompt, and the text of each model.
     public struct Turn: Sendable, Identifiable {
         public let id: Int
         public let prompt: String
         public fileprivate(set) var base = Text()
         public fileprivate(set) var tuned = Text()
-        /// Of the adapters of each run, in the order of the runs' names.
+        /// The strength of each run's adapters, in the order of `runNames`.
         fileprivate var strengths = [Float]()
     }
 
-    /// The text to continue, and the models and settings.
+    /// A prompt and the settings for its texts.
     public struct Request: Sendable {
         public var prompt = ""
-        /// Whether the prompt is a message in the model's chat template, and the text the answer.
+        /// Whether the prompt is a message in the model's chat template, so that the text is its answer.
         public var isChat = false
         /// The system message of a conversation; empty for none.
         public var system = ""
         public var maxTokens = 128
-        /// 0 takes the likeliest token each time.
+        /// The temperature; 0 takes the likeliest token each time.
         public var temperature: Float = 0
         public var topP: Float = 1
         package var seed: UInt64 = 0
@@ -52,33 +52,33 @@ import Observation
     public private(set) var turns = [Turn]()
     /// The prompt in progress.
     public var draft = Request()
-    /// The bundle that the turns are of.
+    /// The name of the bundle that wrote the turns.
     public private(set) var bundleName = ""
-    /// The runs whose adapters the fine-tuned model of the turns has; none where only the base model writes.
+    /// The names of the runs whose adapters the fine-tuned model has; empty if only the base model writes.
     private var runNames = [String]()
     /// Whether the turns are messages and answers.
     public var isConversation: Bool { !partners.isEmpty }
     public var base: Text { turns.last?.base ?? Text() }
     public var tuned: Text { turns.last?.tuned ?? Text() }
-    /// The side that is being written; nil where none is.
+    /// The side that is being generated; nil if none is.
     public private(set) var writing: Side?
-    /// Why it ended early, in a sentence.
+    /// The reason why generation ended early.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     /// The file of the conversation.
     @ObservationIgnored private let folder: DocumentsFolder?
-    /// Whether the saved conversation was read or cleared. Until then it is not replaced.
+    /// Whether the saved conversation was read or cleared. It is not overwritten before that.
     @ObservationIgnored private var hasReadSaved = false
-    /// The bundle, runs and system message of the conversation, each in a line; another conversation begins with others.
+    /// The bundle, runs and system message of the conversation, each on a line. A change of these begins a new conversation.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = BoundaryGate()
-    /// The model, and the part of the conversation that each side has read.
+    /// The model and the prompt cache of each side.
     @ObservationIgnored private var read = Read()
 
-    /// Used by one thread at a time, the one that writes a text.
+    /// The model and its caches. Only the thread that generates a text uses them.
     private final class Read: @unchecked Sendable {
-        /// For one side, in bytes: with float32 keys and values, some 2,600 tokens of Qwen2.5-0.5B.
+        /// The limit of one side's cache, in bytes. It holds some 2,600 tokens of Qwen2.5-0.5B with float32 keys and values.
         static let limit = 1 << 26
 
         let bundle: URL?
@@ -88,16 +88,16 @@ import Observation
 
         init(_ bundle: URL? = nil) { self.bundle = bundle }
 
-        /// The model with these adapters. It is opened once; then only adapters are loaded.
+        /// Returns the model with these adapters. The model is opened once; later calls only load adapters.
         func model(_ url: URL, with adapters: [WeightedAdapters]) throws -> Generator {
             var model = try generator ?? Generator(ModelBundle(url: url))
-            generator = nil  // so that the adapters before go
+            generator = nil  // frees the previous adapters
             try model.use(adapters)
             generator = model
             return model
         }
 
-        /// Lets go of the adapters until the next text.
+        /// Frees the adapters until the next text.
         func freeAdapters() { try? generator?.use([]) }
     }
 
@@ -110,7 +110,7 @@ import Observation
         }
     }
 
-    /// Reads the saved conversation, unless it was read. It can't be read while the phone is locked, and the system may start the app then.
+    /// Reads the saved conversation once. It can't be read while the phone is locked, when the system may start the app.
     private func readSaved() throws {
         guard !hasReadSaved else { return }
         if let stored = try folder?.readChat() {
@@ -126,16 +126,16 @@ import Observation
         hasReadSaved = true
     }
 
-    /// The caches of the text that the models have read.
+    /// The size of both sides' caches, in bytes.
     var bytesRead: Int { read.base.size + read.tuned.size }
 
-    /// Frees the model and what is kept of the conversation. The next message is then read with all that was said before.
+    /// Frees the model and the caches. With the next message the models read the whole conversation again.
     func freeCaches() { read = Read() }
 
-    /// Writes both texts, the base model's first. Does nothing while another is being written. A message continues the conversation,
-    /// where that is with the same bundle and runs, at any strengths.
+    /// Generates both texts, the base model's first. It does nothing while a text is being generated. A message continues the conversation if the
+    /// bundle, the runs and the system message are the same; strengths may differ.
     ///
-    /// - Parameter adapters: of the runs of the fine-tuned model, with their strengths; without them only the base model writes.
+    /// - Parameter adapters: the adapters of the fine-tuned model, with their strengths. Without them only the base model writes.
     func start(_ request: Request, bundle: URL, adapters: [WeightedAdapters], tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
         do {
@@ -200,10 +200,10 @@ import Observation
         }
     }
 
-    /// A person's choice: one side's answer of a turn over the other side's, or `corrected` over this side's answer. The prompt is the
-    /// conversation as this side has it.
+    /// Returns a person's choice: this side's answer of a turn over the other side's, or `corrected` over this side's answer. Its prompt is this
+    /// side's conversation.
     ///
-    /// - Throws: `MeSPError` if there is no such answer, or nothing to choose.
+    /// - Throws: `MeSPError` if there is no such answer, or if there is nothing to choose.
     func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
             throw MeSPError("Choose between answers to a message, once both are written.")
@@ -235,7 +235,7 @@ import Observation
         folder?.save(partners.isEmpty ? nil : stored)
     }
 
-    /// The runs whose adapters wrote the fine-tuned answer of a turn, with their strengths where these are not 1; nil where none did.
+    /// Returns the names of the runs whose adapters wrote the fine-tuned answer of a turn, with strengths other than 1; nil if there were none.
     public func tunedName(of turn: Turn) -> String? {
         guard !runNames.isEmpty else { return nil }
         return runNames.enumerated().map { index, name in
@@ -249,7 +249,7 @@ import Observation
         runNames = runs.split(separator: "/").map(String.init)
     }
 
-    /// Ends both texts at the next block.
+    /// Stops generation at the next block.
     public func stop() { gate.stop() }
 
     private func update() { gate.pauseUnlessInFront(monitor) }
@@ -278,9 +278,10 @@ import Observation
 }
 
 extension SideBySideChat.Request {
-    /// The conversation as one side has it, with the prompt as its last message.
+    /// Returns one side's conversation, with the prompt as its last message.
     ///
-    /// - Parameter text: that side's answer of a turn. A turn without one is left out: messages and answers alternate.
+    /// - Parameter text: the key path of that side's answer in a turn. A turn without an answer is left out, because messages and answers must
+    ///   alternate.
     fileprivate func messages(
         after history: [SideBySideChat.Turn], _ text: KeyPath<SideBySideChat.Turn, SideBySideChat.Text>
     ) -> [Conversation.Message] {
@@ -293,23 +294,23 @@ extension SideBySideChat.Request {
     }
 }
 
-/// A conversation in its file.
+/// A saved conversation.
 struct StoredChat: Codable, Equatable {
     struct Turn: Codable, Equatable {
         var prompt: String
         var base: String
         var tuned: String
-        /// Of the runs' adapters; 1 where there are none.
+        /// The strengths of the runs' adapters; nil stands for 1.
         var strengths: [Float]?
     }
 
-    /// The bundle, runs and system message, each in a line.
+    /// The bundle, runs and system message, each on a line.
     var partners: String
     var turns: [Turn]
 }
 
 extension SideBySideChat.Text {
-    /// A token can end within a character, which then shows when it is whole.
+    /// Appends a token's text. A token can end within a character, which is shown when it is complete.
     fileprivate mutating func append(_ token: Int, _ tokenizer: any TextTokenizer) {
         tokens.append(token)
         let text = tokenizer.decode(tokens)

@@ -5,12 +5,12 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// The action of the button *Start*: it tokenizes the text and begins the run. Joining a federation tokenizes the text too.
+/// The action of the button *Start*, which tokenizes the text and begins the run. Joining a federation tokenizes the text too.
 extension AppModel {
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
 
-    /// Why a run with the form's settings can't begin now, and what to do; nil where it can, or before it is known.
+    /// The reason why a run with the form's settings can't begin now, with a remedy; nil if it can, or while that is unknown.
     public var startProblem: Sentence? {
         guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
         if isBusy { return "The model is in use; wait until that has ended, or stop it." }
@@ -23,7 +23,7 @@ extension AppModel {
         }
     }
 
-    /// Tokenizes the text, where it is not the bundle's, and begins the run.
+    /// Tokenizes the text, unless it is the bundle's, and begins the run.
     public func startTraining() async {
         guard canStart, let bundle = form.bundle else { return }
         let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)
@@ -33,7 +33,7 @@ extension AppModel {
         textNotices = []
         await prepare(bundle) {
             let source = try form.source()
-            // While the system asks, the app is not in front, and a run would wait.
+            // While the system asks, the app is inactive, and a run would wait.
             await notificationDisplay?.askPermission()
             if let source {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
@@ -53,7 +53,7 @@ extension AppModel {
         await refresh()
     }
 
-    /// Tokenizes the text, where it is not the bundle's, and takes part in the federation until it is left. The person has agreed.
+    /// Tokenizes the text, unless it is the bundle's, and joins the federation until the person leaves it. The person has agreed.
     public func joinFederation() async {
         guard isFree, let bundle = form.bundle else { return }
         await prepare(bundle) {

@@ -1,23 +1,24 @@
 import Foundation
 
-/// Whether backups have a file that the app writes, and when the file can be read.
+/// The backup and the file protection of a file that the app writes.
 public struct StoragePolicy: Sendable, Equatable {
-    /// Whether a backup of the phone has it.
+    /// Whether backups of the phone include the file.
     package var isInBackup: Bool
-    /// Whether it can be read only while the phone is not locked. Other files can be read from the first unlock after the phone was turned
-    /// on: a run in the night reads and writes while the phone is locked.
+    /// Whether the file can be read only while the phone is unlocked. Other files can be read after the first unlock since the phone was turned on,
+    /// because an overnight run reads and writes while the phone is locked.
     package var isUnreadableWhileLocked: Bool
 
-    /// A bundle: gigabytes that can be downloaded again, and that a run in the night reads.
+    /// The policy of a bundle: gigabytes that can be downloaded again, and that an overnight run reads.
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
-    /// A run's tokens, log and adapters, which are read and written in the night.
+    /// The policy of a run's tokens, log and adapters, which an overnight run reads and writes.
     static let run = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: false)
-    /// The state from which a run is resumed: as large as the adapters and the optimizer's state, and of use with this phone's log only.
+    /// The policy of the state from which a run is resumed. It is as large as the adapters and the optimizer's state, and useful only with this
+    /// phone's log.
     static let state = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
-    /// Chats, and choices between their answers. A run in the night does not read them.
+    /// The policy of chats and choices. An overnight run does not read them.
     static let chat = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: true)
 
-    /// Gives a file this policy, or a folder and the files that are made in it later. Does nothing on other systems than Apple's.
+    /// Sets this policy on a file, or on a folder and the files that are later created in it. It has an effect only on Apple's systems.
     public func apply(to url: URL) {
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = !isInBackup

@@ -2,21 +2,21 @@ import Foundation
 import MeSPCore
 import MeSPSentences
 
-/// A run in the store.
+/// A run on the device.
 public struct StoredRun: Identifiable, Sendable {
     public enum Status: Sendable, Equatable {
         case running, finished, stopped, failed
-        /// The app was ended while it ran.
+        /// The app was terminated during the run.
         case interrupted
-        /// Why the log can't be read.
+        /// The log can't be read, for this reason.
         case unreadable(Sentence)
     }
 
     public let url: URL
     public let status: Status
-    /// nil where it can't be read.
+    /// The outline of the log; nil if it can't be read.
     public let log: LogOutline?
-    /// When it began.
+    /// The time when the run began.
     public let date: Date
 
     init(url: URL, isRunning: Bool) {
@@ -42,13 +42,13 @@ public struct StoredRun: Identifiable, Sendable {
 
     public var id: String { url.lastPathComponent }
     public var name: String { id }
-    /// Whether it is of a benchmark, which trains a few steps for the time and the memory that they take.
+    /// Whether the run belongs to a benchmark, which measures the time and memory of a few steps.
     package var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
-    /// The adapters saved last; nil if there are none yet.
+    /// The adapters that were saved last; nil if there are none yet.
     public var adapters: URL? { existing("adapters") }
 
-    /// Whether it can continue: from a saved state, or, where the app was ended before there was one, from the beginning.
+    /// Whether the run can continue from a saved state, or from the beginning if the app was terminated before the first save.
     public var canResume: Bool {
         switch status {
         case .running, .finished, .unreadable: false

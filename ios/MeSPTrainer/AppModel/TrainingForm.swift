@@ -15,35 +15,35 @@ import Observation
     public private(set) var bundle: StoredBundle?
     public var bundleID: StoredBundle.ID? {
         get { bundle?.id }
-        // One that can't be used is not chosen.
+        // A bundle that can't be used is not chosen.
         set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
-    /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate are the
-    /// defaults, as long as nobody has chosen others.
+    /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate are the defaults
+    /// unless the person has chosen others.
     public var settings = RunSettings(bundle: "", output: "") {
-        // A method has a default optimizer of its own, which goes with the default rate.
+        // Each method has its own default optimizer, to which the default learning rate belongs.
         didSet { if settings.method != oldValue.method, settings.learningRate == nil { settings.optimizer = nil } }
     }
-    /// The optimizer that is chosen, or the default.
+    /// The chosen optimizer, or the default.
     public var optimizer: RunSettings.OptimizerKind {
         get { settings.effectiveOptimizer }
         set { settings.optimizer = newValue }
     }
-    /// The default learning rate; nil without a bundle, by which it goes.
+    /// The default learning rate, which depends on the bundle; nil without a bundle.
     private var defaultRate: Float? { bundle?.manifest.map { settings.defaultLearningRate(for: $0.architecture) } }
-    /// Whether the run is to stay below a memory limit.
+    /// Whether the run has a memory limit.
     public var hasLimit: Bool {
         get { settings.memoryLimitMb != nil }
         set { settings.memoryLimitMb = newValue ? limit : nil }
     }
-    /// Whether gradients above a norm are scaled down.
+    /// Whether gradients are clipped to a norm.
     public var clips: Bool {
         get { settings.maxGradNorm != nil }
         set { settings.maxGradNorm = newValue ? 1 : nil }
     }
-    /// The run whose adapters to start from; nil for new ones.
+    /// The run whose adapters to start from; nil for new adapters.
     public var startingRun: StoredRun.ID?
-    /// The runs whose adapters the bundle and the rank fit.
+    /// The runs whose adapters fit the bundle and the rank.
     public var startingRuns: [StoredRun] {
         library.trained.filter {
             library.bundle(of: $0)?.id == bundle?.id && $0.log?.start?.settings.rank == settings.rank
@@ -51,9 +51,9 @@ import Observation
     }
     /// Short names of the projections that the model has.
     public var projections: [String] { bundle?.manifest?.architecture.trainableNames ?? [] }
-    /// Those that are trained by default.
+    /// The projections that are trained by default.
     private var standard: [String] { bundle?.manifest?.architecture.projectionNames ?? [] }
-    /// Whether a projection is trained. One at least is.
+    /// Whether a projection is trained. At least one always is.
     public subscript(trains name: String) -> Bool {
         get { (settings.projections ?? standard).contains(name) }
         set {
@@ -66,9 +66,9 @@ import Observation
     }
     /// Typed text that is not a number, by field.
     private var unreadable = [NumberField: String]()
-    /// The text typed last, which stands as long as it means the setting's value.
+    /// The last typed text, which is shown as long as it equals the setting's value.
     private var typed = [NumberField: String]()
-    /// A number of the settings as text. Each keystroke counts: a number pad has no Return that could end the editing.
+    /// A number of the settings as text. Each keystroke takes effect, because a number pad has no Return key to end editing.
     public subscript(text field: NumberField) -> String {
         get {
             if let text = unreadable[field] { return text }
@@ -117,14 +117,14 @@ import Observation
     /// The memory limit in MB.
     public var limit = 100.0 { didSet { if hasLimit { settings.memoryLimitMb = limit } } }
     public var textKind = TextKind.bundle { didSet { settings.objective = textKind == .choices ? .dpo : nil } }
-    /// The text file that was chosen. With one, the text comes from it.
+    /// The chosen text file. Choosing one selects it as the source of the text.
     public var file: URL? { didSet { if file != nil { textKind = .file } } }
     public var pasted = ""
-    /// Whether only the answers of records with prompts are in the loss.
+    /// Whether only the answers are in the loss, for records that have prompts.
     public var answersOnly = true
-    /// Whether the adapters are weakened, or not kept, where the model would forget other things.
+    /// Whether the run limits forgetting: it weakens the adapters, or drops them, if the model would forget too much.
     public var keepsKnowledge = true
-    /// The most that perplexity on a general text may rise, in percent.
+    /// The maximum rise of perplexity on a general text, in percent.
     static let mostForgetting = 3.0
 
     @ObservationIgnored private let library: Library
@@ -134,7 +134,7 @@ import Observation
         (self.library, self.monitor) = (library, monitor)
     }
 
-    /// Chooses the bundle to train, with the nearest settings that it has traces for.
+    /// Chooses the bundle to train, and adapts the settings to ones that the bundle supports.
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
@@ -145,14 +145,14 @@ import Observation
         }
     }
 
-    /// Chooses a bundle if there is none, or the one that was is no longer there: one for the GPU, which is faster.
+    /// Chooses a bundle if none is chosen or the chosen one no longer exists. It prefers one for the GPU, which is faster.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
         if known == nil { select(usable.first { $0.manifest?.device == .gpu } ?? usable.first) }
     }
 
-    /// The predicted peak and whether it fits now, or why there can be no such run.
+    /// The predicted peak and whether it fits now, or the reason why such a run is impossible.
     public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
             return .failure(
@@ -162,7 +162,7 @@ import Observation
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
             return .failure(MeSPError("\(field.name): \(typed) is not a valid number."))
         }
-        // The engine takes 0 steps, which evaluate only. In the app they would be a mistake.
+        // The engine accepts 0 steps, which only evaluate. In the app they would be a mistake.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
             return .success(try MemoryFit(settings, manifest, available: monitor.availableMemory))
@@ -171,7 +171,7 @@ import Observation
         }
     }
 
-    /// The settings to start with, but for the text and the output.
+    /// The settings of the run, except the text and the output.
     var settingsToStart: RunSettings {
         var settings = settings
         settings.bundle = bundle?.url.path ?? ""
@@ -180,8 +180,7 @@ import Observation
         return settings
     }
 
-    /// The text by which forgetting is measured, `general.txt`; nil where the person does not ask for it, the run has an objective, or no text
-    /// is held out.
+    /// The text for measuring forgetting, `general.txt`; nil if the person has not asked for that, the run has an objective, or no text is held out.
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
             textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,
@@ -194,7 +193,7 @@ import Observation
         tokens.examples.map { $0.count > 0 } ?? (tokens.tokens > settings.seqLen)
     }
 
-    /// One sentence on the lesson for the model; nil without a bundle.
+    /// A sentence about what the model will learn; nil without a bundle.
     public var lesson: Sentence? {
         guard let bundle else { return nil }
         switch textKind {
@@ -212,9 +211,9 @@ import Observation
         }
     }
 
-    /// The text to tokenize; nil where the bundle's is wanted.
+    /// Returns the text to tokenize; nil for the bundle's own text.
     ///
-    /// - Throws: `MeSPError` where no file was chosen.
+    /// - Throws: `MeSPError` if no file was chosen.
     func source() throws -> TextData.Source? {
         switch textKind {
         case .bundle: return nil

@@ -2,11 +2,11 @@ import Foundation
 import MeSPCore
 import MeSPSentences
 
-/// A number of the form that a person types.
+/// A field of the form in which a person types a number.
 public enum NumberField: String, Sendable, CaseIterable {
     case steps, learningRate, limit, batchSize, accumulation, clipping, warmup
 
-    /// As the form has it, for a sentence.
+    /// The field's label in the form, for use in a sentence.
     var name: Sentence {
         switch self {
         case .steps: "Steps"
@@ -27,9 +27,9 @@ public enum NumberField: String, Sendable, CaseIterable {
     }
 }
 
-/// Numbers as people write them: with the locale's decimal separator or a point, perhaps with an exponent.
+/// Reads and writes numbers as people type them: with the locale's decimal separator or a point, and optionally an exponent.
 struct TypedNumber {
-    /// - Returns: nil where `text` is not a number.
+    /// - Returns: the number, or nil if `text` is not a number.
     static func value(_ text: String, isWhole: Bool, locale: Locale = .current) -> Double? {
         var text = text.trimmingCharacters(in: .whitespaces)
         if let separator = locale.decimalSeparator { text = text.replacingOccurrences(of: separator, with: ".") }
@@ -38,7 +38,7 @@ struct TypedNumber {
         return value
     }
 
-    /// Four digits of it, without grouping, so that it can be read again.
+    /// Returns the number with four significant digits and without grouping, so that it can be read again.
     static func text(_ value: Double, isWhole: Bool, locale: Locale = .current) -> String {
         if isWhole { return "\(Int(value))" }
         return String(format: "%.4g", value).replacingOccurrences(of: ".", with: locale.decimalSeparator ?? ".")

@@ -1,10 +1,9 @@
-/// A model's configuration: one description for all families, as the exporter read it from the model's
-/// `config.json`. A block is a mixer and an MLP:
+/// A model's configuration, in one form for all families. The exporter reads it from the model's `config.json`. A block is a mixer and an MLP:
 ///
 ///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)                  norm where there are `postNorms`
 ///     y = x_mid + norm(down(act(gate(mlp_in)) ∘ up(mlp_in))),  mlp_in = RMSNorm(x_mid)
 public struct Architecture: Decodable, Sendable, Equatable {
-    /// The name of the family in `config.json`, for people.
+    /// The name of the family in `config.json`, which messages show.
     package let modelType: String
     package let hiddenSize: Int
     package let vocabSize: Int
@@ -13,44 +12,44 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let hiddenAct: Activation
     package let postNorms: Bool
     package let finalLogitSoftcapping: Float?
-    /// The factor of the embedding.
+    /// The factor by which the embeddings of tokens are multiplied.
     package let embeddingScale: Float
-    /// The prefix of `.layers.N.` in the names of adapters, of mlx-lm and of PEFT.
+    /// The prefix of `.layers.N.` in the names of mlx-lm's adapters; `hfPrefix` is that of PEFT's.
     package let mlxPrefix: String
     package let hfPrefix: String
     /// The names of the linear layers with a bias.
     package let biases: [String]
     /// The mixers in the model.
     package let mixers: [Mixer]
-    /// For each block the index of its mixer.
+    /// The index of each block's mixer.
     package let layers: [Int]
-    /// The MLPs in the model, which differ in their width, or in that some have experts.
+    /// The MLPs in the model, which differ in width or in their experts.
     package let mlps: [MLP]
-    /// For each block the index of its MLP.
+    /// The index of each block's MLP.
     package let mlpLayers: [Int]
-    /// Embeddings of the tokens for each layer; nil where the model has none.
+    /// The embeddings of tokens for each layer; nil if the model has none.
     package let perLayer: PerLayerEmbedding?
-    /// The linear layers that Hugging Face has in place of some of these; nil where it has none.
+    /// The linear layers of Hugging Face's model that join several of these; nil if there are none.
     package let hfModules: [JoinedModule]?
 
     public var numHiddenLayers: Int { layers.count }
 
-    /// The linear layers by the short names that `RunSettings.projections` has, which are trained by default.
+    /// The short names of the linear layers, which are trained by default. `RunSettings.projections` has these names.
     package var projectionNames: [String] { unique(modules.map(\.shortName)) }
-    /// All that `RunSettings.projections` may have.
+    /// All names that `RunSettings.projections` may have.
     package var trainableNames: [String] { unique(trainable.map(\.shortName)) }
 }
 
 extension Architecture {
-    /// The block with this index.
+    /// Returns the block with this index.
     package func block(_ index: Int) -> BlockShape {
         BlockShape(architecture: self, mixer: mixers[layers[index]], mlp: mlps[mlpLayers[index]])
     }
 
-    /// A block of each kind.
+    /// One block of each kind.
     package var kinds: [BlockShape] { firstOfKinds.map(block) }
 
-    /// The first block of each kind: of each pair of a mixer and an MLP that some block has.
+    /// The index of the first block of each kind. A kind is a pair of a mixer and an MLP.
     package var firstOfKinds: [Int] {
         unique(zip(layers, mlpLayers).map { [$0, $1] }).compactMap { kind in
             layers.indices.first { [layers[$0], mlpLayers[$0]] == kind }
@@ -65,23 +64,23 @@ extension Architecture {
     /// Whether some block has experts.
     package var hasExperts: Bool { mlps.contains { $0.experts != nil } }
 
-    /// The linear layers of all blocks, each once.
+    /// The linear layers of all blocks, without duplicates.
     package var modules: [Module] {
         unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) + (perLayer?.modules ?? [])
     }
 
-    /// What may have adapters in some block: these, and then the experts' matrices.
+    /// The modules that may have adapters in some block: the linear layers, then the experts' matrices.
     package var trainable: [Module] { modules + unique(mlps.flatMap { $0.experts?.modules ?? [] }) }
 
-    /// The block whose keys and values a block takes; nil for one that has its own, or none.
+    /// Returns the block whose keys and values a block shares; nil if the block has its own, or none.
     package func keysOf(_ block: Int) -> Int? {
         if case .attention(let mixer) = mixers[layers[block]] { mixer.keysOf } else { nil }
     }
 
-    /// The blocks whose keys and values others take too.
+    /// The blocks whose keys and values other blocks share.
     package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
 
-    /// Whether each block that takes another's keys and values takes those of one before it that has such.
+    /// Whether each block with shared keys and values takes them from an earlier block with keys and values of the same size.
     private var sharesKeys: Bool {
         layers.indices.allSatisfy { block in
             guard let owner = keysOf(block) else { return true }
@@ -93,27 +92,27 @@ extension Architecture {
         }
     }
 
-    /// The most query heads of attention, 1 if there is none.
+    /// The largest number of query heads of a block, or 1 without attention.
     package var attentionHeads: Int {
         mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
     }
 
-    /// The most query heads that share a key-value head, 1 if there is no attention.
+    /// The largest number of query heads that share a key-value head, or 1 without attention.
     package var headsPerKey: Int {
         mixers.map { if case .attention(let a) = $0 { a.numAttentionHeads / a.numKeyValueHeads } else { 1 } }.max() ?? 1
     }
 
-    /// The most features that a mixer's output projection takes.
+    /// The largest number of input features of a mixer's output projection.
     package var mixerWidth: Int {
         mixers.map { $0.mixerWidth(hidden: hiddenSize) }.max() ?? hiddenSize
     }
 
-    /// Whether some block leaves one state of all tokens to those that follow.
+    /// Whether some block is recurrent: one state summarizes all earlier tokens.
     package var isRecurrent: Bool {
         mixers.contains { if case .attention = $0 { false } else { true } }
     }
 
-    /// Whether the sizes can be a model's, and every part of a block is there. No product of the sizes, here or in a plan, overflows.
+    /// Whether the sizes are within bounds and every part of a block is there. Within the bounds no product of sizes overflows, here or in a plan.
     package var isConsistent: Bool {
         let widths = [hiddenSize, vocabSize]
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
@@ -131,7 +130,7 @@ extension Architecture {
     }
 }
 
-/// Without what came before.
+/// Returns the elements in their order, without duplicates.
 private func unique<T: Equatable>(_ all: [T]) -> [T] {
     all.reduce(into: []) { if !$0.contains($1) { $0.append($1) } }
 }

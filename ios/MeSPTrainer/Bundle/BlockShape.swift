@@ -1,21 +1,21 @@
-/// A block's dimensions: its mixer's, its MLP's, and those that all blocks share.
+/// The dimensions of a block: of its mixer, of its MLP, and of the model.
 package struct BlockShape: Sendable, Equatable {
     package let architecture: Architecture
     package let mixer: Mixer
     package let mlp: MLP
 
-    /// The linear layers, in the order of every flat vector of LoRA parameters.
+    /// The linear layers, in their order in every flat vector of LoRA parameters.
     package var modules: [Module] {
         mixer.modules + mlp.modules + (architecture.perLayer?.modules ?? [])
     }
 
-    /// What may have adapters: the linear layers and, in a run that asks for it, the experts' matrices.
+    /// The modules that may have adapters: the linear layers, then the experts' matrices, which a run trains only on request.
     package var trainable: [Module] { modules + (mlp.experts?.modules ?? []) }
 
-    /// The number of matrices that a module stacks, as a dimension before theirs; empty of a linear layer.
+    /// Returns the leading dimension of a module's stacked matrices: their number. It is empty for a linear layer.
     package func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
 
-    /// (input, output) features of a projection, which the block must have.
+    /// Returns the numbers of input and output features of a projection, which the block must have.
     package func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
         let hidden = architecture.hiddenSize
         let dimensions = known(projection) ?? mlp.experts?.dimensions(projection, hidden: hidden)
@@ -23,26 +23,26 @@ package struct BlockShape: Sendable, Equatable {
         return dimensions
     }
 
-    /// The same, nil for a projection that the block has not.
+    /// Returns the numbers of input and output features of a projection, except those of experts; nil if the block does not have it.
     private func known(_ projection: Projection) -> (inputs: Int, outputs: Int)? {
         let hidden = architecture.hiddenSize
         return mixer.dimensions(projection, hidden: hidden) ?? mlp.dimensions(projection, hidden: hidden)
             ?? architecture.perLayer?.dimensions(projection, hidden: hidden)
     }
 
-    /// A wide projection of the block's input: the MLP's gate or, where there are only experts, the mixer's first.
+    /// A wide projection: the MLP's gate, or the mixer's first projection if the block has only experts.
     package var wideProjection: Projection { mlp.modules.isEmpty ? mixer.modules[0].projections[0] : .gate }
 
-    /// (input, output) features of a module, whose projections have the same input.
+    /// Returns the numbers of input and output features of a module, whose projections have the same input.
     package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) { dimensions([module]) }
 
-    /// (input, output) features of modules that have the same input, together.
+    /// Returns the number of input features of modules with the same input, and the sum of their output features.
     package func dimensions(_ modules: [Module]) -> (inputs: Int, outputs: Int) {
         let parts = modules.flatMap(\.projections).map(dimensions)
         return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
 
-    /// The module that computes a projection, and which of its outputs the projection's are. `ModelBundle` has checked that there is one.
+    /// Returns the module that computes a projection, and the range of the projection's outputs. `ModelBundle` has checked that there is one.
     package func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
         for module in trainable {
             guard let index = module.projections.firstIndex(of: projection) else { continue }
@@ -52,7 +52,7 @@ package struct BlockShape: Sendable, Equatable {
         preconditionFailure("no module for \(projection)")
     }
 
-    /// The arrays that are not quantized: norms, the mixer's own, and biases.
+    /// The arrays that are not quantized: norms, the mixer's arrays, and biases.
     package var plainArrays: [Weight] {
         let (hidden, postNorms) = (architecture.hiddenSize, architecture.postNorms)
         let norms =
@@ -69,7 +69,7 @@ package struct BlockShape: Sendable, Equatable {
             + biased.map { Weight(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
-    /// The quantized matrices: those of the modules, and the router and gate that have no adapters.
+    /// The quantized matrices: those of the modules, and the experts' router and gate, which have no adapters.
     package var matrices: [Weight] {
         func ofModules(_ modules: [Module]) -> [Weight] {
             modules.map { module in
@@ -84,7 +84,7 @@ package struct BlockShape: Sendable, Equatable {
         return ofModules(modules) + mlpGate + [router] + ofModules(experts.modules)
     }
 
-    /// Whether every part of the block is there, once.
+    /// Whether the block has every part exactly once.
     var isWhole: Bool {
         let parts = modules.flatMap(\.projections)
         let all = Projection.allCases.filter { known($0) != nil }
@@ -98,17 +98,17 @@ package struct BlockShape: Sendable, Equatable {
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// The block's modules that each of Hugging Face's linear layers holds; empty for layers of other blocks.
+    /// The block's modules in each of Hugging Face's joined linear layers; empty for layers of other blocks.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in trainable.filter { layer.parts.contains($0.name) } }
     }
 }
 
-/// A frozen tensor of a model. That of a quantized matrix is `[out, in]`, of stacked ones `[number, out, in]`.
+/// A frozen tensor of a model. A quantized matrix has the shape `[out, in]`, and stacked ones have `[number, out, in]`.
 package struct Weight {
     package let name: String
     package let shape: [Int]
-    /// Whether it is float32 in a bundle of any dtype.
+    /// Whether the tensor is float32 whatever the bundle's dtype.
     package let isFloat32: Bool
 
     package init(name: String, shape: [Int], isFloat32: Bool = false) {

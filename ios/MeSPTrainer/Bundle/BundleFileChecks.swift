@@ -3,9 +3,9 @@ import MeSPFiles
 import MeSPSentences
 
 extension ModelBundle {
-    /// Throws unless every file of the manifest is there, with its size and with no link on the way.
+    /// Throws unless every file of the manifest is there with its size, and no symbolic link leads to it.
     ///
-    /// - Returns: when the files of weights were modified last.
+    /// - Returns: the modification time of each file of weights.
     func checkFiles() throws -> [String: Duration] {
         let weights = Set(manifest.weightFiles.map(\.file))
         var modified = [String: Duration]()
@@ -45,13 +45,13 @@ extension ModelBundle {
         }
     }
 
-    /// Throws unless MLX can read the functions in `file`, and these are of the blocks of a kind: one for each rank, with the inputs and
+    /// Throws unless MLX can read the functions in `file` and they fit the blocks of a kind: there is one function for each rank, with the inputs and
     /// outputs that the architecture implies.
     ///
     /// - Parameters:
     ///   - kind: an index of the manifest's `blocks`.
     ///   - length: the number of tokens.
-    ///   - packed: whether they take several records a sequence.
+    ///   - packed: whether the functions take sequences of several records.
     func checkFunctions(_ file: String, kind: Int, length: Int, packed: Bool = false) throws {
         let blocks = manifest.blocks[kind]
         do {

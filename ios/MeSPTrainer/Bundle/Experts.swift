@@ -1,33 +1,33 @@
-/// A mixture of experts: gated MLPs of one width, of which a router chooses some for each token. Where the block has an MLP too, that MLP's
-/// output is multiplied by σ(x gᵀ).
+/// A mixture of experts: gated MLPs of one width. A router chooses some of them for each token. If the block has an MLP too and `mlpGate` is g, that
+/// MLP's output is multiplied by σ(x gᵀ).
 package struct Experts: Decodable, Sendable, Equatable {
-    /// s, of what the router gives.
+    /// The function that turns the router's outputs into scores.
     package enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
 
-    /// The linear layer `[num_experts, hidden]` that gives the scores.
+    /// The name of the router, a linear layer `[num_experts, hidden]`.
     package let router: String
-    /// Before the names of the experts' matrices, which are stacked.
+    /// The prefix of the names of the experts' stacked matrices.
     let matrices: String
     package let scores: Scores
-    /// The vector that is added to the scores, for the choice alone; nil where there is none.
+    /// The name of a vector that is added to the scores when experts are chosen, not when their outputs are weighted; nil if there is none.
     package let bias: String?
     package let numExperts: Int
     package let numExpertsPerTok: Int
     package let intermediateSize: Int
     package let scaling: Float
-    /// The linear layer `[1, hidden]` that is g; nil where the factor is 1.
+    /// The name of g, a linear layer `[1, hidden]`; nil if the factor is 1.
     package let mlpGate: String?
 
     package var gate: String { matrices + ".gate_proj" }
     package var up: String { matrices + ".up_proj" }
     package var down: String { matrices + ".down_proj" }
 
-    /// Gate, up and down, each of all experts: linear layers of a run that trains the experts.
+    /// The stacked gate, up and down matrices of all experts, which a run that trains the experts adapts.
     var modules: [Module] {
         [(gate, .expertGate), (up, .expertUp), (down, .expertDown)].map { Module(name: $0, projections: [$1]) }
     }
 
-    /// (input, output) features of one of an expert's projections in a model of this width; nil for any other.
+    /// Returns the numbers of input and output features of an expert's projection in a model of width `hidden`; nil for any other projection.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
         switch projection {
         case .expertGate, .expertUp: (hidden, intermediateSize)

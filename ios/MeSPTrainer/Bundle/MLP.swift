@@ -1,13 +1,13 @@
-/// The part of a block that takes each token by itself: down(act(gate(mlp_in)) ∘ up(mlp_in)), a mixture of experts, or the sum of both.
+/// The part of a block that treats each token independently: down(act(gate(mlp_in)) ∘ up(mlp_in)), a mixture of experts, or the sum of both.
 package struct MLP: Decodable, Sendable, Equatable {
-    /// The linear layers, in the order of every flat vector of LoRA parameters; none where there are only experts.
+    /// The linear layers, in their order in every flat vector of LoRA parameters; empty if there are only experts.
     package let modules: [Module]
-    /// 0 where there are only experts.
+    /// The width of the MLP; 0 if there are only experts.
     package let intermediateSize: Int
-    /// nil where there are none.
+    /// The experts; nil if there are none.
     package let experts: Experts?
 
-    /// (input, output) features of one of its projections in a model of this width; nil for a projection that it has not.
+    /// Returns the numbers of input and output features of a projection in a model of width `hidden`; nil if the MLP does not have it.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
         guard !modules.isEmpty else { return nil }
         return switch projection {
@@ -17,7 +17,7 @@ package struct MLP: Decodable, Sendable, Equatable {
         }
     }
 
-    /// Whether its sizes can be a model's.
+    /// Whether the sizes are within bounds.
     var isConsistent: Bool {
         let least = modules.isEmpty && experts != nil ? 0 : 1
         return (least...(least << 20)).contains(intermediateSize) && experts?.isConsistent ?? true
@@ -25,7 +25,7 @@ package struct MLP: Decodable, Sendable, Equatable {
     }
 }
 
-/// f of the MLP's gated activation  act = f(gate) ∘ up.
+/// The function f of the MLP's gated activation,  act = f(gate) ∘ up.
 package enum Activation: String, Codable, Sendable {
     /// silu(x) = x σ(x)
     case silu

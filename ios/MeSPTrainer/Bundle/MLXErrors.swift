@@ -2,25 +2,24 @@ import Foundation
 import MLX
 import MeSPSentences
 
-/// The errors of MLX in a stretch of work, and what follows from them. This is the one place through which values leave MLX.
+/// Collects the errors of MLX during work, and repeats work that failed. All values that leave MLX pass through here.
 ///
-/// MLX's functions do not throw: mlx-swift hands an error to the handler in force and returns. Then `eval` has computed nothing,
-/// `item()` is 0, and `asData` reads through a null pointer. A GPU's errors can also come later than the work that failed: `eval` returns,
-/// its arrays count as evaluated and hold garbage, and the error is thrown, once, when the stream is waited for or more work is encoded.
-/// So a value is used only after the stream was waited for and errors were asked for, and what failed is done again from arrays that
-/// were confirmed so.
+/// MLX's functions do not throw: mlx-swift passes an error to the current handler and returns. Then `eval` has computed nothing, `item()` is 0, and
+/// `asData` reads through a null pointer. An error of a GPU can come later than the work that failed: `eval` returns, and its arrays count as
+/// evaluated but hold garbage. MLX reports the error once, when the stream is synchronized or more work is encoded. So a value is used only after the
+/// stream was synchronized and no error was found; this is called confirming. Failed work is repeated from arrays that were confirmed.
 package enum MLXErrors {
     /// Work whose errors are collected.
     private struct Work: Sendable {
         let errors: ErrorBox
-        /// The stream of a GPU; nil on a CPU, whose errors are there when a function returns.
+        /// The stream of a GPU; nil on a CPU, which reports errors before a function returns.
         let stream: MLX.Stream?
-        /// Whether the work is done again where it fails.
+        /// Whether the work is repeated if it fails.
         let isRepeated: Bool
         let failures: Failures
     }
 
-    /// MLX's messages of the failures that were survived.
+    /// MLX's messages of the failures after which work was repeated.
     private final class Failures: @unchecked Sendable {
         private let lock = NSLock()
         private var messages = [String]()
@@ -37,15 +36,15 @@ package enum MLXErrors {
 
     @TaskLocal private static var work: Work?
 
-    /// The number of failures with which a piece of work is given up.
+    /// The number of failures after which work is given up.
     private static let most = 3
-    /// How often a piece of work may be refused in the background, and the seconds before the next attempt.
+    /// The number of times that iOS may refuse work in the background without a failure being counted, and the seconds before the next attempt.
     private static let (mostRefusals, secondsOfRefusal) = (60, 1.0)
 
-    /// Calls `body`, in which errors of MLX are collected. Within other such work on the same stream it is part of that work.
+    /// Calls `body` and collects MLX's errors in it. A nested call on the same stream is part of the outer work.
     ///
-    /// - Parameter stream: what a GPU computes on; nil for a CPU.
-    /// - Throws: `MeSPError` with the first error of MLX, or within other such work `MLXFailure`; without one, the error of `body`.
+    /// - Parameter stream: the stream of a GPU; nil for a CPU.
+    /// - Throws: `MeSPError` with the first error of MLX, or `MLXFailure` in a nested call; if MLX had no error, the error of `body`.
     package static func collect<R>(on stream: MLX.Stream? = nil, _ body: () throws -> R) throws -> R {
         if let work, work.stream == stream { return try confirmed(body) }
         do {
@@ -65,38 +64,38 @@ package enum MLXErrors {
         }
     }
 
-    /// The result of `body`, or the error of MLX that is the cause of the error that it throws.
+    /// Calls `body` and confirms its result. An error of MLX takes precedence over the error that `body` throws, because it is the cause.
     private static func confirmed<R>(_ body: () throws -> R) throws -> R {
         let result = Result { try body() }
         try confirm()
         return try result.get()
     }
 
-    /// Waits for a GPU.
+    /// Waits for the GPU to complete its work, and checks for errors.
     ///
-    /// - Throws: `MLXFailure` where MLX has failed since `collect` or `repeating` began.
+    /// - Throws: `MLXFailure` if MLX has failed since `collect` or `repeating` began.
     package static func confirm() throws {
         work?.stream?.synchronize()
         try check()
     }
 
-    /// - Throws: `MLXFailure` where an error of MLX has come since `collect` or `repeating` began. A GPU's may come later: see `confirm`.
+    /// - Throws: `MLXFailure` if MLX has reported an error since `collect` or `repeating` began. A GPU may report an error later: see `confirm`.
     package static func check() throws {
         guard let work, let error = work.errors.firstError else { return }
-        // It is waited for before the caller's arrays go, as running kernels write into them. What fails here is of the same work.
+        // Running kernels write into the caller's arrays, so the GPU must finish before these are freed. A failure here belongs to the same work.
         if let stream = work.stream { try? withError { stream.synchronize() } }
         throw MLXFailure(error)
     }
 
-    /// Calls `body` and confirms what it has computed. On a GPU, where that fails, `body` is called again.
+    /// Calls `body` and confirms what it has computed. On a GPU it calls `body` again if that fails.
     ///
-    /// All that `body` reads must have been confirmed before: what is evaluated only now would be garbage the next time. It must change
-    /// nothing that it reads, as nothing of failed work may be read. Within other repeated work it is part of that work.
-    /// - Parameter beforeRetry: called before `body` is called again; it may wait, or throw.
-    /// - Throws: `MLXFailure` that `isFinal` after three failures, or on a CPU after one; what `body` throws otherwise.
+    /// All arrays that `body` reads must have been confirmed before. An array that is evaluated only in failed work would hold garbage in the next
+    /// attempt. `body` must not change what it reads, because no result of failed work may be read. A nested call is part of the outer repeated work.
+    /// - Parameter beforeRetry: a closure to call before `body` is called again. It may wait, or throw.
+    /// - Throws: `MLXFailure`, with `isFinal` set, after three failures on a GPU; otherwise the error of `body`.
     package static func repeating<R>(beforeRetry: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
         guard let work, let stream = work.stream, !work.isRepeated else { return try body() }
-        // An error of what came before is not this work's.
+        // Errors of earlier work are reported before this work begins.
         try confirm()
         var (failures, refusals) = (0, 0)
         while true {
@@ -119,10 +118,10 @@ package enum MLXErrors {
         }
     }
 
-    /// What work changes that may be repeated, to be given to it again; nil where nothing is repeated.
+    /// Returns `value`, which repeated work changes, so that the caller can restore it; nil on a CPU, where no work is repeated.
     package static func held<T>(_ value: T) -> T? { work?.stream == nil ? nil : value }
 
-    /// Evaluates, on a GPU, arrays that repeated work makes for later work. On a CPU the later work evaluates them.
+    /// Evaluates arrays on a GPU that repeated work creates for later work. On a CPU the later work evaluates them.
     package static func evaluateOnGPU(_ arrays: [MLXArray]) { if work?.stream != nil { eval(arrays) } }
 
     /// Returns MLX's messages of the failures that `repeating` has survived since the last call.
@@ -131,20 +130,20 @@ package enum MLXErrors {
 
 /// An error of MLX.
 package struct MLXFailure: SentenceError {
-    /// Without a full stop.
+    /// MLX's message without a full stop.
     package let message: String
-    /// Whether the work has been repeated in vain.
+    /// Whether the work failed as often as it may be repeated.
     package fileprivate(set) var isFinal = false
 
     fileprivate init(_ error: any Error) {
-        // mlx-c appends where in its sources the error was caught.
+        // mlx-c appends the place in its sources where it caught the error.
         message = error.localizedDescription.replacing(#/ at /\S+:[0-9]+$/#, with: "").replacing(#/\.+$/#, with: "")
     }
 
-    /// Whether iOS refuses the GPU because the app is not in front.
+    /// Whether iOS refused the GPU because the app is in the background.
     var isRefusal: Bool { message.contains("BackgroundExecutionNotPermitted") }
 
-    /// Whether there is too little memory.
+    /// Whether memory was too short.
     package var isOfMemory: Bool {
         ["ErrorOutOfMemory", "Unable to allocate", "Insufficient Memory"].contains(where: message.contains)
     }
@@ -157,38 +156,38 @@ package struct MLXFailure: SentenceError {
 }
 
 extension MLXArray {
-    /// The element of an array that has one.
-    /// - Throws: `MLXFailure` where MLX cannot compute it.
+    /// Returns the element of an array of one element.
+    /// - Throws: `MLXFailure` if MLX cannot compute the array.
     package func number<T: HasDType>(_ type: T.Type) throws -> T {
         let number = item(type)
         try MLXErrors.confirm()
         return number
     }
 
-    /// The elements in their order.
-    /// - Throws: `MLXFailure` where MLX cannot compute them.
+    /// Returns the elements in their order.
+    /// - Throws: `MLXFailure` if MLX cannot compute the array.
     package func numbers<T: HasDType>(_ type: T.Type) throws -> [T] {
         let array = asType(T.dtype)
         try array.compute()
         return array.asArray(type)
     }
 
-    /// Calls `body` with the bytes of the elements in their order, which are the array's own where it is contiguous.
-    /// - Throws: `MLXFailure` where MLX cannot compute them, and what `body` throws.
+    /// Calls `body` with the bytes of the elements in their order. They are not copied if the array is contiguous.
+    /// - Throws: `MLXFailure` if MLX cannot compute the array; also the errors of `body`.
     package func withBytes<R>(_ body: (Data) throws -> R) throws -> R {
         try compute()
         return try withExtendedLifetime(self) { try body(asData(access: .noCopyIfContiguous).data) }
     }
 
     /// Evaluates the array.
-    /// - Throws: `MLXFailure` where MLX cannot compute it.
+    /// - Throws: `MLXFailure` if MLX cannot compute the array.
     package func compute() throws {
         eval()
         try MLXErrors.confirm()
     }
 }
 
-/// Returns what `body` returns, and makes a sentence of its error. A failure of MLX stays what it is: such work may be done again.
+/// Returns the result of `body`, and puts its error into a sentence. It rethrows `MLXFailure` unchanged, because that work may be repeated.
 package func explaining<R>(_ body: () throws -> R, as sentence: (_ reason: Sentence) -> Sentence) throws -> R {
     do {
         return try body()

@@ -6,43 +6,43 @@ import MeSPSentences
     import Metal
 #endif
 
-/// The devices that MLX can use here. The system is asked and not MLX, which starts Metal when it is first used, for the CPU too: that
-/// takes memory, and where MLX cannot use the GPU it ends the process.
+/// The devices that MLX can use here. The system is asked, not MLX, because MLX starts Metal at its first use, even on the CPU. That takes memory,
+/// and it ends the process if MLX cannot use the GPU.
 public enum MLXSupport {
     #if MESP_HOST_MLX
         package static let version = hostMLXVersion
     #else
-        /// The MLX that mlx-swift 0.32.3 carries.
+        /// The version of MLX in mlx-swift 0.32.3.
         package static let version = "0.32.2"
     #endif
 
-    /// Sets the variables of the environment that MLX reads, unless they are set already. They are of the whole process, so this is for a
-    /// process that trains and does little else. To be called before MLX is used.
+    /// Sets the environment variables that MLX reads, unless they are set already. They affect the whole process, so this is for a process that
+    /// mainly trains. Call it before the first use of MLX.
     package static func setEnvironment() {
-        // On GPUs with neural accelerators (A19, M5) MLX 0.32.2 otherwise rounds the operands of float32 products to TF32.
+        // By default MLX 0.32.2 rounds the operands of float32 products to TF32 on GPUs with neural accelerators (A19, M5).
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
         NeuralAccelerators.current.hide()
     }
 
-    /// The variable of the environment that says how many operations MLX encodes into one of Metal's command buffers before it commits
-    /// it. MLX reads it when it first uses Metal.
+    /// The environment variable with the number of operations that MLX encodes into one Metal command buffer before it commits the buffer. MLX reads
+    /// it at its first use of Metal.
     package static let commandBufferVariable = "MLX_MAX_OPS_PER_BUFFER"
 
-    /// So many that several buffers fit into a workspace.
+    /// A number so small that several command buffers fit into a workspace.
     ///
-    /// The arrays of a command buffer are alive until it is complete. MLX's own numbers, 20 on an iPhone and 40 or 50 on an iPad or a Mac
-    /// (MLX 0.32.2, device.cpp:605), make the memory of a step depend on the device, and leave one buffer running where memory is short:
-    /// `eval` then polls for its end and keeps a core busy, where it sleeps while two or more run (scheduler.h:56).
+    /// The arrays of a command buffer stay in memory until it is complete. MLX's defaults are 20 on an iPhone and 40 or 50 on an iPad or a Mac (MLX
+    /// 0.32.2, device.cpp:605). With these the memory of a step depends on the device, and only one buffer runs where memory is short. `eval` then
+    /// polls for its end and keeps a core busy; while two or more run, it sleeps (scheduler.h:56).
     private static let operationsOfShortBuffer = 4
 
-    /// Whether several command buffers fit into a workspace. Where the variable is not set, MLX's own number is larger.
+    /// Whether several command buffers fit into a workspace. MLX's default for an unset variable is too large.
     package static var hasShortCommandBuffers: Bool {
         let set = getenv(commandBufferVariable).flatMap { Int(String(cString: $0)) }
         return set.map { $0 <= operationsOfShortBuffer } ?? false
     }
 
-    /// Why MLX cannot run here; nil where it can.
+    /// The reason why MLX cannot run here; nil if it can.
     public static var refusal: Sentence? {
         #if targetEnvironment(simulator)
             noGPU
@@ -51,10 +51,10 @@ public enum MLXSupport {
         #endif
     }
 
-    /// Why MLX cannot run a bundle for the GPU here; nil where it can, or where only MLX knows.
+    /// The reason why MLX cannot run a bundle for the GPU here; nil if it can, or if only MLX knows.
     public static let gpuRefusal: Sentence? = {
         #if os(iOS) && !targetEnvironment(simulator)
-            // Its kernels reduce over SIMD groups and multiply SIMD-group matrices, which older families lack.
+            // MLX's kernels reduce over SIMD groups and multiply SIMD-group matrices, which older GPU families cannot do.
             MTLCreateSystemDefaultDevice()?.supportsFamily(.apple7) == true ? nil : oldGPU
         #else
             nil

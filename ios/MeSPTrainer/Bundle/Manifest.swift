@@ -2,17 +2,17 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// `manifest.json`: what a bundle holds. See `docs/formats.md`.
+/// The contents of `manifest.json`, which describes a bundle. See `docs/formats.md`.
 public struct Manifest: Decodable, Sendable {
     package struct Model: Decodable, Sendable {
         package let id: String
         package let revision: String?
         package let license: String?
-        /// Of the model's card, where the licence is one of its own.
+        /// The licence's name in the model card, if it is not a standard licence.
         package let licenseName: String?
         package let licenseLink: String?
     }
-    /// The quantization of most matrices; each one's arrays say its own.
+    /// The quantization of most matrices. The arrays of a matrix determine its own.
     public struct Quantization: Decodable, Sendable, Equatable {
         public let bits: Int
         package let groupSize: Int
@@ -24,26 +24,26 @@ public struct Manifest: Decodable, Sendable {
         package let offset: Int
         package let shape: [Int]
         package let dtype: ElementType
-        /// Of stacked matrices `[number, rows, columns]` the words from one to the next: those of one expert lie together. nil of other
-        /// arrays.
+        /// The distance in words between consecutive stacked matrices `[number, rows, columns]`, because each expert's arrays lie together; nil for
+        /// other arrays.
         package let stride: Int?
     }
-    /// Blocks whose files have one layout and whose mixer and MLP are one.
+    /// Blocks of one kind: their files have the same layout, and they have the same mixer and MLP.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
-        /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one. Either all
-        /// kinds of functions are there for each length, or none.
+        /// The files of functions with which a GPU trains, by sequence length. `plainFunctions` has them in plain operations. In a bundle for the CPU
+        /// both are the same. Functions are there for every length or for none.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
-        /// Those that a GPU trains packed records with; nil where the bundle was not exported for such data.
+        /// The files of functions with which a GPU trains packed records; nil if the bundle was not exported for such data.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
-        /// Whether a GPU calls functions of these blocks; it computes others by the formulas. Blocks with experts have none, as a function
-        /// computes the same experts for any token, and blocks of a bundle that mesp-export did not write have none.
+        /// Whether a GPU calls functions for these blocks; otherwise it computes them by the formulas. Blocks with experts have no functions, because
+        /// a function would compute the same experts for every token. Blocks of a bundle that was made on a device have none either.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]
-        /// The file of block `index`, one of `layers`.
+        /// Returns the file of block `index`, which is one of `layers`.
         package func file(_ index: Int) -> PackedFile {
             PackedFile(file: ModelBundle.blockFile(index), words: words, arrays: arrays)
         }
@@ -56,15 +56,15 @@ public struct Manifest: Decodable, Sendable {
     package struct Tokens: Codable, Sendable {
         package let file: String
         package let tokens: Int
-        /// The examples, if the data is one example a sequence.
+        /// The examples, if each sequence is one example.
         package let examples: Examples?
-        /// A file with a byte a token, 1 where its prediction is in the loss; nil where all are.
+        /// A file with one byte per token: 1 if the token's prediction is in the loss; nil if all are.
         package let mask: String?
-        /// A file with a byte an example, its `TokenStream.Label`; nil where the data has no preferences.
+        /// A file with one byte per example, its `TokenStream.Label`; nil if the data is not preference data.
         package let labels: String?
-        /// The token that takes the place of the first one of each window of a packed stream; nil where it stays.
+        /// The token that replaces the first token of each window of a packed stream; nil for no replacement.
         package let begin: Int?
-        /// Whether short examples are to share a sequence, as records that do not see each other.
+        /// Whether short examples share a sequence, as records that do not attend to each other.
         package let pack: Bool?
 
         package struct Examples: Codable, Sendable {
@@ -92,28 +92,28 @@ public struct Manifest: Decodable, Sendable {
     package let blocks: [Blocks]
     package let embedding: PackedFile
     package let head: PackedFile
-    /// The table of embeddings for each layer, and the projection that is added to them; nil where the model has none.
+    /// The table of embeddings for each layer; nil if the model has none. `perLayerProjection` is added to them.
     package let perLayerEmbedding: PackedFile?
     package let perLayerProjection: PackedFile?
     package let data: [String: Tokens]?
-    /// The tokens at which answers of the model end, in addition to those of its config.json; nil where the bundle names none.
+    /// The tokens that end the model's answers, in addition to those of its config.json; nil if the bundle names none.
     package let endTokens: [Int]?
-    /// The digest of the model and the options that a bundle was made of on a device; nil of other bundles.
+    /// The digest of the model and the options of a bundle that was made on a device; nil for other bundles.
     package let source: String?
     package let files: [File]
 }
 
 extension Manifest {
-    /// The files of weights. Those of a model with tied embeddings name one twice.
+    /// The files of weights. With tied embeddings one file appears twice.
     package var weightFiles: [PackedFile] {
         blocks.flatMap { kind in kind.layers.map(kind.file) }
             + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }
     }
 
-    /// The files with the model's licence, notices and rules of use, which go with what is made of it.
+    /// The files with the model's licence, notices and terms of use. They are copied to everything that is made of the model.
     package var terms: [String] { files.map(\.path).filter(Self.isTerms) }
 
-    /// Whether a file in a model's folder is to go with what is made of it.
+    /// Returns whether a file in a model's folder has its licence, notices or terms of use.
     package static func isTerms(_ name: String) -> Bool {
         let begins = ["LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "TERMS_OF_USE", "GEMMA_TERMS"]
         let contains = ["_LICENSE", "_LICENCE", "_NOTICE", "_USE_POLICY", "_TERMS_OF_USE"]
@@ -128,10 +128,9 @@ extension Manifest {
         Dictionary(weightFiles.map { ($0.file, $0.words) }) { words, _ in words }.values.reduce(0, +) * 4
     }
 
-    /// Reads a manifest that this build can use, and checks all of it that can be checked without the bundle's files and
-    /// without MLX.
+    /// Reads a manifest that this build can use. It makes all checks that need neither the bundle's files nor MLX.
     ///
-    /// - Parameter bundle: what the bundle is called in messages.
+    /// - Parameter bundle: the bundle's name in messages.
     package static func read(_ json: Data, of bundle: String) throws -> Manifest {
         guard json.count <= largestSize else {
             throw MeSPError("\(bundle)/manifest.json is longer than any bundle's; do not use the bundle.")
@@ -163,19 +162,19 @@ extension Manifest {
         return manifest
     }
 
-    /// Whether several records may share a sequence: the formulas need no functions for it.
+    /// Whether several records may share a sequence. Only blocks with functions need special ones for that.
     package var takesPacked: Bool {
         device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil || !$0.hasFunctions }
     }
 
-    /// For each block the index of its kind in `blocks`.
+    /// The index in `blocks` of each block's kind.
     var kindOfBlock: [Int] {
         blocks.enumerated().reduce(into: Array(repeating: 0, count: architecture.numHiddenLayers)) { kinds, kind in
             for block in kind.element.layers { kinds[block] = kind.offset }
         }
     }
 
-    /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
+    /// The largest number of weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
     package var featureGroup: Int {
         blocks.compactMap { blocks in
             let block = architecture.block(blocks.layers[0])
@@ -190,16 +189,16 @@ extension Manifest {
 }
 
 extension Manifest.PackedArray {
-    /// The array's length in 32-bit words, of stacked matrices that of one.
+    /// The length in 32-bit words of the array, or of one of the stacked matrices.
     var words: Int { (shape.dropFirst(stride == nil ? 0 : 1).reduce(1, *) * dtype.dtype.size + 3) / 4 }
 
-    /// The array's place in its file, of stacked matrices that of one of them.
+    /// Returns the range of words of the array in its file, or of one of the stacked matrices.
     func range(_ number: Int? = nil) -> Range<Int> {
         let start = offset + (number ?? 0) * (stride ?? 0)
         return start..<start + words
     }
 
-    /// Whether the array, or every one of stacked matrices, lies within a file of so many words.
+    /// Returns whether the array, or every stacked matrix, lies within a file of `total` words.
     func isWithin(_ total: Int) -> Bool {
         guard (0...total).contains(offset), words <= total - offset else { return false }
         guard let stride else { return true }

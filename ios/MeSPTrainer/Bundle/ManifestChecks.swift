@@ -3,10 +3,10 @@ import MeSPFiles
 import MeSPSentences
 
 extension Manifest {
-    /// Throws unless the sizes can be a model's, every block is of one kind, every file that is named is listed with a path within the
-    /// bundle, and each packed array has the shape that the architecture asks for and lies in its file.
+    /// Throws unless the sizes are within bounds, every block has exactly one kind, every named file is listed with a path within the bundle, and
+    /// each packed array lies in its file with the shape that the architecture implies.
     ///
-    /// - Parameter bundle: what the bundle is called in messages.
+    /// - Parameter bundle: the bundle's name in messages.
     func check(_ bundle: String) throws {
         try checkDimensions(bundle)
         try checkFiles(bundle)
@@ -16,7 +16,7 @@ extension Manifest {
     private func checkDimensions(_ bundle: String) throws {
         let perLayer = [perLayerEmbedding, perLayerProjection].compactMap { $0 }
         let lengths = blocks.map(\.words) + ([embedding, head] + perLayer).map(\.words)
-        // Every block must be of one kind, and have that kind's mixer and MLP.
+        // Every block must have exactly one kind, and that kind's mixer and MLP.
         let layers = blocks.flatMap(\.layers).sorted()
         guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
@@ -113,7 +113,7 @@ extension Manifest {
         guard let size = architecture.perLayer?.size, let perLayerEmbedding, let perLayerProjection else { return }
         let width = architecture.numHiddenLayers * size
         try check(perLayerEmbedding, matrices: [Weight(name: "", shape: [architecture.vocabSize, width])])
-        // A layer's part begins and ends with a group.
+        // A layer's part must begin and end at the bounds of a quantization group.
         let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
         guard size % (width / groups) == 0 else {
             throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")
@@ -124,13 +124,13 @@ extension Manifest {
     }
 }
 
-/// Whether a path from a file is relative and, unless a folder on it is a symbolic link, leads into the folder that it starts from.
+/// Returns whether a path is relative and has no parts such as `..`, so that it stays within its folder unless it contains a symbolic link.
 package func leadsDown(_ path: String) -> Bool {
     let parts = path.split(separator: "/", omittingEmptySubsequences: false)
     return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }
 }
 
-/// Whether a path from a file leads into the folder that it starts from, with no symbolic link among its folders.
+/// Returns whether a path stays within `folder` and has no symbolic link among its folders.
 func isPath(_ path: String, within folder: URL) -> Bool {
     guard leadsDown(path) else { return false }
     let parent = path.split(separator: "/").dropLast().joined(separator: "/")

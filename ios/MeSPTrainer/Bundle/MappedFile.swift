@@ -3,13 +3,13 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-/// Maps a file of 32-bit words into memory as one flat `uint32` array `[bytes / 4]`, without copying it, unless it is mapped already.
+/// Returns a file of 32-bit words as one flat `uint32` array `[bytes / 4]`. It maps the file without a copy, or returns the existing map.
 ///
 /// - Parameters:
 ///   - url: a file whose length is a multiple of `mappingUnit`.
-///   - size: the length it must have, in bytes.
-///   - modified: when the file must have been modified last; nil for any time.
-///   - known: the file's map, where there is one.
+///   - size: the length that the file must have, in bytes.
+///   - modified: the modification time that the file must have; nil for any time.
+///   - known: the existing map of the file, if any.
 package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXArray? = nil) throws -> MLXArray {
     let file: Int32
     do {
@@ -28,24 +28,24 @@ package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXA
     return words
 }
 
-/// The addresses of the process. Tests let them run out.
+/// A hook for tests: whether the process has no addresses left.
 package enum Addresses {
     @TaskLocal package static var areUsedUp: @Sendable () -> Bool = { false }
 }
 
-/// The unit of a mapping's length, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes
-/// only whole pages without copying them.
+/// The unit of a mapping's length, in bytes. It is the page size of an iPhone and a multiple of every smaller page size. Metal takes only whole pages
+/// without a copy.
 package let mappingUnit = 16384
 
-/// Maps part of an open file as an array, read-only and without a copy, or nil where the system refuses (`errno`).
+/// Maps part of an open file as a read-only array, without a copy. Returns nil if the system refuses (`errno`).
 ///
-/// The pages are clean and file-backed: the system can drop and reread them, and they don't count in `phys_footprint`. The mapping
-/// goes when the last array that uses it does.
+/// The pages are clean and file-backed: the system can drop and reread them, and they don't count in `phys_footprint`. The mapping ends when the last
+/// array that uses it is freed.
 ///
-/// An anonymous page lies in front, whose last word holds the data's size: MLX's CPU allocator keeps the size of a buffer there,
-/// so that it can take the mapping for one of its own.
+/// An anonymous page precedes the data, and its last word holds the data's size. MLX's CPU allocator stores the size of a buffer there, so it can
+/// treat the mapping as one of its buffers.
 ///
-/// - Parameter shape: of a multiple of `mappingUnit`; other lengths are refused.
+/// - Parameter shape: a shape whose bytes are a multiple of `mappingUnit`. Others are refused.
 package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
     let page = Int(getpagesize())
     let size = shape.reduce(dtype.size, *)
@@ -58,7 +58,7 @@ package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType
         return nil
     }
     let (none, anonymous) = (Int32(-1), MAP_PRIVATE | MAP_ANON)
-    // Reserved without access: all of it writable would count against a limit on data.
+    // The range is reserved without access, because writable pages would count against a limit on data.
     guard let start = mmap(nil, page + size, PROT_NONE, anonymous, none, 0), start != MAP_FAILED else { return nil }
     let data = start + page
     guard mprotect(start, page, PROT_READ | PROT_WRITE) == 0,

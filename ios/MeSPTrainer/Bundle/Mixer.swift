@@ -1,5 +1,5 @@
-/// The part of a block in which tokens see one another: projections of mixer_in, the block's input after a norm; a formula over three of
-/// them; and an output projection of its result, which is added to the block's input.
+/// The part of a block that combines tokens. It projects mixer_in, which is the block's input after a norm, applies a formula to the projections, and
+/// adds the output projection of the result to the block's input.
 package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
@@ -7,47 +7,46 @@ package enum Mixer: Sendable, Equatable {
     case mamba2(Mamba2Mixer)
 }
 
-/// Softmax attention over the tokens before:
+/// Causal softmax attention:
 ///
-///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))              norm where there is `qkNorm`
-///     attn_out = softmax(mask(cap(q̂ k̂ᵀ · scale))) v    cap(s) = c tanh(s / c) where there is `attnLogitSoftcapping`
-///     x_mid = x + o(attn_out)                          o(attn_out ∘ σ(g)) where heads have gates
+///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))              norm if `qkNorm`
+///     attn_out = softmax(mask(cap(q̂ k̂ᵀ · scale))) v    cap(s) = c tanh(s / c) with `attnLogitSoftcapping`
+///     x_mid = x + o(attn_out)                          o(attn_out ∘ σ(g)) if heads have gates
 package struct AttentionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numAttentionHeads: Int
     package let numKeyValueHeads: Int
     package let headDim: Int
     package let qkNorm: Bool
-    /// Whether q gives each head's query, then a gate g of the same size for its output.
+    /// Whether q has, for each head, the query and then a gate g of the same size for the head's output.
     package let outputGate: Bool
     /// The factor of `q̂ k̂ᵀ`.
     package let attentionScale: Float
     package let attnLogitSoftcapping: Float?
-    /// For each pair of dimensions the radians by which RoPE turns it from one position to the next, 0 for a pair that it leaves; empty
-    /// without RoPE.
+    /// The angle in radians by which RoPE rotates each pair of dimensions per position, 0 for a pair that it leaves unchanged; empty without RoPE.
     package let frequencies: [Float]
     /// The factor of the rotated dimensions.
     package let ropeScale: Float
-    /// The number of positions that a query sees, its own included; nil for all before it.
+    /// The number of positions to which a query attends, including its own; nil for all earlier ones.
     package let slidingWindow: Int?
     /// Whether v goes through an RMSNorm without weights.
     package let vNorm: Bool
-    /// The block whose keys and values this one takes; nil where it has its own.
+    /// The block whose keys and values this one shares; nil if it has its own.
     package let keysOf: Int?
 
     package var queryWidth: Int { numAttentionHeads * headDim }
     package var keyValueWidth: Int { numKeyValueHeads * headDim }
-    /// Whether the projection g gives of each head one number, the gate of its output.
+    /// Whether the projection g has one number for each head, the gate of the head's output.
     package var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
-    /// The size of a head's gate, which the stored q has after the head's query.
+    /// The size of a head's gate, which follows the head's query in the stored q; 0 without gates.
     package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
 /// The gated delta rule over a short convolution's output ([Yang et al.](https://arxiv.org/abs/2412.06464)):
 ///
-///     q, k, v = silu(conv(qkv))                        q and k normalized by head
+///     q, k, v = silu(conv(qkv))                        q and k normalized for each head
 ///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ                  g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
-///     o = Sᵀ q                                         by head
+///     o = Sᵀ q                                         for each head
 ///     x_mid = x + out(norm(o) ∘ silu(z))
 package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
@@ -59,11 +58,11 @@ package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
 
     var keyWidth: Int { numKeyHeads * keyHeadDim }
     package var valueWidth: Int { numValueHeads * valueHeadDim }
-    /// The width of q, k and v together.
+    /// The total width of q, k and v.
     package var convolutionWidth: Int { 2 * keyWidth + valueWidth }
 }
 
-/// A causal convolution between two gates, with b, c and u the thirds of one projection:
+/// A causal convolution between two gates. One projection has three equal parts b, c and u:
 ///
 ///     x_mid = x + out(c ∘ conv(b ∘ u))
 package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
@@ -71,11 +70,11 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
     let kernelSize: Int
 }
 
-/// The state space of Mamba-2 ([Dao & Gu](https://arxiv.org/abs/2405.21060)), with z, xBC and dt the parts of one projection:
+/// The state space of Mamba-2 ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection has the parts z, xBC and dt:
 ///
-///     x, B, C = silu(conv(xBC) + bias)                 B and C of a group of heads
+///     x, B, C = silu(conv(xBC) + bias)                 B and C shared by a group of heads
 ///     S ← exp(−exp(A_log) Δ) S + Δ x Bᵀ                Δ = softplus(dt + dt_bias)
-///     o = S C + D x                                    by head
+///     o = S C + D x                                    for each head
 ///     x_mid = x + out(norm(o ∘ silu(z)))
 package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     let modules: [Module]
@@ -88,12 +87,12 @@ package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     package let normEps: Float
 
     package var width: Int { numHeads * headDim }
-    /// The width of x, B and C together.
+    /// The total width of x, B and C.
     package var convolutionWidth: Int { width + 2 * numGroups * stateSize }
 }
 
 extension Mixer {
-    /// The linear layers, in the order of every flat vector of LoRA parameters.
+    /// The linear layers, in their order in every flat vector of LoRA parameters.
     var modules: [Module] {
         switch self {
         case .attention(let mixer): mixer.modules
@@ -103,7 +102,7 @@ extension Mixer {
         }
     }
 
-    /// (input, output) features of one of the mixer's projections in a model of this width; nil for a projection that it has not.
+    /// Returns the numbers of input and output features of a projection in a model of width `hidden`; nil if the mixer does not have it.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
         switch (self, projection) {
         case (.attention(let mixer), .q): (hidden, mixer.queryWidth * (mixer.outputGate ? 2 : 1))
@@ -124,7 +123,7 @@ extension Mixer {
         }
     }
 
-    /// The features that the output projection takes.
+    /// Returns the number of input features of the output projection.
     package func mixerWidth(hidden: Int) -> Int {
         switch self {
         case .attention(let mixer): mixer.queryWidth
@@ -134,7 +133,7 @@ extension Mixer {
         }
     }
 
-    /// Arrays of the mixer that are no part of a module.
+    /// Returns the mixer's arrays that belong to no module.
     func arrays(hidden: Int) -> [Weight] {
         switch self {
         case .attention(let mixer):
@@ -161,7 +160,7 @@ extension Mixer {
         }
     }
 
-    /// Whether the sizes can be a model's; every width is at most 2²⁰.
+    /// Returns whether the sizes are within bounds; every width is at most 2²⁰.
     func isConsistent(hidden: Int) -> Bool {
         func areCounts(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 12)).contains($0) } }
         func areWidths(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 20)).contains($0) } }

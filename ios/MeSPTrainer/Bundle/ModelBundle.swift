@@ -3,31 +3,31 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-/// An object that keeps arrays over a bundle's maps. A map is unmapped when the last array over it is freed.
+/// An object that keeps arrays that view a bundle's maps. A map is unmapped when the last array that views it is freed.
 package protocol MapHolder: AnyObject {
     func releaseArrays()
 }
 
-/// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
+/// An exported model, opened and checked. Weights are mapped on request and never copied.
 package struct ModelBundle {
     package let url: URL
     package let manifest: Manifest
-    /// The token streams by split, and the folder that their files are in.
+    /// The token streams by split. Their files are in `dataFolder`.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
-    /// When the files of weights that were checked had been modified last.
+    /// The modification times of the checked files of weights.
     private var modified = [String: Duration]()
-    /// The manifest's device; tests compute the GPU's way on a CPU.
+    /// The manifest's device. Tests set `gpu` to compute on a CPU as on a GPU.
     package var backend: Backend
-    /// For each block the index of its kind in the manifest's `blocks`.
+    /// The index in the manifest's `blocks` of each block's kind.
     package let kinds: [Int]
     package let maps = Maps()
 
-    /// The weight files that are mapped: those in use, which nested uses share, and with `areKept` those of earlier uses. Each map
-    /// is a buffer to make on a GPU, and pages to find again.
+    /// The mapped files of weights: those in use, which nested uses share, and with `areKept` those of earlier uses. Mapping a file again costs time:
+    /// a GPU needs a new buffer, and the pages must be found again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { release() } } }
-        /// The objects that keep arrays over maps, while they live.
+        /// The objects that keep arrays that view maps, as weak references.
         private var holders = [() -> (any MapHolder)?]()
         fileprivate var words = [String: MLXArray]()
         /// The number of times that each file was mapped.
@@ -47,14 +47,13 @@ package struct ModelBundle {
     package var architecture: Architecture { manifest.architecture }
     package var dtype: DType { manifest.dtype.dtype }
 
-    /// Opens the bundle at `url` and checks it: its manifest, as `Manifest.read` does, and every file's size and SHA-256. Does not use MLX,
-    /// so bundles that cannot run here can be listed and copied.
+    /// Opens the bundle at `url`. Checks its manifest, as `Manifest.read` does, and the size and SHA-256 of every file. This does not use MLX, so
+    /// bundles that cannot run here can be listed and copied.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
     ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
-    ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
-    ///     manifest may be used.
+    ///   - checksums: whether to check the files' sizes and SHA-256, which takes seconds for gigabytes. If false, only the manifest may be used.
     package init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
@@ -71,8 +70,8 @@ package struct ModelBundle {
 
     // MARK: - Weights
 
-    /// Imports the functions for sequences of `length` tokens, for each block the one of its kind, nil for a kind without functions.
-    /// `Manifest.check` has found that the others have one for this length.
+    /// Imports the functions for sequences of `length` tokens. Each block gets the function of its kind, or nil if the kind has none.
+    /// `Manifest.check` has checked that the other kinds have one for this length.
     package func importFunctions(
         _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
     ) throws -> [ImportedFunction?] {
@@ -82,7 +81,7 @@ package struct ModelBundle {
             guard let file = blocks[keyPath: files]["\(length)"] else {
                 preconditionFailure("no function for \(length) tokens")
             }
-            // MLX believes what is in it. The bundle may have been opened without its sums.
+            // MLX trusts the contents of the file, and the bundle may have been opened without comparing checksums.
             try checkSums(of: manifest.files.filter { $0.path == file })
             try checkFunctions(file, kind: kind, length: length, packed: files == \.packed)
             let function = try imported[file] ?? importFunction(from: url.appendingPathComponent(file))
@@ -92,7 +91,7 @@ package struct ModelBundle {
         return kinds.map { functions[$0] }
     }
 
-    /// Calls `body` with the weights of a file, which is mapped at least as long as `body` runs. Arrays that `body` returns must be evaluated.
+    /// Calls `body` with the weights of a file, which stays mapped at least while `body` runs. Arrays that `body` returns must be evaluated.
     package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
         let known = maps.words[file.file]
         let words = try map(file, known)
@@ -109,7 +108,7 @@ package struct ModelBundle {
         }
     }
 
-    /// - Parameter known: the file's map, where there is one.
+    /// - Parameter known: the existing map of the file, if any.
     private func map(_ file: Manifest.PackedFile, _ known: MLXArray?) throws -> MLXArray {
         func map() throws -> MLXArray {
             try mappedWords(
@@ -119,7 +118,7 @@ package struct ModelBundle {
         do {
             return try map()
         } catch  where maps.areKept {
-            // iOS gives a process without an entitlement few addresses: there may be enough for one file after the other.
+            // iOS gives a process without an entitlement few addresses. They may suffice for one file at a time.
             maps.areKept = false
             return try map()
         }
@@ -131,21 +130,22 @@ package struct ModelBundle {
 
     package func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R { try withWeights(manifest.head, body) }
 
-    /// The file of block `index`.
+    /// Returns the file of block `index`.
     package func file(ofBlock index: Int) -> Manifest.PackedFile { manifest.blocks[kinds[index]].file(index) }
 
     package static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
 
     // MARK: - What a run depends on
 
-    /// Changes with any file of weights. Functions, data and the bundle's place have no part in it.
+    /// A digest of the files of weights. It does not depend on functions, data or the bundle's place.
     package var weightsDigest: String {
         let weights = Set(manifest.weightFiles.map(\.file))
         let sums = manifest.files.filter { weights.contains($0.path) }.map { "\($0.path) \($0.sha256)" }
         return digest(sums)
     }
 
-    /// Changes with the sequences of a split (`train`, `valid`, `test`), wherever their files are; nil where there is no such split.
+    /// Returns a digest of the sequences of a split (`train`, `valid`, `test`), which does not depend on where their files are; nil if there is no
+    /// such split.
     package func dataDigest(_ split: String) throws -> String? {
         guard let entry = splits[split] else { return nil }
         guard dataFolder == url else { return try digest(entry, in: dataFolder) }
@@ -153,7 +153,7 @@ package struct ModelBundle {
         return try digest(entry, in: url, sums: sums)
     }
 
-    /// As `dataDigest`, of the tokens that `tokens(in:)` reads.
+    /// Returns a digest, as `dataDigest(_:)` does, of the tokens that `tokens(in:)` reads.
     package func dataDigest(in folder: URL) throws -> String? {
         try TokenFolder.entries(in: folder)["train"].map { try digest($0, in: folder) }
     }
@@ -175,12 +175,12 @@ package struct ModelBundle {
 
     // MARK: - Data
 
-    /// The tokens of a split (`train`, `valid`, `test`), mapped, or nil where the bundle has none.
+    /// Returns the mapped tokens of a split (`train`, `valid`, `test`), or nil if the bundle has none.
     package func tokens(_ split: String) throws -> TokenStream? {
         try splits[split].map { try tokens($0, split, in: dataFolder) }
     }
 
-    /// The tokens of a folder that `TextData` or `mesp-train` wrote, mapped, but for those it holds out.
+    /// Returns the mapped tokens of a folder that `TextData` or `mesp train` wrote, without the held-out part.
     package func tokens(in folder: URL) throws -> TokenStream {
         guard let entry = try TokenFolder.entries(in: folder)["train"] else {
             throw MeSPError("\(folder.path) holds no tokens; tokenize the text again.")

@@ -1,34 +1,34 @@
-/// One of the matrices of a block's mathematics.
+/// A matrix in the formulas of a block.
 package enum Projection: String, Decodable, CaseIterable, Sendable {
-    /// The projections of attention; g gives each head a gate.
+    /// The projections of attention; g has a gate for each head.
     case q, k, v, g, o
-    /// Into a gated delta net; qkv before its convolution.
+    /// The input projections of a gated delta net; qkv goes through its convolution.
     case qkv, z, b, a
-    /// Into a short convolution or Mamba-2: their three parts one after another.
+    /// The input projection of a short convolution or Mamba-2, with three consecutive parts.
     case `in`
-    /// Out of a mixer that is not attention.
+    /// The output projection of a mixer that is not attention.
     case out
     /// The projections of the MLP.
     case gate, up, down
     /// The projections of embeddings for each layer.
     case perLayerGate = "ple_gate"
     case perLayerOut = "ple_out"
-    /// Those of all experts of a mixture.
+    /// The projections of the experts, stacked.
     case expertGate = "expert_gate"
     case expertUp = "expert_up"
     case expertDown = "expert_down"
 }
 
-/// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints: one projection, or several whose outputs follow one
-/// another. In JSON it is the pair of its name and its projections.
+/// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints. It has one projection, or several with consecutive outputs. In JSON it
+/// is the pair of its name and its projections.
 package struct Module: Decodable, Sendable, Equatable {
     package let name: String
     package let projections: [Projection]
 
-    /// Whether it is one kind of matrix of all experts, stacked, and not a linear layer.
+    /// Whether the module stacks one matrix of each expert; other modules are linear layers.
     package var isStacked: Bool { [.expertGate, .expertUp, .expertDown].contains(projections.first) }
 
-    /// The last part of the name without `_proj`: `q`, …, `down`, or `qkv`, `gate_up`; `experts` of all kinds of their matrices.
+    /// The last part of the name without `_proj`, such as `q`, `down` or `gate_up`; `experts` for every stacked module.
     package var shortName: String {
         if isStacked { return "experts" }
         let last = name.split(separator: ".").last.map(String.init) ?? name
@@ -44,8 +44,8 @@ package struct Module: Decodable, Sendable, Equatable {
     }
 }
 
-/// A linear layer of Hugging Face that joins several of a block's: their outputs follow one another. Or a parameter that joins experts'
-/// matrices in the same way. In JSON it is the pair of its name and the names of its parts.
+/// A linear layer of Hugging Face that joins several of a block's linear layers by concatenating their outputs, or a parameter that joins experts'
+/// matrices in this way. In JSON it is the pair of its name and the names of its parts.
 package struct JoinedModule: Decodable, Sendable, Equatable {
     package let name: String
     package let parts: [String]

@@ -8,40 +8,40 @@ import MeSPSentences
 
 /// The neural accelerators of the GPUs of A19, M5 and later chips.
 ///
-/// MLX multiplies 16-bit matrices on them, whatever `MLX_ENABLE_TF32` says. Until a self-check has passed on the device, `hide` tells MLX that
-/// the GPU is of the generation before, so it takes other kernels. MLX reads the name when it makes its device.
+/// MLX multiplies 16-bit matrices on them regardless of `MLX_ENABLE_TF32`. Until a self-check has passed on the device, `hide` tells MLX that the GPU
+/// is of the last generation without them, so MLX uses other kernels. MLX reads the name when it creates its device.
 package final class NeuralAccelerators: @unchecked Sendable {
-    /// The device's, for this process.
+    /// The neural accelerators of this device, as this process uses them.
     package static let current = NeuralAccelerators(
         architecture: systemArchitecture, system: ProcessInfo.processInfo.operatingSystemVersion,
         record: supportFolder.appendingPathComponent("MeSP/neural-accelerators"))
 
     package enum State: String, Sendable {
-        /// The GPU has none, the system gives MLX none, or the environment names an architecture.
+        /// The GPU has none, the system is too old for MLX to use them, or the environment names an architecture.
         case absent
         /// No self-check has passed.
         case off
         /// A self-check uses them.
         case checking
-        /// A self-check used them and has not passed. MLX keeps them until the process ends.
+        /// A self-check used them and failed. MLX uses them until the process ends.
         case failed
         /// A self-check has passed.
         case on
     }
 
-    /// The variable of the environment that names the GPU's architecture to MLX (utils.h; device.cpp reads it in `Device::Device`).
+    /// The environment variable that gives MLX the name of the GPU's architecture (utils.h; device.cpp reads it in `Device::Device`).
     static let variable = "MLX_METAL_GPU_ARCH"
 
     private let architecture: String
-    /// The file with a line for what has passed a self-check.
+    /// The file that records the last passed self-check, in one line.
     private let record: URL
     private let lock = NSLock()
-    private var present: State  // under the lock
+    private var present: State  // guarded by the lock
 
     /// - Parameters:
-    ///   - architecture: the GPU's, as Metal names it; nil where there is none.
+    ///   - architecture: the architecture of the GPU, as Metal names it; nil if there is none.
     ///   - system: the version of the operating system.
-    ///   - record: the file with what has passed a self-check.
+    ///   - record: the file that records the last passed self-check.
     init(architecture: String?, system: OperatingSystemVersion, record: URL) {
         (self.architecture, self.record) = (architecture ?? "", record)
         guard Self.areUsed(of: self.architecture, system), getenv(Self.variable) == nil else {
@@ -52,21 +52,22 @@ package final class NeuralAccelerators: @unchecked Sendable {
         present = passed == Self.line(self.architecture) ? .on : .off
     }
 
-    /// Names the generation before to MLX, where no self-check has passed. To be called before anything in the process has used MLX.
+    /// Gives MLX the name of the last generation without neural accelerators, unless a self-check has passed. Call it before the first use of MLX in
+    /// the process.
     func hide() {
         lock.withLock { if present == .off { setenv(Self.variable, Self.generationBefore(architecture), 1) } }
     }
 
     package var state: State { lock.withLock { present } }
 
-    /// Why work on the GPU is refused in this process; nil where it is not.
+    /// The reason why work on the GPU is refused in this process; nil if it is not.
     package var refusal: Sentence? {
         state == .failed
             ? "The self-check of this GPU's neural accelerators did not pass, and MLX uses them until the process ends; restart the app or the command, which then works without them."
             : nil
     }
 
-    /// Lets MLX use them. To be called by a self-check before anything in the process has used MLX.
+    /// Lets MLX use the neural accelerators for a self-check. Call it before the first use of MLX in the process.
     package func beginCheck() {
         lock.withLock {
             guard present == .off else { return }
@@ -75,40 +76,40 @@ package final class NeuralAccelerators: @unchecked Sendable {
         }
     }
 
-    /// Ends what `beginCheck` began, and records for later processes that the check has passed.
+    /// Ends the check that `beginCheck` began, and records for later processes whether it has passed.
     package func endCheck(hasPassed: Bool) {
         lock.withLock {
             guard present == .checking else { return }
             present = hasPassed ? .on : .failed
             guard hasPassed else { return }
-            // Without the record the next process goes on without them.
+            // If the record cannot be written, the next process does not use them.
             try? FileManager.default.createDirectory(
                 at: record.deletingLastPathComponent(), withIntermediateDirectories: true)
             try? Data(Self.line(architecture).utf8).write(to: record, options: .atomic)
         }
     }
 
-    /// The record's line: the system compiles the kernels, and MLX has their sources.
+    /// Returns the line of the record. It names the system, which compiles the kernels, and MLX, which has their sources.
     private static func line(_ architecture: String) -> String {
         "\(architecture) \(ProcessInfo.processInfo.operatingSystemVersionString) MLX \(MLXSupport.version)\n"
     }
 
-    /// Whether MLX uses the neural accelerators of a GPU, as device.cpp's `is_nax_available` has it.
+    /// Returns whether MLX uses the neural accelerators of a GPU, as `is_nax_available` in device.cpp does.
     private static func areUsed(of architecture: String, _ system: OperatingSystemVersion) -> Bool {
         guard let (generation, kind) = parts(of: architecture) else { return false }
         return (system.majorVersion, system.minorVersion) >= (26, 2) && generation >= firstGeneration(kind)
     }
 
-    /// The first generation with neural accelerators: A19's of the GPUs whose names end in p, M5's of the others.
+    /// Returns the first generation with neural accelerators: that of A19 for GPUs whose names end in p, and that of M5 for others.
     private static func firstGeneration(_ kind: Character) -> Int { kind == "p" ? 18 : 17 }
 
-    /// The name of the last generation without neural accelerators.
+    /// Returns the name of the last generation without neural accelerators.
     private static func generationBefore(_ architecture: String) -> String {
         guard let (_, kind) = parts(of: architecture) else { return architecture }
         return architecture.dropLast(3) + "\(firstGeneration(kind) - 1)\(kind)"
     }
 
-    /// The parts of a name like `applegpu_g18p`: the generation, two digits before the last character, and that character.
+    /// Returns the parts of a name such as `applegpu_g18p`: the generation, which is two digits, and the last character.
     private static func parts(of architecture: String) -> (generation: Int, kind: Character)? {
         guard let kind = architecture.last, let generation = Int(architecture.dropLast().suffix(2)) else { return nil }
         return (generation, kind)

@@ -1,24 +1,24 @@
 import MLX
 
-/// Typed views into a file of words, by name. No view copies.
+/// Typed views into a file of words, by name. Views do not copy data.
 package struct PackedWeights {
     package let words: MLXArray
     package let arrays: [Manifest.PackedArray]
     package let backend: Backend
-    /// The views made so far, where they are kept.
+    /// The views made so far; nil if they are not kept.
     package var views: Views?
 
-    /// Views by name, for who uses the same weights many times: making one is four operations.
+    /// A cache of views by name, for repeated use of the same weights. Creating a view takes four operations.
     package final class Views {
         fileprivate var arrays = [String: MLXArray]()
 
         package init() {}
     }
 
-    /// The same weights for the formulas of a CPU.
+    /// These weights for the formulas of a CPU.
     package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 
-    /// The array called `name`, in its shape and dtype, or nil if there is none; of stacked matrices that with this number.
+    /// Returns the array called `name` in its shape and dtype, or one of the stacked matrices by its number. Returns nil if there is none.
     package func array(_ name: String, _ number: Int? = nil) -> MLXArray? {
         let key = number.map { "\(name) \($0)" } ?? name
         if let known = views?.arrays[key] { return known }
@@ -37,18 +37,18 @@ package struct PackedWeights {
     }
 }
 
-/// The quantization of a matrix, which follows from the shapes of its arrays.
+/// The quantization of a matrix, derived from the shapes of its arrays.
 package struct QuantizationFormat {
     package let bits: Int
     package let groupSize: Int
     package let mode: QuantizationMode
 
-    /// nil where MLX has no such format.
+    /// Derives the format. Returns nil if MLX has no such format.
     /// - Parameters:
-    ///   - inputs: weights in a row
-    ///   - words: 32-bit words in a row
-    ///   - groups: scales in a row
-    ///   - hasBiases: whether there are biases, which only affine quantization has
+    ///   - inputs: the number of weights in a row.
+    ///   - words: the number of 32-bit words in a row.
+    ///   - groups: the number of scales in a row.
+    ///   - hasBiases: whether there are biases, which only affine quantization has.
     package init?(inputs: Int, words: Int, groups: Int, hasBiases: Bool) {
         guard words > 0, groups > 0, words * 32 % inputs == 0, inputs % groups == 0 else { return nil }
         (bits, groupSize) = (words * 32 / inputs, inputs / groups)

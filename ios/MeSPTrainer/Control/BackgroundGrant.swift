@@ -1,9 +1,9 @@
-/// Time in the background that the system has given.
+/// A kind of background time that the system has granted.
 public enum BackgroundGrant: String, Sendable, CaseIterable {
-    /// To continue what the person started (`BGContinuedProcessingTask`), with the GPU.
+    /// Time to continue work that the person started (`BGContinuedProcessingTask`), with the GPU.
     case continuedOnGPU
-    /// To continue what the person started, without the GPU.
+    /// Time to continue work that the person started, without the GPU.
     case continued
-    /// In the night, on the charger (`BGProcessingTask`).
+    /// Time at night, on the charger (`BGProcessingTask`).
     case overnight
 }

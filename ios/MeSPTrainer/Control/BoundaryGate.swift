@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// A gate at the boundaries of blocks. A thread that works block by block waits at it while there is a reason to pause.
+/// A gate at the boundaries of blocks. A thread that works block by block waits at the gate while there is a reason to pause.
 package final class BoundaryGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
@@ -10,19 +10,21 @@ package final class BoundaryGate: @unchecked Sendable {
     private var isAbandoned = false
     private var memoryWarned = false
     private var lastBattery: Battery?
-    /// Whether the thread waits here, or there is none.
+    /// Whether the thread waits at the gate, or there is no thread.
     private var isAtRest = true {
         didSet {
             if isAtRest != oldValue { isAtRest ? atWork.leave() : atWork.enter() }
         }
     }
-    /// Holds the thread while it is not at rest. A wait for a group goes by a clock that nobody can set; a wait for a condition does not.
+    /// A group that is entered while the thread works. Waiting for a group with a timeout uses a clock that cannot be set, unlike waiting for a
+    /// condition.
     private let atWork = DispatchGroup()
     private var passes = 0
 
     package init() {}
 
-    /// The number of boundaries that the thread has passed: of blocks, of parts of the head, and in a GPU's first step of parts of blocks.
+    /// The number of boundaries that the thread has passed: between blocks, between parts of the head, and, in a GPU's first step, between parts of
+    /// blocks.
     package var boundaries: Int { condition.withLock { passes } }
 
     package func set(_ reasons: Set<PauseReason>) {
@@ -32,7 +34,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The last known value, for the thread.
+    /// The last known state of the battery, which the thread reads.
     package var battery: Battery? {
         get { condition.withLock { lastBattery } }
         set { condition.withLock { lastBattery = newValue } }
@@ -40,7 +42,7 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package func warnOfMemory() { condition.withLock { memoryWarned = true } }
 
-    /// Whether there was a memory warning since the last call.
+    /// Returns whether there was a memory warning since the last call.
     package func takeMemoryWarning() -> Bool {
         condition.withLock {
             defer { memoryWarned = false }
@@ -55,7 +57,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// Stops work of which nothing has to be finished. It ends also while it waits at the gate, and stopped work does not.
+    /// Stops work whose results are not needed. Unlike stopped work, it ends even while there is a reason to wait at the gate.
     package func abandon() {
         condition.withLock {
             (stopped, isAbandoned) = (true, true)
@@ -63,10 +65,10 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// Waits while there is a reason to pause. Calls `tell` with the reason, with each reason that follows it, and with nil at the end.
+    /// Waits while there is a reason to pause. Calls `tell` with the reason, with each following reason, and with nil at the end.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         if let first = next(after: nil) {
-            // iOS first ends apps that hold memory while they do nothing.
+            // iOS first terminates idle apps that hold memory.
             Memory.clearCache()
             try MLXLimits.giveBack {
                 var reason = first
@@ -81,7 +83,7 @@ package final class BoundaryGate: @unchecked Sendable {
         if condition.withLock({ stopped }) { throw CancellationError() }
     }
 
-    /// The present reason to wait, as soon as it is not `told`.
+    /// Waits until the reason to wait differs from `told`, and returns it.
     private func next(after told: PauseReason?) -> PauseReason? {
         condition.withLock {
             while let told, reason == told {
@@ -94,8 +96,8 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// A stopped run does not pause, but a step whose updates have begun has to finish, which is impossible in the background, and while the
-    /// app uses MLX.
+    /// The reason to wait. A stopped run ignores most reasons. But a step whose updates have begun must finish, which it cannot do in the background
+    /// or while the app uses MLX.
     private var reason: PauseReason? {
         let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away, .app]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
@@ -103,7 +105,7 @@ package final class BoundaryGate: @unchecked Sendable {
 
     /// Runs `body`, which calls `pass` at each boundary, on the thread for work on MLX.
     ///
-    /// - Returns: what `body` sends, until it ends or throws. The thread does not wait for a reader.
+    /// - Returns: the messages that `body` sends, until it ends or throws. The thread does not wait for a reader.
     package func start<Message: Sendable>(
         _ name: String, sending: Message.Type,
         _ body: @escaping @Sendable (_ send: @escaping @Sendable (Message) -> Void) throws -> Void
@@ -122,14 +124,14 @@ package final class BoundaryGate: @unchecked Sendable {
         return messages
     }
 
-    /// Returns when the thread waits at a boundary, or there is none.
+    /// Returns when the thread waits at a boundary, or when there is no thread.
     package func restBegins() async {
         await withCheckedContinuation { rest in atWork.notify(queue: .global()) { rest.resume() } }
     }
 
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
-    /// Pauses work while the app is not in front. For work that has no time in the background.
+    /// Pauses work while the app is not active. It is for work that gets no background time.
     @MainActor package func pauseUnlessInFront(_ monitor: any DeviceMonitor) {
         set(monitor.scene == .active ? [] : [.away])
         // iOS may refuse the GPU after this call.

@@ -3,20 +3,20 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A run's entry in a list. Only the beginning and the end of the log are read, however long it is.
+/// A run's entry in a list, read from the beginning and the end of its log.
 public struct LogOutline: Sendable {
     package let start: LogRecord.Start?
-    /// The last finished step.
+    /// The number of the last finished step.
     public let lastStep: Int
-    /// That step's, in nats a token.
+    /// The loss of the last finished step, in nats per token.
     public let lastLoss: Float?
-    /// The reason of the run's end; nil if it has not ended or was cut off.
+    /// The reason why the run ended; nil if it has not ended or was cut off.
     package let end: LogRecord.End.Reason?
 
-    /// Some hundred lines.
+    /// The number of bytes to read at the beginning and at the end, some hundred lines.
     private static let piece = 1 << 16
 
-    /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
+    /// Reads the log in a run's folder. An incomplete last line, which a killed process leaves, is ignored.
     package init(folder: URL) throws {
         let url = LogWriter.url(in: folder)
         guard let opened = try? openRegularFile(url, O_RDONLY) else {
@@ -37,7 +37,7 @@ public struct LogOutline: Sendable {
 
         do {
             if first.isEmpty || first.endIndex == head.endIndex && (try? LogRecord.read(first)) == nil {
-                start = nil  // nothing, or one line that was cut off
+                start = nil  // empty, or one incomplete line
             } else if case .start(let record)? = try LogRecord.read(first).0 {
                 start = record
             } else {

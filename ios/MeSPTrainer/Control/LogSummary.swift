@@ -3,7 +3,7 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A run's log so far, by the kind of record.
+/// The records of a run's log so far, grouped by kind.
 public struct LogSummary: Sendable {
     public struct Event: Sendable, Identifiable {
         public let id: Int
@@ -14,7 +14,7 @@ public struct LogSummary: Sendable {
 
     /// A point of a curve.
     public struct Point: Sendable, Identifiable {
-        /// The last step of the stretch.
+        /// The last step of the interval.
         public let id: Int
         public let value: Double
     }
@@ -26,12 +26,12 @@ public struct LogSummary: Sendable {
     public var events = [Event]()
     public var strength: LogRecord.Strength?
     package var end: LogRecord.End?
-    /// The highest footprint of a step, in bytes.
+    /// The highest footprint during a step, in bytes.
     package private(set) var peakFootprintBytes = 0
 
     package init() {}
 
-    /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
+    /// Reads the log in a run's folder. An incomplete last line, which a killed process leaves, is ignored.
     package init(folder: URL) throws {
         for (record, time) in try LogRecord.readAll(in: folder) { append(record, time: time) }
     }
@@ -41,7 +41,7 @@ public struct LogSummary: Sendable {
         case .start(let start): self.start = start
         case .plan(_, let prediction): self.prediction = prediction
         case .step(let step):
-            // A resumed run does again what came after its last saved state.
+            // A resumed run repeats the steps after its last saved state.
             if let last = steps.last, last.step >= step.step { steps.removeAll { $0.step >= step.step } }
             steps.append(step)
             peakFootprintBytes = max(peakFootprintBytes, step.footprintPeakBytes)
@@ -55,7 +55,7 @@ public struct LogSummary: Sendable {
         }
     }
 
-    /// The last finished step.
+    /// The number of the last finished step.
     public var lastStep: Int { steps.last?.step ?? end?.step ?? 0 }
 
     /// The median time of the last 20 steps, in seconds.
@@ -64,13 +64,13 @@ public struct LogSummary: Sendable {
         return last.isEmpty ? nil : last[last.count / 2]
     }
 
-    /// The time until the last of `steps` steps; nil where the time of a step is not known yet.
+    /// Returns the time until the last of `steps` steps, in seconds; nil while the time of a step is unknown.
     package func secondsLeft(of steps: Int) -> Double? { stepSeconds.map { $0 * Double(max(0, steps - lastStep)) } }
 
-    /// Tokens that the model reads in a second, over the last 20 steps.
+    /// The number of tokens that the model reads per second, over the last 20 steps.
     public var tokensPerSecond: Double? { perSecond { $0.inputTokens ?? $0.tokens } }
 
-    /// Tokens that count in the loss a second, over the last 20 steps.
+    /// The number of tokens in the loss per second, over the last 20 steps.
     public var lossTokensPerSecond: Double? { perSecond(\.tokens) }
 
     private func perSecond(_ count: (LogRecord.Step) -> Int) -> Double? {
@@ -84,7 +84,7 @@ public struct LogSummary: Sendable {
         (steps.map(\.footprintPeakBytes) + [end?.footprintPeakBytes].compactMap { $0 }).max()
     }
 
-    /// The part of the battery that the run has used, from 0 to 1; nil where it was charged meanwhile, or the run was interrupted.
+    /// The fraction of the battery that the run has used, from 0 to 1; nil if it was charged meanwhile, or if the run was interrupted.
     public var batteryUsed: Float? {
         guard let before = start?.battery, let after = end?.battery, !before.isCharging, !after.isCharging,
             before.level >= after.level, !events.contains(where: { $0.name == "resumed" })
@@ -92,7 +92,7 @@ public struct LogSummary: Sendable {
         return before.level - after.level
     }
 
-    /// The mean of `value` over stretches of steps, `points` at most: what a chart can draw of a long run.
+    /// Returns the means of `value` over equal intervals of steps, at most `points` of them, for a chart of a long run.
     public func curve(points: Int = 200, _ value: (LogRecord.Step) -> Double) -> [Point] {
         let stretch = max(1, (steps.count + points - 1) / max(1, points))
         return stride(from: 0, to: steps.count, by: stretch).map { start in
@@ -104,7 +104,7 @@ public struct LogSummary: Sendable {
 }
 
 extension LogRecord {
-    /// Reads the records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
+    /// Reads the records in a run's folder, with their times. An incomplete last line, which a killed process leaves, is ignored.
     static func readAll(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
         let url = LogWriter.url(in: folder)
         guard let data = regularFile(url) else {
@@ -125,7 +125,7 @@ extension LogRecord {
 }
 
 extension LogRecord.Strength {
-    /// One sentence on what was kept.
+    /// A sentence about the strength at which the adapters were kept.
     public var sentence: Sentence {
         guard strength > 0 else {
             return

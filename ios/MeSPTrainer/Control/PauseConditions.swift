@@ -1,14 +1,13 @@
 import MeSPCore
 import MeSPSentences
 
-/// A reason why a run waits, with its sentences; `reasons` below says when each holds. Of several that hold, the first in this order is
-/// told.
+/// A reason why a run waits, with its sentences. `reasons` decides when each applies. If several apply, the first in this order is reported.
 public enum PauseReason: String, Sendable, CaseIterable {
-    /// The person asked for it.
+    /// The person asked for the pause.
     case user
-    /// The app that the run is in uses MLX itself.
+    /// The app uses MLX for its own work.
     case app
-    /// The app is not in front, and may not train where it is.
+    /// The app is not in front, and may not train in its present state.
     case away
     /// The system ran short of memory.
     case memory
@@ -16,7 +15,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case heat
     /// The battery is low and not charging.
     case battery
-    /// The night's time in the background is for a phone on its charger.
+    /// The granted overnight time requires a phone on its charger.
     case charger
 
     /// The reason as a sentence.
@@ -44,25 +43,26 @@ public enum PauseReason: String, Sendable, CaseIterable {
         }
     }
 
-    /// The reason and what ends it.
+    /// The reason and the remedy.
     package var advice: Sentence { "\(sentence). \(remedy)." }
 }
 
 extension PauseReason {
-    /// The reasons why a run has to wait, except memory and the person's choice; none where the run may train. No other place decides that:
+    /// Returns the reasons why a run has to wait, except memory, the app and the person's choice; none if the run may train. Only this function
+    /// decides that:
     ///
     /// | | active | inactive | background | … `continued` | … `continuedOnGPU` | … `overnight` |
     /// |---|---|---|---|---|---|---|
     /// | CPU | trains | trains | away | trains | trains | trains on the charger |
     /// | GPU | trains | away | away | away | trains | away |
     ///
-    /// No run trains while the device is too warm, nor while the battery is below 20% and not charging. Without `continuedOnGPU` iOS refuses
-    /// the GPU to an app in the background, and work that it refuses is done again in front (`MLXErrors`). An app that is inactive may be
-    /// in the background in a moment, and with `continuedOnGPU` trains too.
+    /// No run trains while the device is too warm, or while the battery is below 20% and not charging. Without `continuedOnGPU` iOS refuses the GPU
+    /// to an app in the background, and refused work is repeated when the app is in front (`MLXErrors`). An inactive app may soon be in the
+    /// background, so on the GPU it trains only with `continuedOnGPU`.
     ///
     /// - Parameters:
     ///   - usesGPU: whether the bundle is for the GPU.
-    ///   - battery: nil if there is none, or it is not known.
+    ///   - battery: the state of the battery; nil if there is none, or if it is unknown.
     static func reasons(
         scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,
         thermalState: ThermalState = .nominal, battery: Battery? = nil

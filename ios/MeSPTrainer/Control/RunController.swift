@@ -4,12 +4,12 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// One training run with an explicit state, for views to show and buttons to drive.
+/// A training run with an explicit state, which views show and buttons change.
 ///
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
-/// The run has its own thread. It pauses at the next block boundary, with the step's state in memory, while the app may not train in the
-/// background, the phone is short of memory, too warm, or low on battery, or while the person wants it to. The log gets an event for
+/// The run has its own thread. It pauses at the next block boundary, with the step's state in memory. Reasons for a pause are that the app may not
+/// train in the background, that the phone is short of memory, too warm or low on battery, or that the person asks for it. The log gets an event for
 /// each pause and each resumption.
 @MainActor @Observable public final class RunController {
     public enum State: Sendable, Equatable {
@@ -20,7 +20,7 @@ import Observation
         case paused(PauseReason)
         /// The log has its `end` record, with `finished` or `stopped`.
         case finished(LogRecord.End.Reason)
-        /// The problem, in a sentence.
+        /// The run failed for this reason.
         case failed(Sentence)
     }
 
@@ -30,21 +30,21 @@ import Observation
             tellObservers()
         }
     }
-    /// The settings of the present or last run.
+    /// The settings of the present or last run; nil before the first.
     public private(set) var settings: RunSettings?
     /// The run's log so far.
     public private(set) var log = LogSummary()
-    /// Whether the person wants a pause; the state follows at the next block.
+    /// Whether the person wants a pause. The state changes at the next block.
     public private(set) var pauseWanted = false
-    /// Whether the person wants the run to end; the state follows when it has saved.
+    /// Whether the person wants the run to end. The state changes when the run has saved its adapters.
     public private(set) var stopWanted = false
 
-    /// The time in the background that the system has given; nil without one.
+    /// The granted background time; nil if there is none.
     package var grant: BackgroundGrant? { didSet { update() } }
-    /// Called when the state or the log has changed.
+    /// Closures to call when the state or the log has changed.
     @ObservationIgnored package var observers = [() -> Void]()
 
-    /// Whether the present or last run's bundle is for the GPU; true until the run has opened it.
+    /// Whether the bundle of the present or last run is for the GPU; true until the run has opened it.
     package var usesGPU: Bool { log.start?.device != .cpu }
 
     /// The number of blocks of the step in progress that have begun.
@@ -57,10 +57,10 @@ import Observation
         }
     }
 
-    /// The least duration of a pause after a memory warning.
+    /// The minimum duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The seconds for which an app that is left waits for the block in progress; iOS allows some five. A block that takes longer fails where
-    /// iOS refuses the GPU, and is computed again in front.
+    /// The seconds for which an app that enters the background waits for the block in progress. iOS allows some five. A longer block fails if iOS
+    /// refuses the GPU, and is repeated when the app is in front.
     package nonisolated static let secondsToLeave = 3.0
 
     @ObservationIgnored private let monitor: any DeviceMonitor
@@ -69,13 +69,13 @@ import Observation
     /// The number of blocks that had begun when the last step was logged.
     @ObservationIgnored private var blocksAtLastStep = 0
     @ObservationIgnored private var memoryIsShort = false
-    /// The gates of work that is no run.
+    /// The gates of work other than runs.
     @ObservationIgnored private var others = [BoundaryGate]()
-    /// The number of parts of the app that use MLX now.
+    /// The number of calls of `hold` without a `release` yet.
     @ObservationIgnored private var holds = 0
-    /// Takes what the run's thread sends, until that has ended.
+    /// The task that receives the messages of the run's thread, until that has ended.
     @ObservationIgnored private var receiving: Task<Void, Never>?
-    /// The footprint without the run, in bytes.
+    /// The footprint of the process when the run began, in bytes.
     @ObservationIgnored private var besideBytes = 0
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
 
@@ -94,13 +94,13 @@ import Observation
 
     // MARK: - What a person does
 
-    /// Begins or resumes a run (`settings.resume`). Does nothing while another is in progress.
+    /// Begins or resumes a run (`settings.resume`). It does nothing while another is in progress.
     ///
-    /// - Returns: a function that stops this run, and no later one.
+    /// - Returns: a function that stops this run, but no later run.
     @discardableResult package func start(_ settings: RunSettings) -> @Sendable () -> Void {
         guard !isRunning else { return {} }
         self.settings = settings
-        // Observers hear of the state, and the log is this run's by then.
+        // The log is replaced before the state changes, because observers read both.
         (stopWanted, log) = (false, LogSummary())
         state = .preparing
 
@@ -130,12 +130,12 @@ import Observation
         return { gate.stop() }
     }
 
-    /// Plays a recorded run as if it were in progress, where training is impossible: a record each `interval`. It pauses and
-    /// stops like a run. Does nothing while another is in progress.
+    /// Replays a recorded run as if it were in progress, one record per `interval`, where training is impossible. It pauses and stops like a run. It
+    /// does nothing while a run is in progress.
     ///
     /// - Parameters:
-    ///   - folder: the recorded run's.
-    ///   - interval: between two records.
+    ///   - folder: the folder of the recorded run.
+    ///   - interval: the time between two records.
     package func replay(_ folder: URL, interval: Duration = .milliseconds(100)) {
         guard !isRunning else { return }
         (settings, log, stopWanted) = (nil, LogSummary(), false)
@@ -158,16 +158,16 @@ import Observation
                     receive(.record(record))
                     try await clock.sleep(for: interval)
                 }
-                if isRunning { state = .finished(.stopped) }  // the recording was cut off
+                if isRunning { state = .finished(.stopped) }  // the recording is incomplete
             } catch {
                 state = .failed(error.plainSentence)
             }
         }
     }
 
-    /// Runs until the end, or, where the task is cancelled, until the adapters are saved.
+    /// Begins a run and returns when it has ended. If the task is cancelled, the run saves its adapters and ends.
     ///
-    /// - Throws: `MeSPError`, where the run fails or another is in progress.
+    /// - Throws: `MeSPError` if the run fails or another is in progress.
     package func run(_ settings: RunSettings) async throws {
         guard !isRunning else { throw MeSPError("A run is in progress; stop it first.") }
         let stop = start(settings)
@@ -179,7 +179,8 @@ import Observation
         if case .failed(let problem) = state { throw MeSPError(problem) }
     }
 
-    /// Makes the run, and other work, wait at the next block while the app uses MLX. Returns when all wait. `release()` ends one such time.
+    /// Makes the run and other work wait at the next block while the app uses MLX. Returns when all wait. Each call is ended by a call of
+    /// `release()`.
     package func hold() async {
         holds += 1
         update()
@@ -191,8 +192,8 @@ import Observation
         update()
     }
 
-    /// Does other work than a run, from `body`, with a gate at which it waits while the app is not in front, or uses MLX. Returns when the gate's
-    /// thread does nothing more on MLX, also where `body` has left it at work.
+    /// Calls `body` for work other than a run. The work waits at the gate while the app is not active or uses MLX. Returns when the gate's thread no
+    /// longer uses MLX, even if `body` returned before that.
     package func doOther(_ body: (BoundaryGate) async throws -> Void) async rethrows {
         let gate = BoundaryGate()
         others.append(gate)
@@ -209,7 +210,7 @@ import Observation
         others.removeAll { $0 === gate }
     }
 
-    /// Waits at the next block until `resume()`; without a run, the next one does.
+    /// Pauses the run, or the next run if there is none, at the next block until `resume()` is called.
     public func pause() {
         pauseWanted = true
         update()
@@ -220,7 +221,7 @@ import Observation
         update()
     }
 
-    /// Ends the run and saves its adapters: at the next block, or after the step if that has begun to change the adapters.
+    /// Ends the run at the next block and saves its adapters. A step that has begun to change the adapters is completed first.
     public func stop() {
         stopWanted = true
         gate.stop()
@@ -242,13 +243,13 @@ import Observation
         }
     }
 
-    /// Ends the pauses that are a run's, when that has ended.
+    /// Clears the reasons for a pause that belong to a run that has ended.
     private func endPauses() {
         (pauseWanted, memoryIsShort) = (false, false)
         memoryCheck?.cancel()
     }
 
-    /// Whether the phone has the memory that a step needs beyond the run's present one.
+    /// Whether the phone has the additional memory that a step needs.
     private var hasMemory: Bool {
         guard let available = monitor.availableMemory, let prediction = log.prediction else { return true }
         return available >= prediction.predictedPeakBytes - (memoryFootprint() - besideBytes)
@@ -265,7 +266,7 @@ import Observation
         gate.battery = monitor.battery
         gate.set(reasons)
         for other in others { other.set(reasons.intersection([.app]).union(monitor.scene == .active ? [] : [.away])) }
-        // After this call iOS may refuse the GPU or suspend the app. A block that has ended by then need not be done again.
+        // After this call iOS may refuse the GPU or suspend the app. Waiting here avoids repeating the block in progress.
         if monitor.scene == .background {
             if reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
             for other in others { other.waitUntilAtRest(seconds: Self.secondsToLeave) }
@@ -278,7 +279,7 @@ import Observation
         /// The run's log before it was resumed.
         case past(LogSummary)
         case record(LogRecord)
-        /// nil: it continues.
+        /// The run waits for this reason; nil when it continues.
         case waits(PauseReason?)
     }
 
@@ -293,7 +294,7 @@ import Observation
             if case .start = record { log = LogSummary() }  // a run that has saved nothing begins again
             log.append(record)
             switch record {
-            case .start: update()  // it says which device the bundle is for
+            case .start: update()  // the reasons to pause depend on the bundle's device, which this record has
             case .step: blocksAtLastStep = gate.boundaries
             default: break
             }
@@ -314,7 +315,7 @@ import Observation
 }
 
 extension PauseReason? {
-    /// The log's record of a pause for this reason, or of resuming.
+    /// The log's record of a pause for this reason, or of the end of a pause.
     fileprivate var event: LogRecord.Event {
         guard let self else { return .init(event: "resume", message: "Training continues.") }
         return .init(event: "pause", message: self.sentence)

@@ -2,7 +2,7 @@
     import MeSPCore
     import UIKit
 
-    /// The device that the app runs on, as the system describes it.
+    /// The state of the app and its device, as the system reports it.
     @MainActor public final class SystemMonitor: DeviceMonitor {
         public private(set) var scene: AppScene
         public var observers = [(DeviceEvent) -> Void]()
@@ -17,13 +17,13 @@
 
         public var availableMemory: Int? { systemMemoryLimit() }
 
-        /// - Parameter scene: where the app is now. The system may have started it for work in the background: it is in front when it says so.
+        /// - Parameter scene: the present scene of the app. The default is the background, because the system may have launched the app there.
         public init(scene: AppScene = .background) {
             self.scene = scene
             UIDevice.current.isBatteryMonitoringEnabled = true
             observe(UIApplication.willResignActiveNotification) { $0.enter(.inactive) }
             observe(UIApplication.didEnterBackgroundNotification) { monitor in
-                // iOS must not suspend the app before the block in progress has ended.
+                // The background task keeps iOS from suspending the app before the block in progress has ended.
                 let wait = UIApplication.shared.beginBackgroundTask(withName: "leaving", expirationHandler: nil)
                 monitor.enter(.background)
                 UIApplication.shared.endBackgroundTask(wait)
@@ -34,7 +34,7 @@
             observe(UIApplication.didReceiveMemoryWarningNotification) { $0.tell(.memoryWarning) }
             observe(UIDevice.batteryLevelDidChangeNotification) { $0.tell(.change) }
             observe(UIDevice.batteryStateDidChangeNotification) { $0.tell(.change) }
-            // Posted on any thread, unlike the others.
+            // Unlike the others, this notification is posted on any thread.
             _ = NotificationCenter.default.addObserver(
                 forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
             ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
@@ -59,7 +59,8 @@
             for observer in observers { observer(event) }
         }
 
-        /// Without a queue `body` runs before the post returns: leaving the app has to take effect before iOS continues.
+        /// Calls `body` for each notification. Without a queue `body` runs before the post returns, so leaving the app takes effect before iOS
+        /// continues.
         private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemMonitor) -> Void)
         {
             _ = NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
@@ -73,13 +74,13 @@
     import Foundation
     import MeSPCore
 
-    /// The computer that the process runs on, which trains whether an app is in front or not.
+    /// The state of a computer, which trains whether or not an app is in front.
     @MainActor public final class SystemMonitor: DeviceMonitor {
         public var observers = [(DeviceEvent) -> Void]()
 
         public var scene: AppScene { .active }
         public var thermalState: ThermalState { .current }
-        /// A Mac goes to sleep by itself before its battery is empty.
+        /// The battery is not read, because a Mac goes to sleep before its battery is empty.
         public var battery: Battery? { nil }
         public var availableMemory: Int? { systemMemoryLimit() }
 
@@ -94,7 +95,7 @@
                     MainActor.assumeIsolated { self?.tell(.memoryWarning) }
                 }
                 pressure.activate()
-                // Posted on any thread.
+                // This notification is posted on any thread.
                 _ = NotificationCenter.default.addObserver(
                     forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
                 ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }

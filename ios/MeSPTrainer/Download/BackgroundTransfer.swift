@@ -6,22 +6,22 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Has the system receive files, also while the app is suspended and after it was ended. All files are requested at once, as the system
+/// Receives files through the system, even while the app is suspended or after it was terminated. All files are requested at once, because the system
 /// delays requests that an app makes in the background.
 ///
-/// A file arrives as a whole. Of an interrupted one the system keeps the part that has arrived, and gives a few bytes to resume it, which
-/// are put beside the file under a name that ends in `.resume`.
+/// A file arrives complete. If a transfer is interrupted, the system keeps the received part and returns resume data. The data is saved beside the
+/// file, with the extension `.resume`.
 public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     let filesAtOnce = Int.max
 
-    /// The folder to which tasks' file names are relative: the app's folders move when the app is updated.
+    /// The folder to which the file names of tasks are relative, because the app's folders move when the app is updated.
     private let home: URL
-    /// Set once, in `init`.
+    /// The session, which is set once in `init`.
     private(set) var session = URLSession.shared
     private let lock = NSLock()
-    /// By the names of their files; under the lock.
+    /// The files that callers wait for, by name; guarded by the lock.
     private var pendingFiles = [String: PendingFile]()
-    /// The transfers that the system had when it was first asked for a file: tasks of a process before this. Under the lock.
+    /// The tasks of earlier processes, which the system had at the first request for a file; guarded by the lock.
     private var tasksOfBefore: Task<[URLSessionTask], Never>?
 
     /// A file that a caller waits for.
@@ -35,7 +35,8 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     }
 
     #if canImport(Darwin)
-        /// To be made when the app starts, once, with the identifier that it always has: what came in the meantime is taken then.
+        /// Creates the transfer. The app creates it once at launch, always with the same identifier, and then takes files that have arrived in the
+        /// meantime.
         public convenience init(identifier: String) {
             let configuration = URLSessionConfiguration.background(withIdentifier: identifier)
             configuration.sessionSendsLaunchEvents = true
@@ -62,7 +63,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
                         continuation: continuation)
                     lock.withLock { pendingFiles[name] = pendingFile }
                     if task.state == .suspended { task.resume() }
-                    // It may have ended before this call.
+                    // The task may have ended before this call.
                     if isResumed && task.state == .completed || Task.isCancelled {
                         end(task, .failure(URLError(.cancelled)))
                     }
@@ -76,20 +77,22 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         }
     }
 
-    /// - Returns: the task that the system has for a file, or a new one, and whether it continues with what has come.
+    /// Finds or creates the task for a file.
+    ///
+    /// - Returns: the task, and whether it continues an earlier transfer.
     private func task(for requested: RequestedFile, _ name: String) async -> (URLSessionDownloadTask, Bool) {
         for task in await findTasksOfBefore()
         where task.taskDescription == name && (task.state == .running || task.state == .suspended) {
             if let task = task as? URLSessionDownloadTask, Self.isFor(requested, task) { return (task, true) }
-            task.cancel()  // of another commit, or other networks
+            task.cancel()  // a task for another commit or other networks
         }
         let resumeFile = requested.file.appendingPathExtension(Self.resume)
         let resumeData = (try? openRegularFile(resumeFile, O_RDONLY)).flatMap {
             try? FileHandle(fileDescriptor: $0, closeOnDealloc: true).readToEnd()
         }
-        try? FileManager.default.removeItem(at: resumeFile)  // it is good for one attempt
+        try? FileManager.default.removeItem(at: resumeFile)  // resume data works once
         var resumed = resumeData.map(session.downloadTask(withResumeData:))
-        // The system continues over the networks that were allowed when the file was begun.
+        // A resumed task uses the networks that were allowed when it began.
         if let begun = resumed, begun.originalRequest?.usesAnyNetwork != requested.request.usesAnyNetwork {
             begun.cancel()
             resumed = nil
@@ -104,7 +107,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
             && task.originalRequest?.usesAnyNetwork == requested.request.usesAnyNetwork
     }
 
-    /// Asks the system once for the tasks of earlier processes. (Foundation for Linux may crash where tasks begin or end meanwhile.)
+    /// Asks the system once for the tasks of earlier processes. (Foundation on Linux may crash if tasks begin or end meanwhile.)
     private func findTasksOfBefore() async -> [URLSessionTask] {
         let search = lock.withLock {
             let search =
@@ -127,14 +130,14 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         return file.path.hasPrefix(folder) ? String(file.path.dropFirst(folder.count)) : file.path
     }
 
-    /// The file that a task is for, whichever process has begun it.
+    /// Returns the file of a task, which an earlier process may have begun.
     private func file(of task: URLSessionTask) -> URL? {
         task.taskDescription.map { URL(fileURLWithPath: $0, relativeTo: home).absoluteURL }
     }
 
     private func keep(_ resumeData: Data?, for task: URLSessionTask) {
         guard let resumeData, let file = file(of: task) else { return }
-        // Without it the file is asked for from its beginning.
+        // Without resume data the file is requested from its beginning.
         try? writeWhole(file.appendingPathExtension(Self.resume)) { try $0.write(contentsOf: resumeData) }
     }
 
@@ -144,7 +147,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         lock.withLock { task.taskDescription.flatMap { pendingFiles[$0] } }.flatMap { $0.task == task ? $0 : nil }
     }
 
-    /// Ends a caller's wait. Without a caller, the next caller finds the file, or requests it again.
+    /// Ends a caller's wait. If no caller waits, the next caller finds the file or requests it again.
     private func end(_ task: URLSessionTask, _ result: Result<Void, any Error>) {
         guard let pendingFile = findPendingFile(of: task), let name = task.taskDescription,
             lock.withLock({ pendingFiles.removeValue(forKey: name) }) != nil
@@ -152,7 +155,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         pendingFile.continuation.resume(
             with: Result {
                 do { try result.get() } catch let error as URLError { throw pendingFile.requested.brokenOff(error) }
-                // The partial file may be gone.
+                // The system may have deleted the partial file.
                 if let response = task.response as? HTTPURLResponse, pendingFile.isResumed {
                     guard Self.isTaken(response) else {
                         throw RetryableFailure(sentence: "\(pendingFile.requested.what) could not continue; try again.")
@@ -163,7 +166,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
             })
     }
 
-    /// 206 is a file that the system has put together.
+    /// Returns whether a response has a complete file. Status 206 means that the system has completed a partial file.
     private static func isTaken(_ response: URLResponse) -> Bool {
         [200, 206].contains((response as? HTTPURLResponse)?.statusCode)
     }
@@ -186,7 +189,7 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
         return true
     }
 
-    /// The system deletes what lies at `location` when this returns.
+    /// Moves the received file into place. The system deletes `location` when this returns.
     public func urlSession(
         _: URLSession, downloadTask task: URLSessionDownloadTask, didFinishDownloadingTo location: URL
     ) {

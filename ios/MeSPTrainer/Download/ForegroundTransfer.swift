@@ -6,7 +6,7 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Receives files while the process runs. What arrives is appended to what the file has.
+/// Receives files while the process runs, and appends the received bytes to the file.
 struct ForegroundTransfer: Transfer {
     let filesAtOnce = 1
 
@@ -29,15 +29,15 @@ struct ForegroundTransfer: Transfer {
     }
 }
 
-/// Writes the response to one request to a file, after what the file has.
+/// Appends the response to a request to a file.
 private final class ResponseWriter: NSObject, URLSessionDataDelegate, @unchecked Sendable {
-    /// The bytes of the file that were there before.
+    /// The size of the file before the request.
     let offset: Int
     private let requested: RequestedFile
     private let file: FileHandle
     private let progress: @Sendable (Int) -> Void
 
-    // Used on the session's queue only, until the answer has ended.
+    // Used only on the session's queue, until the response has ended.
     private var written: Int
     private var answer: HTTPURLResponse?
     private var failure: (any Error)?

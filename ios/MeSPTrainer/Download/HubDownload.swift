@@ -8,17 +8,17 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A download from a repository of the Hugging Face Hub: of a bundle, or of a model in MLX's format that `MeSPImport` can rewrite.
+/// A download of a bundle, or of a model in MLX's format that `MeSPImport` can rewrite, from the Hugging Face Hub.
 ///
 ///     let download = try HubDownload(repository: "mlx-community/Qwen2.5-0.5B-Instruct-4bit")
 ///     let offer = try await download.fetchOffer()
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
-/// A repository with a manifest.json holds a bundle: the files that the manifest lists are downloaded. Of another one the Hub's list of
-/// files is read, and those that an import needs are downloaded. A file is refused that has not the size and, where it is known, the
-/// SHA-256 that were named. `fetch` resumes a download that ended early.
+/// A repository with a manifest.json holds a bundle, and the files in the manifest are downloaded. For other repositories the Hub's list of files is
+/// read, and the files that an import needs are downloaded. A file with another size or SHA-256 than listed is refused. `fetch` resumes a download
+/// that ended early.
 public struct HubDownload: Sendable {
-    /// As `owner/name`.
+    /// The repository, as `owner/name`.
     package let repository: String
     private let hub: URL
     /// The timeout of a silent connection, in seconds.
@@ -29,10 +29,10 @@ public struct HubDownload: Sendable {
     private let attempts = 3
 
     /// - Parameters:
-    ///   - repository: as `owner/name`, or its address on the Hub.
+    ///   - repository: the repository, as `owner/name` or as its address on the Hub.
     ///   - hub: the Hub's address.
     ///   - patience: the timeout of a silent connection, in seconds.
-    ///   - background: receives files while the app is suspended; without it only while the process runs.
+    ///   - background: a transfer that receives files even while the app is suspended; nil: files arrive only while the process runs.
     public init(
         repository: String, hub: URL = URL(string: "https://huggingface.co") ?? URL(fileURLWithPath: "/"),
         patience: Double = 30, background: BackgroundTransfer? = nil
@@ -51,14 +51,14 @@ public struct HubDownload: Sendable {
         transfer = background ?? ForegroundTransfer()
     }
 
-    /// The bundle's name, as its folder gets it.
+    /// The bundle's name, which its folder gets.
     package var name: String { String(repository.split(separator: "/")[1]).replacing(/[-_.]mesp$/, with: "") }
 
     // MARK: - Fetching
 
-    /// Asks what the repository holds, and checks that this build can use it.
+    /// Returns what the repository offers, after a check that this build can use it.
     ///
-    /// - Parameter device: what a model is rewritten for; nil as `ModelImport` has it.
+    /// - Parameter device: the device to rewrite a model for; nil for the default of `ModelImport`.
     package func fetchOffer(for device: Backend? = nil) async throws -> Offer {
         do {
             do {
@@ -98,12 +98,12 @@ public struct HubDownload: Sendable {
             model: .init(commit: list.commit, config: config, card: card, device: device, files: files))
     }
 
-    /// The most bytes of a config.json or a README.md.
+    /// The maximum size of a config.json or a README.md, in bytes.
     private static let largestText = 1 << 20
-    /// The most files of a repository.
+    /// The maximum number of files in a repository.
     private static let mostFiles = 1000
 
-    /// Asks for the names and the sizes of a repository's files, and for the commit that has them.
+    /// Returns the names and the sizes of a repository's files, and their commit.
     private func fetchFileList() async throws -> (commit: String, files: [Offer.File]) {
         struct List: Decodable {
             struct File: Decodable {
@@ -113,7 +113,7 @@ public struct HubDownload: Sendable {
                 }
                 let rfilename: String
                 let size: Int?
-                /// nil of a file that Git has itself.
+                /// The entry in Git LFS; nil for a file that Git stores itself.
                 let lfs: LargeFile?
             }
             let sha: String
@@ -154,21 +154,21 @@ public struct HubDownload: Sendable {
         return (try Data(contentsOf: file), answer)
     }
 
-    /// Downloads the files that `folder` lacks. Cancelling the task ends it; the next call resumes.
+    /// Downloads the files that `folder` lacks. Cancelling the task stops the download, and the next call resumes it.
     ///
     /// - Parameters:
     ///   - offer: the result of `fetchOffer()`.
-    ///   - folder: gets the files; it need not be there yet. Files of a model in it must be of the offer's commit.
-    ///   - usesAnyNetwork: whether it may come over networks that cost extra or are in Low Data Mode. In the background files wait for
-    ///     another, elsewhere they fail.
-    ///   - progress: called with the number of received bytes.
+    ///   - folder: the folder for the files, which need not exist yet. It must have no files of another commit of a model.
+    ///   - usesAnyNetwork: whether to use networks that cost extra or are in Low Data Mode. If not, a background transfer waits for another network,
+    ///     and other transfers fail.
+    ///   - progress: receives the number of bytes received so far.
     package func fetch(
         _ offer: Offer, to folder: URL, usesAnyNetwork: Bool = true,
         progress: @escaping @Sendable (_ bytes: Int) -> Void = { _ in }
     ) async throws {
         try attempt("written") {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-            // In a folder that is not new, a link could lead out of it.
+            // In an existing folder, a symbolic link could lead out of it.
             try removeFiles(in: folder) { $0 == .typeSymbolicLink }
         }
         let count = ByteCount(offer.json?.count ?? 0, progress)
@@ -198,9 +198,9 @@ public struct HubDownload: Sendable {
             try await group.waitForAll()
         }
         try attempt("written") {
-            // Of another commit, from which the download was begun.
+            // Files of another commit, at which the download began, are removed.
             try removeFiles(in: folder, but: Set(offer.files.map(\.path))) { $0 != .typeDirectory }
-            // Last: a folder with a manifest is a bundle that is whole.
+            // The manifest is written last, because a folder with a manifest counts as a complete bundle.
             if let json = offer.json {
                 try writeWhole(folder.appendingPathComponent("manifest.json")) { try $0.write(contentsOf: json) }
             }
@@ -225,7 +225,7 @@ public struct HubDownload: Sendable {
         -> RequestedFile
     {
         var request = URLRequest(url: url, cachePolicy: .reloadIgnoringLocalCacheData, timeoutInterval: patience)
-        // Ranges are of the file as it is, and not of one that was compressed for the way.
+        // Ranges must refer to the uncompressed file.
         request.setValue("identity", forHTTPHeaderField: "Accept-Encoding")
         request.usesAnyNetwork = usesAnyNetwork
         return RequestedFile(request: request, file: file, limit: limit, path: path, repository: repository)
@@ -235,7 +235,7 @@ public struct HubDownload: Sendable {
         MeSPError("\(path) of \(repository) is shorter than its repository says.")
     }
 
-    /// Whether a file is there already, and not of another commit.
+    /// Returns whether the file exists already with the right size and SHA-256.
     private static func isThere(_ url: URL, _ file: Offer.File) async throws -> Bool {
         let attributes = try? FileManager.default.attributesOfItem(atPath: url.path)
         guard let attributes, attributes[.type] as? FileAttributeType == .typeRegular,
@@ -244,19 +244,19 @@ public struct HubDownload: Sendable {
         return try await isSound(url, file)
     }
 
-    /// Whether the contents are the right ones, as far as their SHA-256 is known.
+    /// Returns whether the contents have the right SHA-256, or that is unknown.
     private static func isSound(_ url: URL, _ file: Offer.File) async throws -> Bool {
         guard let digest = file.sha256 else { return true }
         return try await Task.detached { try sha256(of: url) }.value == digest
     }
 
-    /// Downloads a file. What has arrived is in a file of the same name that ends in `.part`, which becomes the file when it is whole.
+    /// Downloads a file. The received bytes are in a file with the extension `.part`, which is renamed when it is complete.
     private func fetch(
         _ file: Offer.File, of commit: String, to target: URL, usesAnyNetwork: Bool,
         progress: @escaping @Sendable (Int) -> Void
     ) async throws {
         let partial = target.appendingPathExtension("part")
-        // What a power failure leaves has its length and may be anything; without a SHA-256 nothing would say so.
+        // After a power failure a file can have its length and wrong contents. Without a SHA-256 nothing would detect that.
         if file.sha256 == nil { try? FileManager.default.removeItem(at: partial) }
         try attempt("written") { close(try openRegularFile(partial, O_WRONLY | O_CREAT)) }
         let requested = requested(
@@ -273,7 +273,7 @@ public struct HubDownload: Sendable {
                     try await Task.sleep(for: .milliseconds(min(patience, 1) * 500 * Double(failures)))
                     continue
                 }
-                if Self.size(partial) < file.size {  // the server takes this for all of it
+                if Self.size(partial) < file.size {  // the server considers this the whole file
                     failures = Self.size(partial) > had ? 0 : failures + 1
                     guard failures < attempts else { throw isTooShort(file.path) }
                     continue
@@ -282,7 +282,7 @@ public struct HubDownload: Sendable {
             if try await Self.isSound(partial, file) { break }
             try? FileManager.default.removeItem(at: partial)
             if damaged { throw MeSPError("\(file.path) of \(repository) is damaged: its SHA-256 differs.") }
-            // It may have been damaged on the way.
+            // The file may have been damaged in transit, so it is downloaded once more.
             damaged = true
             _ = FileManager.default.createFile(atPath: partial.path, contents: nil)
         }
@@ -306,7 +306,7 @@ public struct HubDownload: Sendable {
 /// The number of received bytes, over all files.
 private final class ByteCount: Sendable {
     private let lock = NSLock()
-    private nonisolated(unsafe) var bytes = [String: Int]()  // under the lock
+    private nonisolated(unsafe) var bytes = [String: Int]()  // guarded by the lock
     private nonisolated(unsafe) var sum: Int
     private let progress: @Sendable (Int) -> Void
 

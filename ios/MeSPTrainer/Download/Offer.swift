@@ -5,16 +5,16 @@ import MeSPImport
 import MeSPSentences
 
 extension HubDownload {
-    /// A bundle or a model on the Hub, before it is downloaded. It can be stored, so that another process can resume the download.
+    /// A bundle or a model on the Hub, before it is downloaded. It can be saved, so that a later process can resume the download.
     public struct Offer: Sendable, Codable {
-        /// A file that is to be downloaded.
+        /// A file to download.
         package struct File: Codable, Sendable {
             package let path: String
             package let size: Int
-            /// nil where it is not known.
+            /// The SHA-256; nil if it is unknown.
             package let sha256: String?
 
-            /// Whether such a file can be one of a repository.
+            /// Whether the path, size and SHA-256 are possible for a file in a repository.
             var isPossible: Bool {
                 leadsDown(path) && (0...(1 << 40)).contains(size)
                     && sha256.map { $0.count == 64 && Offer.isHexadecimal($0) } ?? true
@@ -25,43 +25,43 @@ extension HubDownload {
         package struct Model: Codable, Sendable {
             package let commit: String
             let config: Data
-            /// The README.md; nil where there is none.
+            /// The README.md; nil if there is none.
             let card: Data?
-            /// The device to rewrite it for; nil: the default of `ModelImport`.
+            /// The device to rewrite the model for; nil for the default of `ModelImport`.
             package let device: Backend?
             let files: [File]
         }
 
-        /// As `owner/name`.
+        /// The repository, as `owner/name`.
         package let repository: String
-        /// The bundle's manifest, of a model the one that it will have.
+        /// The manifest of the bundle. For a model it is the manifest of the bundle that the model becomes.
         public let manifest: Manifest
         /// The commit of the files; nil if the server names none.
         let commit: String?
-        /// nil of a bundle.
+        /// The model; nil for a bundle.
         package let model: Model?
-        /// The bytes of a bundle's manifest, unchanged; nil of a model.
+        /// The unchanged bytes of a bundle's manifest; nil for a model.
         let json: Data?
         /// The files to download, besides the manifest.
         let files: [File]
 
-        /// Whether it is a model, which is rewritten after the download.
+        /// Whether the offer is a model, which is rewritten after the download.
         package var isModel: Bool { model != nil }
         /// The size of the download, in bytes.
         public var size: Int { files.reduce(json?.count ?? 0) { $0 + $1.size } }
-        /// The size of the bundle on the device, in bytes; of a model it is a little more than the bundle will have.
+        /// The size of the bundle on the device, in bytes. For a model it is an estimate that is slightly too high.
         public var bundleSize: Int {
             guard isModel else { return size }
             return files.filter { !$0.path.hasSuffix(".safetensors") }.reduce(manifest.mappedBytes) { $0 + $1.size }
         }
 
-        /// Where the licence can be read; nil where it is not known.
+        /// The address of the licence; nil if it is unknown.
         public var licenseLink: URL? {
             Self.link(manifest.model.licenseLink, in: "https://huggingface.co/\(repository)/blob/\(commit ?? "main")/")
         }
 
         /// - Parameters:
-        ///   - link: an address, or a file of the repository.
+        ///   - link: an address, or a file in the repository.
         ///   - files: the address of the repository's files.
         static func link(_ link: String?, in files: String) -> URL? {
             guard let link, !link.isEmpty else { return nil }
@@ -71,14 +71,14 @@ extension HubDownload {
             return scheme == "https" ? URL(string: link) : nil
         }
 
-        /// Checks that this build can use such a bundle.
+        /// Creates the offer of a bundle, after a check that this build can use it.
         init(repository: String, json: Data, commit: String?) throws {
             (self.repository, self.json, self.commit, model) = (repository, json, commit, nil)
             manifest = try Manifest.read(json, of: repository)
             files = manifest.files.map { File(path: $0.path, size: $0.size, sha256: $0.sha256) }
         }
 
-        /// Checks that this build can rewrite such a model.
+        /// Creates the offer of a model, after a check that this build can rewrite it.
         init(repository: String, model: Model) throws {
             (self.repository, json, commit, self.model, files) = (repository, nil, model.commit, model, model.files)
             try Self.check(files, commit: model.commit, of: repository)
@@ -86,7 +86,7 @@ extension HubDownload {
                 config: model.config, card: model.card, of: repository, revision: model.commit, device: model.device)
         }
 
-        /// Throws unless a commit of a repository can have these files.
+        /// Throws unless these files are possible in a commit of a repository.
         static func check(_ files: [File], commit: String, of repository: String) throws {
             guard isCommit(commit), files.allSatisfy(\.isPossible), Set(files.map(\.path)).count == files.count else {
                 throw MeSPError("The file list of \(repository) cannot be a model's; take another repository.")

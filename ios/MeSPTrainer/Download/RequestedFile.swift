@@ -5,12 +5,12 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A file of a repository that is requested, and the file on the device that it is written to.
+/// A requested file of a repository, and the file on the device to which it is written.
 struct RequestedFile: Sendable {
     let request: URLRequest
-    /// The file that is written. It may have the first bytes already.
+    /// The file on the device, which may have the first bytes already.
     let file: URL
-    /// The most bytes that the file may have.
+    /// The maximum size of the file, in bytes.
     let limit: Int
     let path: String
     let repository: String
@@ -28,7 +28,7 @@ struct RequestedFile: Sendable {
         }
         let page = "https://huggingface.co/\(repository)"
         switch response.statusCode {
-        case 200: return (response, 0)  // all of it, also where a part was asked for
+        case 200: return (response, 0)  // the whole file, even if a part was requested
         case 206:
             let range = response.value(forHTTPHeaderField: "Content-Range") ?? ""
             guard range.hasPrefix("bytes \(offset)-") else {
@@ -52,7 +52,7 @@ struct RequestedFile: Sendable {
         }
     }
 
-    /// The failure of a connection that ended.
+    /// Returns the failure for a connection that ended early.
     func brokenOff(_ error: any Error) -> RetryableFailure {
         #if canImport(Darwin)
             if (error as? URLError)?.networkUnavailableReason != nil {

@@ -12,7 +12,7 @@ protocol Transfer: Sendable {
     var filesAtOnce: Int { get }
     /// Receives the bytes that the requested file lacks.
     ///
-    /// - Throws: `RetryableFailure` where another request may do better, `MeSPError` where none will, `CancellationError`.
+    /// - Throws: `RetryableFailure` if another request may succeed, `MeSPError` if none will, and `CancellationError`.
     func receive(_ requested: RequestedFile, progress: @escaping @Sendable (_ bytes: Int) -> Void) async throws
         -> HTTPURLResponse
 }
@@ -22,13 +22,14 @@ struct RetryableFailure: Error {
     let sentence: Sentence
 }
 
-/// The Hub's answer that there is no such file.
+/// The Hub's response that a file does not exist.
 struct FileNotFound: SentenceError {
     let sentence: Sentence
 }
 
 extension URLRequest {
-    /// Whether it may use networks that cost extra, as most mobile ones, and those in Low Data Mode. Foundation for Linux knows of none.
+    /// Whether the request may use networks that cost extra, as most mobile networks do, or are in Low Data Mode. Foundation on Linux does not
+    /// distinguish networks.
     var usesAnyNetwork: Bool {
         get {
             #if canImport(Darwin)

@@ -3,13 +3,13 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A request to `mesp-engine evaluate`, a line of JSON. `type` says which.
+/// A request to `mesp-engine evaluate`, one line of JSON. Its kind is in `type`.
 enum EvaluationRequest: Decodable, Sendable {
-    /// The log-likelihoods of several continuations of a prompt.
+    /// A request for the log-likelihoods of several continuations of a prompt.
     case choices(Choices)
-    /// The log-likelihood of a text.
+    /// A request for the log-likelihood of a text.
     case text(Text)
-    /// The texts after some prompts.
+    /// A request for generated texts after some prompts.
     case generate(Texts)
 
     struct Choices: Decodable, Sendable {
@@ -18,7 +18,7 @@ enum EvaluationRequest: Decodable, Sendable {
     }
 
     struct Texts: Decodable, Sendable {
-        /// The number of texts that are written together.
+        /// The number of texts to generate together.
         let atOnce: Int
         let requests: [Generator.Request]
     }
@@ -29,8 +29,8 @@ enum EvaluationRequest: Decodable, Sendable {
     }
 
     /// - Parameters:
-    ///   - line: snake-case JSON.
-    ///   - number: of the line, for what is said of one that is not valid.
+    ///   - line: the request as JSON with keys in snake case.
+    ///   - number: the number of the line, for an error message.
     init(line: String, number: Int) throws {
         let decoder = JSONDecoder.snakeCase
         do {

@@ -4,25 +4,25 @@ import MeSPFederation
 import MeSPFiles
 import MeSPSentences
 
-/// The input of `mesp-engine federate`: which SuperLink to join, and what to train on.
+/// The settings of `mesp-engine federate`: the SuperLink to join, the bundle and the data.
 struct FederationSettings: Decodable {
-    /// A SuperLink's address, as in `https://links.example.org:8000`.
+    /// The address of a SuperLink, such as `https://links.example.org:8000`.
     let superlink: String
-    /// The node's key and what it has received.
+    /// The folder of the node's key and of the message that it has received.
     let folder: String
     let bundle: String
     /// A folder of tokens; nil for the bundle's own text.
     let data: String?
-    /// The server's name of this node; nil for its number.
+    /// The name that the server gives this node; nil for its number.
     let name: String?
     let memoryLimitMb: Double?
 
     init(contentsOf url: URL) throws { self = try readSettings(url) }
 
-    /// The longest time that a node waits for its server after a signal, in fifths of a second.
+    /// The maximum number of waits for the server after a signal, each a fifth of a second.
     private static let mostWaits = 150
 
-    /// Takes part in a federation until a signal comes. Prints a record for each thing that happens.
+    /// Takes part in a federation until a signal arrives. Prints a record for each event.
     func run() throws {
         guard let server = URL(string: superlink) else {
             throw MeSPError("\(superlink) is not an address; write it as in https://links.example.org:8000.")
@@ -49,9 +49,9 @@ struct FederationSettings: Decodable {
             }
         }
         var waits = 0
-        // A run is saved, however long that takes. Foundation for Linux can stand still with what a server sends.
+        // A run is always saved. Otherwise the wait is limited, because Foundation on Linux can hang in a request.
         while outcome.end == nil, waits < Self.mostWaits {
-            // Not by a semaphore, whose time limit is one of the wall clock on Linux.
+            // A semaphore is not used, because on Linux its timeout uses the wall clock.
             usleep(200_000)
             guard stopRequested != 0 else { continue }
             task.cancel()
@@ -97,7 +97,7 @@ struct FederationSettings: Decodable {
             case .reached: try print("reached", [String: String]())
             }
         } catch {
-            stopRequested = 1  // without a reader it is over
+            stopRequested = 1  // without a reader the node ends
         }
     }
 }
@@ -107,7 +107,7 @@ private final class Outcome: @unchecked Sendable {
     private var lockedEnd: Result<Void, any Error>?
     private var lockedIsTraining = false
 
-    /// How the node ended; nil before.
+    /// The outcome of the node; nil until it has ended.
     var end: Result<Void, any Error>? {
         get { lock.withLock { lockedEnd } }
         set { lock.withLock { lockedEnd = newValue } }

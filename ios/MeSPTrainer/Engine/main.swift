@@ -1,9 +1,9 @@
-// mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
-// mesp-engine federate SETTINGS.json: takes part in a federation until a signal comes. Prints a record for what happens.
-// mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp generate drives it.
-// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp evaluate drives it.
+// mesp-engine SETTINGS.json: runs one training. Prints the log's records as they are written. mesp train drives it.
+// mesp-engine federate SETTINGS.json: takes part in a federation until a signal arrives. Prints a record for each event.
+// mesp-engine generate SETTINGS.json: continues a prompt. Prints a record for each token. mesp generate drives it.
+// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each. mesp evaluate drives it.
 // mesp-engine import SETTINGS.json: makes a bundle of a model in MLX's format. Prints a record for each part that is written.
-// mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
+// mesp-engine self-check SETTINGS.json: checks the machine. Prints a record for each check. tools/check_gpu.py drives it.
 // mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
 
 import Foundation
@@ -19,17 +19,17 @@ import MeSPSentences
     import MLX
 #endif
 
-// Set by a signal; read at every block.
+// Set by a signal, and read at every block.
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
-// Set by a warning of the system; read before each step.
+// Set by a memory warning of the system, and read before each step.
 nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0
-// A message that a signal handler can print: it may not allocate memory.
+// A message for a signal handler, which must not allocate memory.
 nonisolated(unsafe) let lostFile = strdup(
     "A file of the bundle became shorter or unreadable while it was in use; copy or export the bundle again. The last saved state is kept.\n"
 )
 
 for number in [SIGINT, SIGTERM, SIGHUP] {
-    // Signals that nohup, or a shell's background job, ignores stay ignored.
+    // Signals that nohup or a shell has set to be ignored stay ignored.
     let previous = signal(number) { _ in stopRequested = 1 }
     if unsafeBitCast(previous, to: Int.self) == unsafeBitCast(SIG_IGN, to: Int.self) { signal(number, SIG_IGN) }
 }
@@ -38,7 +38,7 @@ signal(SIGBUS) { _ in
     if let lostFile { _ = write(STDERR_FILENO, lostFile, strlen(lostFile)) }
     _exit(2)
 }
-// Writing then fails instead: on a full disk with a sentence, and without a reader as checked below.
+// With these signals ignored, a write fails with an error instead: at the limit of a file's size, and without a reader.
 signal(SIGXFSZ, SIG_IGN)
 signal(SIGPIPE, SIG_IGN)
 
@@ -60,7 +60,7 @@ func fail(_ message: String) -> Never {
     leave(2)
 }
 
-// MLX reads them when it is first used.
+// MLX reads these variables at its first use.
 MLXSupport.setEnvironment()
 
 func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
@@ -68,7 +68,7 @@ func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
 func train(_ file: URL) throws {
     let settings = try RunSettings(contentsOf: file)
     #if MESP_HOST_MLX && os(Linux)
-        // There is no GPU here, and a plan computes nothing.
+        // A plan computes nothing, so it needs no GPU.
         if settings.dryRun {
             Stream.makeForMissingGPU()
             return try Device.withDefaultDevice(Device(.gpu)) { try run(settings) }
@@ -81,7 +81,7 @@ func run(_ settings: RunSettings) throws {
     try Run.run(
         settings,
         report: { _, line in
-            // Without a reader the run is over, as by a signal.
+            // Without a reader the run ends, as after a signal.
             do { try FileHandle.standardOutput.write(contentsOf: line) } catch { stopRequested = 1 }
         },
         atBlock: { _ in try checkStop() },
@@ -92,9 +92,9 @@ func run(_ settings: RunSettings) throws {
         reward: reward)
 }
 
-/// The rewards of the answers, from who has started this.
+/// Returns the rewards of the answers, from the process that started this one.
 func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
-    // Without a process that rewards, the run ends in order.
+    // If that process has ended, the run stops and saves.
     do { try print("samples", ["groups": groups]) } catch { throw CancellationError() }
     guard let line = readLine() else { throw CancellationError() }
     guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {
@@ -143,7 +143,7 @@ func evaluate(_ file: URL) throws {
             let sum = try evaluator.logLikelihood(of: request.tokens, window: request.window, atBlock: checkStop)
             try print("text", ["log_likelihood": sum])
         case .generate(let request):
-            // Only who asks knows the text that the tokens make, and whether it is to continue.
+            // Only the calling process decodes the tokens and decides whether to continue.
             try evaluator.generator.generate(
                 request.requests, atOnce: request.atOnce, atBlock: checkStop,
                 onToken: { index, token in

@@ -1,4 +1,4 @@
-// tutor BUNDLE FOLDER: all that an app does with MeSP, in a program for a terminal. It imports nothing else of this package.
+// tutor BUNDLE FOLDER: does all that an app does with MeSP, in a terminal. It imports no other module of this package.
 
 import Foundation
 import MeSP

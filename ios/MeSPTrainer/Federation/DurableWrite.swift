@@ -1,11 +1,10 @@
 import Foundation
 import MeSPFiles
 
-/// Writes a file that its owner alone can read, from the moment it is there. After a crash or a loss of power the file has all of the
-/// data, or is as it was.
+/// Writes a file that only its owner can ever read. After a crash or a loss of power the file has all of the data, or is unchanged.
 ///
-/// - Parameter replacing: whether a file that is there is replaced; otherwise it stays.
-/// - Throws: `POSIXError`
+/// - Parameter replacing: whether to replace an existing file. Otherwise it stays.
+/// - Throws: `POSIXError`.
 func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
     func check(_ result: Int32) throws {
         if result < 0 { throw POSIXError(POSIXErrorCode(rawValue: errno) ?? .EIO) }
@@ -18,7 +17,7 @@ func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
     do {
         let handle = FileHandle(fileDescriptor: descriptor, closeOnDealloc: true)
         #if os(iOS)
-            // The system can read it again once the device was unlocked after a start.
+            // The file can be read after the first unlock since the device was started.
             try FileManager.default.setAttributes(
                 [.protectionKey: FileProtectionType.completeUntilFirstUserAuthentication], ofItemAtPath: new)
         #endif

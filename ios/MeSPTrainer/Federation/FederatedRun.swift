@@ -7,7 +7,7 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A device's part of a round of a federation: a run from the adapters in a message of the server's app, on data that stays here.
+/// A device's part in a round of a federation: a run that starts from the adapters in the server's message. Its data stays on the device.
 ///
 ///     try await node.run(report: show) { question in
 ///         let round = try FederatedRun(question, bundle: bundle, data: text)
@@ -15,22 +15,22 @@ import MeSPSentences
 ///         return try round.answer()
 ///     }
 ///
-/// The message's content is described in `docs/federation.md`: the LoRA matrices of a module in all blocks that have it as one array
-/// `[blocks, in, rank]` or `[blocks, rank, out]`, counts, a mean loss and a peak of memory. `mesp federate`'s
-/// clients in Python answer alike, to the last bit of the matrices.
+/// `docs/federation.md` describes the content of messages. The LoRA matrices of a module in all its blocks are one array `[blocks, in, rank]` or
+/// `[blocks, rank, out]`. An answer also has counts, a mean loss and a peak of memory. The Python clients of `mesp federate` give the same answers,
+/// to the last bit of the matrices.
 package struct FederatedRun {
-    /// The run's settings. Where a run for the same message was ended before, it is resumed.
+    /// The settings of the run. They resume an earlier run for the same message.
     package let settings: RunSettings
-    /// When the server no longer waits for the answer. The system's clock may be set while the run trains.
+    /// The time after which the server no longer waits for the answer. It is an instant of a clock that nobody can set during the run.
     package let deadline: ContinuousClock.Instant
     private let question: SuperNode.Question
     private let architecture: Architecture
     private let received: [String: FlowerArray]
     private let isRounded: Bool
 
-    /// The most bytes that a message about a bundle's model can have: all matrices of the largest rank in float32, and the rest.
+    /// Returns the maximum size in bytes of a message about a bundle's model: all matrices of the largest rank in float32, and 1 MiB for the rest.
     ///
-    /// - Throws: `MeSPError` where there is not a bundle.
+    /// - Throws: `MeSPError` if the URL is not a bundle.
     package static func mostBytes(_ bundle: URL) throws -> Int {
         let manifest = try ModelBundle(url: bundle, checksums: false).manifest
         let layouts = manifest.architecture.layouts(rank: manifest.ranks.max() ?? 0, withExperts: true)
@@ -38,11 +38,11 @@ package struct FederatedRun {
     }
 
     /// - Parameters:
-    ///   - question: the message
-    ///   - bundle: of the model that the server names
-    ///   - data: a folder of tokens that `TextData` wrote; nil for the bundle's own text
-    ///   - memoryLimit: the peak footprint to stay below, in bytes; nil for what the server asks
-    /// - Throws: `MeSPError` where the message asks for what is not training of this model.
+    ///   - question: the server's message.
+    ///   - bundle: a bundle of the model that the server names.
+    ///   - data: a folder of tokens that `TextData` wrote; nil for the bundle's own text.
+    ///   - memoryLimit: a limit of the peak footprint, in bytes; nil for the server's limit only.
+    /// - Throws: `MeSPError` if the message asks for anything but training of this model.
     package init(_ question: SuperNode.Question, bundle: URL, data: URL? = nil, memoryLimit: Int? = nil) throws {
         guard question.type == "train", let config = question.records.configs["config"],
             let received = question.records.arrays["arrays"]
@@ -61,7 +61,7 @@ package struct FederatedRun {
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
         let timeout = number(config["timeout"])
         guard timeout.map({ (0..<Double.infinity).contains($0) }) ?? true else { throw noSetting("timeout") }
-        // Where this device's clock is behind, the message is no younger than one of now.
+        // If this device's clock is slow, a message from the future counts as one from now.
         let age = max(0, -question.created.timeIntervalSinceNow)
         deadline = .now + .seconds(max(0, min((timeout ?? .infinity) - age, 1e9)))
         var settings = try Self.settings(config, bundle, in: question.folder)
@@ -73,10 +73,10 @@ package struct FederatedRun {
         if !settings.resume { try writeStart() }
     }
 
-    /// The run's result.
+    /// Returns the result of the run.
     ///
-    /// - Parameter name: what the server calls this device; nil for the node's number
-    /// - Throws: `CancellationError` where the run was stopped, `MeSPError`
+    /// - Parameter name: the name that the server gives this device; nil for the node's number.
+    /// - Throws: `CancellationError` if the run was stopped, and `MeSPError`.
     package func answer(as name: String? = nil) throws -> FlowerRecords {
         let output = URL(fileURLWithPath: settings.output)
         let summary = try LogSummary(folder: output)
@@ -107,7 +107,7 @@ package struct FederatedRun {
 
     // MARK: - What the server may ask
 
-    /// The server's settings of the run, in a message's folder. A run that is there already is gone on with.
+    /// Returns the server's settings of the run, with its output in the message's folder. They resume a run that exists there.
     private static func settings(_ config: [String: FlowerValue], _ bundle: URL, in folder: URL) throws -> RunSettings {
         var given = [String: Any]()
         for (name, value) in config where RunSettings.federated.contains(name) {
@@ -136,7 +136,7 @@ package struct FederatedRun {
         return settings
     }
 
-    /// The folder of adapters that the run starts from.
+    /// Writes the folder of adapters from which the run starts.
     private func writeStart() throws {
         let folder = URL(fileURLWithPath: settings.adapters ?? "")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -159,9 +159,9 @@ package struct FederatedRun {
         try writeWhole(folder.appendingPathComponent(AdapterFormat.configFile)) { try $0.write(contentsOf: json) }
     }
 
-    /// The matrices that are an array: those of the last blocks that have the module, by mlx-lm's names.
+    /// Returns mlx-lm's names and the shapes of the matrices in an array, which belong to the last blocks with the module.
     ///
-    /// - Parameter name: as `self_attn.q_proj.lora_b`
+    /// - Parameter name: the name of the array, such as `self_attn.q_proj.lora_b`.
     private func matrices(_ name: String, _ array: FlowerArray) throws -> [(name: String, shape: [Int])] {
         let found = (0..<architecture.numHiddenLayers).compactMap { index -> (name: String, shape: [Int])? in
             let block = architecture.block(index)
@@ -179,7 +179,8 @@ package struct FederatedRun {
         return Array(matrices)
     }
 
-    /// The reply: the matrix, or in bfloat16 what was added to it, so that no small update is lost to the rounding of a large number.
+    /// Returns the array for the answer: the matrix, or in bfloat16 the change of the matrix. Rounding the matrix itself would lose small updates of
+    /// large numbers.
     private func packed(_ new: [Float], from old: [Float], like received: FlowerArray) -> FlowerArray {
         var data = Data(capacity: received.data.count)
         for (new, old) in zip(new, old) {
@@ -195,7 +196,7 @@ package struct FederatedRun {
     }
 }
 
-/// A matrix that came, in float32: rounded it is bfloat16, as the bits of uint16.
+/// Returns the numbers of a received matrix. A rounded matrix is bfloat16, sent as uint16.
 private func numbers(_ array: FlowerArray, isRounded: Bool) throws -> [Float] {
     guard array.kind == (isRounded ? .uint16 : .float32) else {
         throw MeSPError("The server sent matrices in a form other than the one it states.")

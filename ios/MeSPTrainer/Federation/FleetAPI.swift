@@ -5,22 +5,22 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Flower's Fleet API over HTTP, as a SuperNode calls it: a protobuf message there and one back. It is Flower's own affair and moves from
-/// version to version; this is that of `version`.
+/// Flower's Fleet API over HTTP, as a SuperNode calls it. A request and its response are protobuf messages. The API is internal to Flower and changes
+/// between versions; this is the API of `version`.
 struct FleetAPI: Sendable {
     static let version = "1.41.0"
 
-    /// A SuperLink's address, as in `https://links.example.org:8000`.
+    /// The address of a SuperLink, such as `https://links.example.org:8000`.
     let server: URL
     let key: NodeKey
     let transport: HTTPTransport
 
-    /// A call failed in a way that another may not: the network, or a server that is busy.
+    /// A failure of a call that may succeed later: of the network, or because the server is busy.
     struct Unreachable: Error {
         let sentence: Sentence
     }
 
-    /// The server says by one of Flower's codes why it does not do it.
+    /// A refusal of the server, with one of Flower's error codes.
     struct Refusal: LocalizedError, Decodable {
         static let keyIsRegistered = 23
         static let registersByHand = 2001
@@ -32,11 +32,11 @@ struct FleetAPI: Sendable {
         var errorDescription: String? { detail }
     }
 
-    /// More than any answer has: of objects, which are of 5 MB at most, and of all else.
+    /// The maximum sizes of responses, in bytes: with an object, which has at most 5 MB, and of all others.
     private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
-    /// - Parameter seconds: until when the answer must be here
-    /// - Throws: `Unreachable`, `Refusal`, `MeSPError`; `CancellationError` at once where the task is cancelled
+    /// - Parameter seconds: the time within which the response must arrive.
+    /// - Throws: `Unreachable`, `Refusal` or `MeSPError`; `CancellationError` as soon as the task is cancelled.
     @discardableResult
     func call(_ name: String, within seconds: Double = 300, _ write: (inout ProtobufWriter) -> Void) async throws
         -> ProtobufMessage
@@ -46,7 +46,7 @@ struct FleetAPI: Sendable {
         var request = URLRequest(url: server.appendingPathComponent("v1/fleet/\(name)"), timeoutInterval: 30)
         request.httpMethod = "POST"
         request.httpBody = message.data
-        // A signature is good for five minutes.
+        // A signature is valid for five minutes.
         let now = Date.now.formatted(Date.ISO8601FormatStyle(includingFractionalSeconds: true))
         let headers = [
             "content-type": "application/protobuf", "accept": "application/protobuf", "accept-encoding": "identity",
@@ -55,7 +55,7 @@ struct FleetAPI: Sendable {
             "flwr-package-name": "flwr", "flwr-package-version": Self.version, "flwr-component-name": "SuperNode",
         ]
         #if canImport(FoundationNetworking)
-            // Foundation for Linux keeps a core busy with a connection that was kept and that the server then closed.
+            // On Linux, Foundation keeps a core busy with an idle connection that the server has closed.
             request.setValue("close", forHTTPHeaderField: "connection")
         #endif
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
@@ -93,7 +93,7 @@ struct FleetAPI: Sendable {
     }
 }
 
-/// A message's metadata: whose it is, what it answers, and how long it is good.
+/// The metadata of a message: its sender and receiver, the message that it answers, and its time to live.
 struct Metadata {
     var run: UInt64
     var message: String
@@ -101,15 +101,15 @@ struct Metadata {
     var destination: UInt64
     var replyTo = ""
     var group: String
-    /// In seconds from `created`.
+    /// The time to live, in seconds from `created`.
     var timeToLive: Double
     var type: String
-    /// In seconds since 1970.
+    /// The time of creation, in seconds since 1970.
     var created: Double
     var sourceTask: UInt64?
     var destinationTask: UInt64?
 
-    /// - Throws: `MeSPError` where a time is not a number, or a text is longer than any of Flower's.
+    /// - Throws: `MeSPError` if a time is not a finite number, or a text is longer than any of Flower's.
     init(_ message: ProtobufMessage) throws {
         (run, self.message) = (message.number(1), message.text(2))
         (source, destination) = (message.number(3), message.number(4))
@@ -122,7 +122,7 @@ struct Metadata {
         else { throw MeSPError("The server sent a message whose metadata is invalid; ask its operator.") }
     }
 
-    /// The metadata of an answer that is made now. It is good as long as the question.
+    /// Returns the metadata of an answer created now. It expires at the same time as this message.
     func reply(now: Date = .now) -> Metadata {
         var reply = self
         (reply.message, reply.replyTo) = ("", message)
@@ -133,7 +133,7 @@ struct Metadata {
         return reply
     }
 
-    /// Whether it is good no longer, nor an answer to it.
+    /// Whether the message has expired, and so has any answer to it.
     var hasExpired: Bool { created + timeToLive <= Date.now.timeIntervalSince1970 }
 
     func write(to message: inout ProtobufWriter) {

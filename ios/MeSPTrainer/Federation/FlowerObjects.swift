@@ -2,7 +2,7 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// Flower's objects: what messages carry, each under the SHA-256 of its content, so that nothing is sent that is there.
+/// An object of Flower, a part of a message. Its id is the SHA-256 of its content, so that no object is sent twice. Its content is:
 ///
 ///     "<type> <ids of its children, by commas> <length of the body>", a zero byte, the body
 struct FlowerObject {
@@ -12,7 +12,7 @@ struct FlowerObject {
 
     var content: Data { Data("\(type) \(children.joined(separator: ",")) \(body.count)".utf8) + [0] + body }
 
-    /// - Throws: `MeSPError` where the content is not that of the id.
+    /// - Throws: `MeSPError` if the content does not belong to the id.
     static func check(_ content: Data, id: String) throws {
         guard sha256(content) == id else {
             throw MeSPError("The server sent an object that is not the one that was asked for.")
@@ -23,7 +23,7 @@ struct FlowerObject {
         (self.type, self.children, self.body) = (type, children, body)
     }
 
-    /// - Throws: `MeSPError` where the content is not that of an object.
+    /// - Throws: `MeSPError` if the content is not an object.
     init(content: Data) throws {
         let parts = content.prefix { $0 != 0 }.split(separator: UInt8(ascii: " "), omittingEmptySubsequences: false)
             .map { String(decoding: $0, as: UTF8.self) }
@@ -35,14 +35,14 @@ struct FlowerObject {
     }
 }
 
-/// An object's id, and its children's.
+/// The ids of an object and of its children.
 struct FlowerObjectTree {
     let id: String
     let children: [FlowerObjectTree]
 
     init(id: String, children: [FlowerObjectTree]) { (self.id, self.children) = (id, children) }
 
-    /// - Throws: `MeSPError` where it is deeper than any message, or an id is no SHA-256.
+    /// - Throws: `MeSPError` if the tree is deeper than any message's, or an id is not a SHA-256.
     init(_ message: ProtobufMessage, depth: Int = 8) throws {
         id = message.text(1)
         guard depth > 0, id.count == 64, id.allSatisfy(\.isHexDigit) else {
@@ -51,7 +51,7 @@ struct FlowerObjectTree {
         children = try message.messages(2).map { try FlowerObjectTree($0, depth: depth - 1) }
     }
 
-    /// Each once, children before their parents.
+    /// The ids without duplicates, children before their parents.
     var ids: [String] {
         var seen = Set<String>()
         func visit(_ tree: FlowerObjectTree) -> [String] {
@@ -72,7 +72,7 @@ struct FlowerObjectStore {
 
     /// Adds an object. Equal children become one.
     ///
-    /// - Parameter body: makes the body, from the index of each of `children` among the object's different children.
+    /// - Parameter body: returns the body. It receives, for each of `children`, the index among the object's distinct children.
     mutating func add(_ type: String, children: [FlowerObjectTree] = [], body: ([Int]) throws -> Data) throws
         -> FlowerObjectTree
     {
@@ -88,9 +88,9 @@ struct FlowerObjectStore {
         return FlowerObjectTree(id: id, children: unique)
     }
 
-    /// Takes an object that came from elsewhere.
+    /// Adds a received object.
     ///
-    /// - Throws: `MeSPError` where it is not the one of that id.
+    /// - Throws: `MeSPError` if it does not belong to the id.
     mutating func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         contents[id] = content
@@ -105,9 +105,9 @@ struct FlowerObjectStore {
 // MARK: - Records as objects
 
 extension FlowerObjectStore {
-    /// The most bytes of an array's `.npy` that are an object.
+    /// The maximum number of bytes of an array's `.npy` in one object.
     private static let chunk = 5_242_880
-    /// More bytes than the names or places of an object's children take; in memory they take some ten times as many.
+    /// The maximum size of the names or indices of an object's children, in bytes. In memory they take some ten times as much.
     private static let mostOfNames = 1 << 20
 
     /// Adds a `RecordDict`, as Flower's `RecordDict.deflate` does.
@@ -137,7 +137,7 @@ extension FlowerObjectStore {
         return try add(named: trees, "ArrayRecord")
     }
 
-    /// An object whose body names its children.
+    /// Adds an object whose body names its children.
     private mutating func add(named trees: [String: FlowerObjectTree], _ type: String) throws -> FlowerObjectTree {
         let sorted = trees.sorted { $0.key < $1.key }
         return try add(type, children: sorted.map(\.value)) { _ in
@@ -156,9 +156,9 @@ extension FlowerObjectStore {
         return message.data
     }
 
-    /// The records of a `RecordDict`.
+    /// Returns the records of a `RecordDict`.
     ///
-    /// - Parameter most: the most bytes that they may take. An object may be named any number of times.
+    /// - Parameter most: the maximum size of the records, in bytes. One object may be named many times.
     func records(_ id: String, most: Int) throws -> FlowerRecords {
         var room = most
         func take(_ bytes: Int) throws {
@@ -195,7 +195,7 @@ extension FlowerObjectStore {
         return values
     }
 
-    /// - Parameter take: gets the number of bytes that are about to be used.
+    /// - Parameter take: receives the number of bytes before they are used.
     private func array(_ id: String, _ take: (Int) throws -> Void) throws -> FlowerArray {
         struct Description: Decodable {
             let stype: String

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPSentences
 
-/// The content of a Flower message: records of arrays, of metrics and of settings, each by its name.
+/// The content of a Flower message: named records of arrays, metrics and settings.
 package struct FlowerRecords: Sendable, Equatable {
     package var arrays = [String: [String: FlowerArray]]()
     package var metrics = [String: [String: FlowerValue]]()
@@ -15,7 +15,7 @@ package struct FlowerRecords: Sendable, Equatable {
     }
 }
 
-/// A number, or in a record of settings also a flag, a text, bytes or texts. Other lists are passed over.
+/// A value in a record: a number, or in settings also a flag, a text, bytes or texts. Other lists are ignored.
 package enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)
@@ -58,12 +58,12 @@ package enum FlowerValue: Sendable, Equatable {
     }
 }
 
-/// An array of numbers as NumPy keeps them in a `.npy` file, row-major and little-endian.
+/// An array of numbers as in NumPy's `.npy` files, row-major and little-endian.
 package struct FlowerArray: Sendable, Equatable {
-    /// The kinds of numbers that adapters travel in.
+    /// The types of numbers in which adapters are sent.
     package enum Kind: String, Sendable {
         case float32 = "<f4"
-        /// bfloat16, which NumPy lacks, by its bits.
+        /// The bits of bfloat16, which NumPy lacks.
         case uint16 = "<u2"
 
         var name: String { self == .float32 ? "float32" : "uint16" }
@@ -80,7 +80,7 @@ package struct FlowerArray: Sendable, Equatable {
         (self.kind, self.shape, self.data) = (kind, shape, data)
     }
 
-    /// Version 1.0 of https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, as NumPy writes it.
+    /// The array in version 1.0 of https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, as NumPy writes it.
     var npy: Data {
         let sizes = shape.map(String.init).joined(separator: ", ") + (shape.count == 1 ? "," : "")
         let header = "{'descr': '\(kind.rawValue)', 'fortran_order': False, 'shape': (\(sizes)), }"
@@ -94,7 +94,7 @@ package struct FlowerArray: Sendable, Equatable {
 
     private static let magic = Data([0x93]) + Data("NUMPY".utf8)
 
-    /// - Throws: `MeSPError` for another kind of numbers, and where the file is incomplete.
+    /// - Throws: `MeSPError` for other types of numbers, and if the file is incomplete.
     init(npy file: Data) throws {
         let file = Data(file)
         guard file.count >= 12, file.prefix(6) == Self.magic else {

@@ -4,9 +4,9 @@ import Foundation
     import FoundationNetworking
 #endif
 
-/// Sends requests over HTTP and bounds what a server can do with the answers: their length, their duration, and where they come from. A
-/// redirect is the answer, and is not followed: it would take the request's signature to another host. An answer says its length before it
-/// comes, and is not compressed: a megabyte can stand for a gigabyte, and what follows the last chunk has no end.
+/// Sends requests over HTTP, and limits the length, the duration and the origin of responses. A redirect is not followed, because it would send the
+/// request's signature to another host; it is returned as the response. A response must state its length and must not be compressed. Otherwise a
+/// megabyte could expand to a gigabyte, and the trailer after the last chunk could be endless.
 final class HTTPTransport: Sendable {
     private let session: URLSession
     private let exchanges = Exchanges()
@@ -17,7 +17,7 @@ final class HTTPTransport: Sendable {
 
     deinit { session.finishTasksAndInvalidate() }
 
-    /// Makes a transport that does not wait for this one: Foundation for Linux can hang in an answer.
+    /// Returns a transport that does not depend on this one, because Foundation on Linux can hang in a response.
     func another() -> HTTPTransport { HTTPTransport(configuration: session.configuration) }
 
     enum Failure: Error {
@@ -25,12 +25,12 @@ final class HTTPTransport: Sendable {
         case tooSlow, tooLong, unsaidLength
     }
 
-    /// Sends a request, and returns the answer's body and status.
+    /// Sends a request, and returns the body and the status of the response.
     ///
     /// - Parameters:
-    ///   - most: the most bytes of a body
-    ///   - seconds: until when the answer must be whole
-    /// - Throws: `Failure`; `CancellationError` at once where the task is cancelled
+    ///   - most: the maximum size of the body, in bytes.
+    ///   - seconds: the time within which the response must be complete.
+    /// - Throws: `Failure`; `CancellationError` as soon as the task is cancelled.
     func send(_ request: URLRequest, most: Int, within seconds: Double) async throws -> (Data, status: Int) {
         let task = session.dataTask(with: request)
         let late = DispatchWorkItem { [exchanges] in
@@ -48,14 +48,14 @@ final class HTTPTransport: Sendable {
         }
     }
 
-    /// The requests that wait for their answers. Whatever comes first ends one: the answer, its time, or its task's cancellation.
+    /// The requests that wait for their responses. A request ends with its response, its timeout or its task's cancellation, whichever comes first.
     private final class Exchanges: NSObject, URLSessionDataDelegate, @unchecked Sendable {
         private struct Exchange {
             let continuation: CheckedContinuation<(Data, status: Int), any Error>
             let most: Int
             private(set) var data = Data()
 
-            /// Takes the next bytes of the answer, and returns whether it is still short enough.
+            /// Appends bytes of the response, and returns whether it is still short enough.
             mutating func append(_ bytes: Data) -> Bool {
                 guard data.count + bytes.count <= most else { return false }
                 data.append(bytes)
@@ -85,7 +85,7 @@ final class HTTPTransport: Sendable {
 
         private func stop(_ task: URLSessionTask) {
             #if canImport(FoundationNetworking)
-                // Foundation for Linux can crash where a task is cancelled. Suspended, it reads no more.
+                // On Linux, Foundation can crash when a task is cancelled. A suspended task reads no more.
                 task.suspend()
             #else
                 task.cancel()
@@ -104,7 +104,7 @@ final class HTTPTransport: Sendable {
             let length = isCoded ? -1 : response?.expectedContentLength ?? -1
             if length > Int64(most) { end(dataTask, .failure(Failure.tooLong)) }
             if length < 0 {
-                // Of an error, which may be a proxy's, the status tells enough.
+                // An error may come from a proxy without a length; its status suffices.
                 let isError = (response?.statusCode ?? 0) >= 400
                 end(dataTask, isError ? .success(()) : .failure(Failure.unsaidLength))
                 if isError { stop(dataTask) }
@@ -114,7 +114,7 @@ final class HTTPTransport: Sendable {
 
         func urlSession(_ session: URLSession, dataTask: URLSessionDataTask, didReceive data: Data) {
             let isTooLong = lock.withLock {
-                // No copy of the exchange: appending would copy all data so far.
+                // The exchange is changed in place, because a copy would copy all data so far.
                 waiting[dataTask.taskIdentifier]?.append(data) == false
             }
             if isTooLong { end(dataTask, .failure(Failure.tooLong)) }

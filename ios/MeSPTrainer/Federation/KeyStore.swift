@@ -4,7 +4,7 @@ import MeSPSentences
 #if os(iOS)
     import Security
 
-    /// Keeps a node's private key in the Keychain, as other apps and the person's computer can read an app's documents.
+    /// Stores a node's private key in the Keychain, because other apps and the person's computer can read an app's documents.
     struct KeyStore {
         private let item: [String: Any] = [
             kSecClass as String: kSecClassGenericPassword, kSecAttrService as String: "Federation",
@@ -13,7 +13,7 @@ import MeSPSentences
 
         init(file: URL) {}
 
-        /// The key's bytes; nil if there is none yet.
+        /// Returns the bytes of the key; nil if there is none yet.
         func read() throws -> Data? {
             var found: CFTypeRef?
             let status = SecItemCopyMatching(
@@ -23,7 +23,7 @@ import MeSPSentences
             return data
         }
 
-        /// Keeps a key, unless there is one. It stays on this device, and can be read once the device was unlocked after a start.
+        /// Stores a key unless there is one. It stays on this device, and can be read after the first unlock since the device was started.
         func add(_ key: Data) throws {
             let new: [String: Any] = [
                 kSecValueData as String: key,
@@ -38,16 +38,16 @@ import MeSPSentences
         }
     }
 #else
-    /// Keeps a node's private key in a file that its owner alone can read.
+    /// Stores a node's private key in a file that only its owner can read.
     struct KeyStore {
         let file: URL
 
-        /// The key's bytes; nil if there is none yet.
+        /// Returns the bytes of the key; nil if there is none yet.
         func read() throws -> Data? {
             FileManager.default.fileExists(atPath: file.path) ? try Data(contentsOf: file) : nil
         }
 
-        /// Keeps a key, unless there is one.
+        /// Stores a key unless there is one.
         func add(_ key: Data) throws { try writeDurably(key, to: file, replacing: false) }
     }
 #endif

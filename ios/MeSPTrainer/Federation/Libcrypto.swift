@@ -5,17 +5,17 @@ import MeSPSentences
     import MeSPFiles
     import MeSPSentences
 
-    /// The part of CryptoKit that a node needs, by OpenSSL's libcrypto, which is loaded when it is first used: versions 1.1 and 3 have
-    /// these.
+    /// The functions of OpenSSL's libcrypto that replace the part of CryptoKit that a node needs. The library is loaded at its first use. Versions
+    /// 1.1 and 3 have these functions.
     private enum Libcrypto {
         typealias Key = OpaquePointer
         typealias Output = UnsafeMutablePointer<UnsafeMutablePointer<UInt8>?>
 
-        // A handle of the loader's, never closed.
+        // The handle is never closed.
         nonisolated(unsafe) private static let library =
             dlopen("libcrypto.so.3", RTLD_NOW) ?? dlopen("libcrypto.so.1.1", RTLD_NOW)
 
-        /// - Parameter type: the function's, as in OpenSSL's headers
+        /// - Parameter type: the type of the function in OpenSSL's headers.
         static func function<F>(_ name: String, _ type: F.Type) throws -> F {
             guard let library, let function = dlsym(library, name) else {
                 throw MeSPError("OpenSSL's libcrypto is missing: on Debian, apt install libssl3.")
@@ -23,7 +23,7 @@ import MeSPSentences
             return unsafeBitCast(function, to: type)
         }
 
-        /// The DER that one of OpenSSL's `i2d` functions writes of a key.
+        /// Returns the DER that one of OpenSSL's `i2d` functions writes for a key.
         static func der(_ name: String, of key: Key) throws -> Data {
             let write = try function(name, (@convention(c) (Key, Output?) -> CInt).self)
             var bytes = [UInt8](repeating: 0, count: Int(max(write(key, nil), 0)))
@@ -38,9 +38,9 @@ import MeSPSentences
 
     /// A key pair on P-256.
     struct P256Key: Sendable {
-        /// ECPrivateKey of RFC 5915, in DER.
+        /// The private key as an ECPrivateKey of RFC 5915, in DER.
         let representation: Data
-        /// SubjectPublicKeyInfo, in DER; it ends with the 65 bytes of the point.
+        /// The public key as a SubjectPublicKeyInfo, in DER. It ends with the 65 bytes of the point.
         let publicKey: Data
 
         init() throws {
@@ -59,7 +59,7 @@ import MeSPSentences
             publicKey = try Libcrypto.der("i2d_EC_PUBKEY", of: key)
         }
 
-        /// ECDSA with SHA-256, in DER.
+        /// Returns the ECDSA signature with SHA-256, in DER.
         func signature(of message: Data) throws -> Data {
             typealias Sign =
                 @convention(c) (
@@ -69,7 +69,7 @@ import MeSPSentences
             let sign = try Libcrypto.function("ECDSA_sign", Sign.self)
             let key = try Self.read(representation)
             defer { try? Self.free(key) }
-            var signature = [UInt8](repeating: 0, count: 80)  // at most 72 are taken on P-256
+            var signature = [UInt8](repeating: 0, count: 80)  // at most 72 are used on P-256
             var count: CUnsignedInt = 0
             var hash = SHA256()
             hash.update(data: message)

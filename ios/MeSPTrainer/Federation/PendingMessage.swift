@@ -1,7 +1,7 @@
 import Foundation
 import MeSPSentences
 
-/// The message that a node has, and its answer, in files.
+/// The files of the message that a node has received, and of its answer.
 ///
 ///     message      the message's metadata and object tree
 ///     reply        the answer's
@@ -9,9 +9,9 @@ import MeSPSentences
 ///     work/        files of the work on the answer
 struct PendingMessage {
     let folder: URL
-    /// The most bytes of a message's objects, and of what they stand for.
+    /// The maximum size in bytes of a message's objects, and of the records that they contain.
     let mostBytes: Int
-    /// More objects than any message has.
+    /// The maximum number of objects in a message.
     private static let mostObjects = 4096
 
     static func tooLarge(_ most: Int) -> MeSPError {
@@ -30,11 +30,11 @@ struct PendingMessage {
         }
     }
 
-    /// The message that was received and not yet answered.
+    /// The received message that is not answered yet.
     var message: (Metadata, FlowerObjectTree)? { get throws { try read("message") } }
     var reply: (Metadata, FlowerObjectTree)? { get throws { try read("reply") } }
 
-    /// A file that is damaged is removed: nothing can be done with it, and the node continues without.
+    /// Reads a file. A damaged file is useless, so it is removed and the node continues without it.
     private func read(_ name: String) throws -> (Metadata, FlowerObjectTree)? {
         let file = folder.appendingPathComponent(name)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }
@@ -56,21 +56,21 @@ struct PendingMessage {
         try writeDurably(saved.data, to: folder.appendingPathComponent(name))
     }
 
-    /// Keeps a message, and nothing of the one before, which may have been left half emptied.
+    /// Saves a message, and removes all files of the previous one.
     func receive(_ metadata: Metadata, _ tree: FlowerObjectTree) throws {
         try empty()
         try write("message", metadata, tree)
     }
 
-    /// The bytes of an object that is here; nil where it isn't.
+    /// Returns the size of a saved object in bytes; nil if it is not saved.
     func size(_ id: String) throws -> Int? {
         let file = objects.appendingPathComponent(id)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }
         return try FileManager.default.attributesOfItem(atPath: file.path)[.size] as? Int
     }
 
-    /// - Parameter bytes: of the objects that are here
-    /// - Throws: `MeSPError` where a tree has more than a message of this model's.
+    /// - Parameter bytes: the size of the saved objects, in bytes.
+    /// - Throws: `MeSPError` if the objects or their number exceed a message's limits.
     func check(_ tree: FlowerObjectTree, bytes: Int) throws {
         guard bytes <= mostBytes, tree.ids.count <= Self.mostObjects else { throw Self.tooLarge(mostBytes) }
     }
@@ -83,14 +83,14 @@ struct PendingMessage {
         return content
     }
 
-    /// - Throws: `MeSPError` where the content is not that of the id.
+    /// - Throws: `MeSPError` if the content does not belong to the id.
     func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
         try writeDurably(content, to: objects.appendingPathComponent(id))
     }
 
-    /// The content of a message of a tree, and the bytes of its objects.
+    /// Returns the content of the message with this tree, and the size of its objects in bytes.
     func content(of tree: FlowerObjectTree) throws -> (FlowerRecords, bytes: Int) {
         var store = FlowerObjectStore()
         for id in tree.ids { try store.take(object(id), id: id) }
@@ -100,7 +100,7 @@ struct PendingMessage {
         return (try store.records(content, most: mostBytes), store.contents.values.reduce(0) { $0 + $1.count })
     }
 
-    /// Keeps the answer to a message; without records, that there is none.
+    /// Saves the answer to a message. Without records the answer is that the node failed.
     func answer(_ metadata: Metadata, with records: FlowerRecords?) throws {
         var (store, reply) = (FlowerObjectStore(), metadata.reply())
         let children = try records.map { [try store.add($0)] } ?? []
@@ -120,7 +120,7 @@ struct PendingMessage {
         try write("reply", reply, tree)
     }
 
-    /// Makes room for the next message. Without `message` the rest is nothing.
+    /// Removes the files of a message. It begins with `message`, because the other files are ignored without it.
     func empty() throws {
         for name in ["message", "reply", "work", "objects"] {
             let file = folder.appendingPathComponent(name)

@@ -1,8 +1,8 @@
 import Foundation
 import MeSPSentences
 
-/// A message in protobuf's wire format (https://protobuf.dev/programming-guides/encoding), as it is written. As in proto3, values that are 0
-/// or empty are left out, except bytes, messages, and those marked as present.
+/// Writes a message in protobuf's wire format (https://protobuf.dev/programming-guides/encoding). As in proto3, values that are 0 or empty are left
+/// out, except bytes, messages, and values marked as present.
 struct ProtobufWriter {
     private(set) var data = Data()
 
@@ -12,7 +12,7 @@ struct ProtobufWriter {
         varint(number)
     }
 
-    /// An `sint64`: in zigzag, so that small negative numbers are short.
+    /// Adds an `sint64` in zigzag encoding, in which small negative numbers are short.
     mutating func add(_ field: Int, signed number: Int64, isPresent: Bool = false) {
         add(field, UInt64(bitPattern: (number << 1) ^ (number >> 63)), isPresent: isPresent)
     }
@@ -69,17 +69,17 @@ struct ProtobufWriter {
     }
 }
 
-/// A message in protobuf's wire format, as it was read: its fields by their numbers.
+/// A message that was read in protobuf's wire format: its fields by number.
 struct ProtobufMessage {
     private enum Value {
         case number(UInt64)
         case bytes(Data)
     }
     private var fields = [Int: [Value]]()
-    /// In memory a field takes many times the two bytes that it can be sent in.
+    /// The maximum number of fields. A field can be two bytes in a message, and takes far more in memory.
     private static let mostFields = 1 << 16
 
-    /// - Throws: `MeSPError` where the bytes are no message, or have more fields than any of Flower's.
+    /// - Throws: `MeSPError` if the bytes are not a message, or have more fields than any of Flower's.
     init(_ data: Data) throws {
         var (rest, count) = (data[...], 0)
         while !rest.isEmpty {
@@ -120,14 +120,14 @@ struct ProtobufMessage {
         throw damaged
     }
 
-    /// Whether the field is there at all.
+    /// Returns whether the message has the field.
     func has(_ field: Int) -> Bool { fields[field] != nil }
 
     func number(_ field: Int) -> UInt64 {
         if case .number(let number) = fields[field]?.last { number } else { 0 }
     }
 
-    /// An `sint64`.
+    /// Returns the value of an `sint64` field.
     func signed(_ field: Int) -> Int64 {
         let zigzag = number(field)
         return Int64(bitPattern: zigzag >> 1) ^ -Int64(bitPattern: zigzag & 1)

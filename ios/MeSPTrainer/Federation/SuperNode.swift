@@ -6,48 +6,47 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A node of a Flower federation, without Python: it joins a SuperLink, waits for messages of the server's app, and sends the
-/// answers.
+/// A node of a Flower federation, without Python. It joins a SuperLink, waits for messages of the server's app, and sends answers.
 ///
 ///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
-/// Received and unsent messages are kept in files: a restarted node continues, with messages that the server considers delivered, and
-/// sends no byte twice. It drops messages whose answers the server no longer awaits, and answers one
-/// that cannot be read as failed.
+/// The received message and an unsent answer are saved in files. So a restarted node continues with a message that the server considers delivered,
+/// and sends no object twice. The node drops messages whose answers the server no longer awaits. It answers a message that cannot be read with a
+/// failure.
 package struct SuperNode: Sendable {
-    /// An event, for people.
+    /// An event to report to people.
     package enum Event: Sendable, Equatable {
         case joined(node: UInt64)
-        /// A message of this many bytes has arrived.
+        /// A message of `bytes` bytes has arrived.
         case received(Question, bytes: Int)
-        /// Its answer has been sent, with this many bytes that the server did not have.
+        /// The answer to a message has been sent, with `bytes` bytes that the server did not have.
         case sent(Question, bytes: Int)
-        /// The message, or its answer, had expired.
+        /// A message or its answer has expired.
         case dropped(Question, Sentence)
-        /// A message could not be read or answered here; the server learns that, not why.
+        /// A message could not be read or answered here. The server learns the failure but not the reason.
         case failed(Question, String)
-        /// A message could not even be answered, as it does not say what it is.
+        /// A message could not be answered at all, because its metadata cannot be read.
         case passedOver(Sentence)
         case waiting(Sentence)
         /// The server can be reached again.
         case reached
     }
 
-    /// A message's request.
+    /// The request in a message.
     package struct Question: Sendable, Equatable {
         package let id: String
-        /// Which node it is for: this one.
+        /// The id of this node, for which the message is.
         package let node: UInt64
-        /// `train`, `evaluate` or `query`, perhaps with a dot and a name after it.
+        /// The type: `train`, `evaluate` or `query`, optionally followed by a dot and a name.
         package let type: String
         package let run: UInt64
-        /// The round, as the server's app calls it.
+        /// The name of the round in the server's app.
         package let group: String
-        /// When the server's app made it, by the server's clock.
+        /// The time when the server's app created the message, by the server's clock.
         package let created: Date
         package internal(set) var records = FlowerRecords()
-        /// A folder for this message alone, which lasts until its answer was sent: to continue in, where the process ended.
+        /// A folder for the work on this message. It exists until the answer is sent, so that a later process can continue.
         package let folder: URL
     }
 
@@ -56,22 +55,22 @@ package struct SuperNode: Sendable {
     let mostBytes: Int
     let seconds: Seconds
 
-    /// Waiting times.
+    /// Waiting times, in seconds.
     struct Seconds: Sendable {
-        /// Between heartbeats; the server takes a node to be online for twice that.
+        /// The time between heartbeats. The server considers a node online for twice that time.
         var heartbeat = 30.0
-        /// Before asking again whether there is a message.
+        /// The time before the next request for a message.
         var poll = 3.0
-        /// The time for which the key of a node that ended without notice counts as in use.
+        /// The time for which the server considers the key of a node in use that ended without notice.
         var lease = 75.0
     }
 
     /// - Parameters:
-    ///   - server: a SuperLink's address, as in `https://links.example.org:8000`; without TLS only one on this machine
-    ///   - folder: received messages and, except on iOS, the key; created if missing
-    ///   - mostBytes: the most that a message may have, on disk and in memory
-    ///   - configuration: the allowed networks
-    /// - Throws: `MeSPError` where the address is not valid, or the key cannot be read or written.
+    ///   - server: the address of a SuperLink, such as `https://links.example.org:8000`. Without TLS it must be on this machine.
+    ///   - folder: the folder for received messages and, except on iOS, for the key. It is created if necessary.
+    ///   - mostBytes: the maximum size of a message, on disk and in memory.
+    ///   - configuration: the session configuration, which sets the allowed networks.
+    /// - Throws: `MeSPError` if the address is not valid, or the key cannot be read or written.
     package init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
@@ -106,10 +105,9 @@ package struct SuperNode: Sendable {
     /// Takes part until the task is cancelled.
     ///
     /// - Parameters:
-    ///   - report: called with each event
-    ///   - answer: makes the answer to a message; one at a time
-    /// - Throws: `MeSPError` where the server does not let it in or speaks another protocol, or another node is at work in the
-    ///   folder; `CancellationError`.
+    ///   - report: receives each event.
+    ///   - answer: returns the answer to a message. It is called for one message at a time.
+    /// - Throws: `MeSPError` if the server refuses the node or speaks another protocol, or if another node uses the folder; `CancellationError`.
     package func run(
         report: @escaping @Sendable (Event) -> Void,
         answer: @escaping @Sendable (Question) async throws -> FlowerRecords
@@ -126,7 +124,7 @@ package struct SuperNode: Sendable {
                 try await group.next()
             }
         } catch {
-            // Of a task of its own, as this one may be cancelled.
+            // A new task is used, because this one may be cancelled.
             let last = FleetAPI(server: api.server, key: api.key, transport: api.transport.another())
             await Task { _ = try? await last.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
             throw error
@@ -135,7 +133,8 @@ package struct SuperNode: Sendable {
 
     // MARK: - Being there
 
-    /// A node that ended without deactivating keeps its identity: its key can be activated again once the server has given the node up.
+    /// Joins the server. A node that ended without deactivating keeps its identity. Its key can be activated again when the server considers the node
+    /// offline.
     ///
     /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {
@@ -145,13 +144,13 @@ package struct SuperNode: Sendable {
             return id
         }
         let id = try await activate(report)
-        // Ids are random: a server that has lost its state gives another, and the files here are not its own.
+        // Ids are random. A server that has lost its state gives another id, and the files here are useless to it.
         if last != [String(id), server] { try PendingMessage(folder: folder, mostBytes: mostBytes).empty() }
         try writeDurably(Data("\(id)\n\(server)\n".utf8), to: file)
         return id
     }
 
-    /// Tells the server that the node is there.
+    /// Sends a heartbeat to the server.
     ///
     /// - Returns: whether the server knows it.
     private func isKnown(_ node: UInt64) async throws -> Bool {
@@ -198,7 +197,7 @@ package struct SuperNode: Sendable {
         }
     }
 
-    /// Tries again, ever more slowly, while the server cannot be reached.
+    /// Calls `body` again, at growing intervals, while the server cannot be reached.
     @discardableResult
     func persistently<R>(_ report: (Event) -> Void, _ body: () async throws -> R) async throws -> R {
         var pause = 1.0

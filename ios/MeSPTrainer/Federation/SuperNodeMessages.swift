@@ -2,9 +2,9 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// How a node answers messages: it pulls one, fetches its objects, has it answered, and sends the answer.
+/// The steps with which a node answers a message: it pulls the message, fetches its objects, computes the answer and sends it.
 extension SuperNode {
-    /// Asks for a message, or where there is one, answers it and sends the answer.
+    /// Pulls a message, or answers the pending one and sends the answer.
     func handleMessage(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> FlowerRecords
     ) async throws {
@@ -15,7 +15,7 @@ extension SuperNode {
             guard let message = try pulled.messages(2).first, let tree = try pulled.messages(3).first else {
                 return try await Task.sleep(for: .seconds(seconds.poll))
             }
-            // From here on the server takes it to be delivered.
+            // From here on the server considers the message delivered.
             do {
                 return try pending.receive(
                     Metadata(message.messages(1).last ?? ProtobufMessage(Data())), FlowerObjectTree(tree))
@@ -49,8 +49,8 @@ extension SuperNode {
         report(event)
     }
 
-    /// Asks for a message. The server takes the one it sends to be delivered, so the answer to a request that was made is awaited, for a
-    /// second, also where the task is cancelled.
+    /// Pulls a message. The server considers a message delivered when it sends it. So a cancelled task still waits one second for the response to its
+    /// request.
     private func pull(_ node: UInt64) async throws -> ProtobufMessage {
         let call = Task { try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } } }
         return try await withTaskCancellationHandler {
@@ -60,7 +60,7 @@ extension SuperNode {
         }
     }
 
-    /// A message, or its answer, has expired.
+    /// An error for a message or an answer that has expired.
     private struct Useless: Error {
         let why: Sentence
     }
@@ -69,7 +69,7 @@ extension SuperNode {
         if metadata.hasExpired { throw Useless(why: "The server no longer waits for this round.") }
     }
 
-    /// A call for a message, which is tried again for as long as the message is good.
+    /// Makes a call about a message, and repeats it until the message expires.
     @discardableResult
     private func call(
         _ name: String, for metadata: Metadata, _ node: UInt64, _ report: (Event) -> Void,
@@ -126,7 +126,9 @@ extension SuperNode {
         if isNew { report(.received(question, bytes: bytes)) }
     }
 
-    /// - Returns: how many bytes of objects the server wanted.
+    /// Sends the answer.
+    ///
+    /// - Returns: the number of bytes of objects that the server requested.
     private func send(_ pending: PendingMessage, _ node: UInt64, _ report: (Event) -> Void) async throws -> Int {
         guard let (metadata, tree) = try pending.reply else { return 0 }
         let pushed = try await call("push-messages", for: metadata, node, report) { message in

@@ -5,20 +5,20 @@ import MeSPSentences
     import Darwin
 #endif
 
-/// Writes the data of an open file to the disk.
+/// Flushes the data of an open file to the disk.
 ///
-/// - Returns: 0, or -1 where it cannot be written (`errno`).
+/// - Returns: 0, or -1 if the data cannot be written (`errno`).
 package func synchronize(_ file: Int32) -> Int32 {
     #if canImport(Darwin)
-        // `fsync` leaves the data in the disk's own cache. Some file systems lack this call.
+        // `fsync` leaves the data in the disk's cache. Some file systems do not support F_FULLFSYNC.
         if fcntl(file, F_FULLFSYNC) == 0 { return 0 }
     #endif
     return fsync(file)
 }
 
-/// Writes the names in a folder to the disk, where the file system can: some on a network or a removable disk cannot.
+/// Flushes the names in a folder to the disk, if the file system supports that. Some on network or removable disks do not.
 ///
-/// - Returns: 0, or -1 where they cannot be written (`errno`).
+/// - Returns: 0, or -1 if they cannot be written (`errno`).
 package func synchronize(folder: URL) -> Int32 {
     let directory = open(folder.path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
     guard directory >= 0 else { return -1 }
@@ -28,7 +28,7 @@ package func synchronize(folder: URL) -> Int32 {
 
 /// Backups of the device.
 package enum Backups {
-    /// Leaves a file out of them, also under a later name. Elsewhere than on Apple's systems it does nothing.
+    /// Excludes a file from backups, even after it is renamed. It has an effect only on Apple's systems.
     @TaskLocal package static var leaveOut: @Sendable (URL) -> Void = { url in
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = true
@@ -36,16 +36,16 @@ package enum Backups {
     }
 }
 
-/// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.
+/// Writes a file. It replaces the one at `url` only when it is completely on the disk.
 ///
-/// - Parameter isInBackup: whether backups of the device may have it, and what a process that is ended leaves of it.
+/// - Parameter isInBackup: whether backups of the device may include the file, and the partial file that a terminated process leaves.
 package func writeWhole(
     _ url: URL, mode: mode_t = 0o644, isInBackup: Bool = true, _ write: @escaping (FileHandle) throws -> Void
 ) throws {
     try writeWhole([(url, write)], mode: mode, isInBackup: isInBackup)
 }
 
-/// Writes files that replace those there when all of them are wholly on the disk, and not before.
+/// Writes files. They replace the existing ones only when all of them are completely on the disk.
 package func writeWhole(
     _ files: [(url: URL, write: (FileHandle) throws -> Void)], mode: mode_t = 0o644, isInBackup: Bool = true
 ) throws {
@@ -63,13 +63,13 @@ package func writeWhole(
     for (url, _) in files { try replace(url, with: partial(url)) }
 }
 
-/// Renames a file or a folder, whose contents are on the disk, and brings its new name there too.
+/// Renames a file or a folder whose contents are on the disk, and flushes its new name to the disk.
 package func replace(_ url: URL, with new: URL) throws {
     guard rename(new.path, url.path) == 0 else { throw MeSPError("\(lastError())") }
     guard synchronize(folder: url.deletingLastPathComponent()) == 0 else { throw MeSPError("\(lastError())") }
 }
 
-/// Calls `body`, which writes a file. Its error becomes a sentence about that file.
+/// Calls `body`, which writes a file, and turns its error into a sentence about that file.
 package func writing<R>(_ url: URL, _ body: () throws -> R) throws -> R {
     do {
         return try body()

@@ -1,14 +1,14 @@
 import Foundation
 import MeSPSentences
 
-/// The right to write into a folder, which one process has at a time: a lock on the file `.lock` in it. The system takes the lock
-/// back when its process ends, in whatever way; the file stays.
+/// A lock on the file `.lock` in a folder, which lets one process at a time write into the folder. The system releases the lock when the process ends
+/// in any way. The file stays.
 package final class FolderLock: Sendable {
     private let file: Int32
 
-    /// Takes the lock, and makes the folder if it isn't there.
+    /// Takes the lock. Creates the folder if necessary.
     ///
-    /// - Throws: `MeSPError` that says who has the lock.
+    /// - Throws: `MeSPError` that names the holder of the lock.
     package init(_ folder: URL) throws {
         do {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -26,16 +26,16 @@ package final class FolderLock: Sendable {
             )
         }
         #if os(iOS)
-            // Nobody but the app writes here.
+            // Only the app writes here.
             let holder = ("Another run of this app" as Sentence).english
         #else
-            // `ProcessInfo.hostName` asks the network, and with it the person whether the app may use the local one.
+            // `ProcessInfo.hostName` uses the network, so the system would ask the person for permission.
             var name = [CChar](repeating: 0, count: 256)
             gethostname(&name, name.count - 1)
             let host = String(decoding: name.prefix { $0 != 0 }.map(UInt8.init(bitPattern:)), as: UTF8.self)
             let holder = "Process \(getpid()) on \(host)"
         #endif
-        // It only informs.
+        // The holder's name is only informative, so failures are ignored.
         _ = ftruncate(file, 0)
         _ = pwrite(file, holder, holder.utf8.count, 0)
     }

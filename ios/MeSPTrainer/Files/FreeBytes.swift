@@ -1,7 +1,7 @@
 import Foundation
 
 extension URL {
-    /// The space that the system would free where a folder is, for something that a person has asked for; nil where it says nothing.
+    /// The free bytes of a folder's disk, with those that the system would free for a person's request; nil if they are unknown.
     public var freeBytes: Int? {
         #if os(iOS) || os(macOS)
             let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])
@@ -14,6 +14,6 @@ extension URL {
 }
 
 extension Int {
-    /// Bytes as a size in words.
+    /// A number of bytes as text in MB.
     package var megabytes: String { "\((Double(self) / 1e6).formatted(.number.precision(.fractionLength(0)))) MB" }
 }

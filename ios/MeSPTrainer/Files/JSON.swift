@@ -2,7 +2,7 @@ import Foundation
 import MeSPSentences
 
 extension JSONDecoder {
-    /// Reads the names of files and programs, which are in snake case.
+    /// A decoder of keys in snake case, which files and programs use.
     package static var snakeCase: JSONDecoder {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
@@ -11,7 +11,7 @@ extension JSONDecoder {
 }
 
 extension JSONEncoder {
-    /// Writes names in snake case.
+    /// An encoder that writes keys in snake case.
     package static var snakeCase: JSONEncoder {
         let encoder = JSONEncoder()
         encoder.keyEncodingStrategy = .convertToSnakeCase

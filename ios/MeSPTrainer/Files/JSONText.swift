@@ -1,9 +1,9 @@
 import Foundation
 
 extension JSONValue {
-    /// Reads JSON, and tells whole numbers from others by how they are written.
+    /// Reads JSON. Numbers without a fraction or an exponent become integers.
     ///
-    /// - Throws: where it is not valid, has a key twice in one object, half a character, or more than 100 levels.
+    /// - Throws: an error if the JSON is not valid, repeats a key in an object, has half a surrogate pair, or has more than 100 levels.
     package init(json: some Sequence<UInt8>) throws {
         var reader = Reader(bytes: Array(json))
         self = try reader.value(level: 0)
@@ -11,7 +11,7 @@ extension JSONValue {
         guard reader.place == reader.bytes.count else { throw Invalid() }
     }
 
-    /// It as JSON, as Python's `json.dumps` writes it, with the keys of objects in the order of their names.
+    /// The value as JSON, in the format of Python's `json.dumps`, with sorted keys.
     package var json: String {
         switch self {
         case .null, .deep: "null"
@@ -25,7 +25,7 @@ extension JSONValue {
         }
     }
 
-    /// A text as it is between the quotes of a JSON string; with `inASCII` other characters are escaped too.
+    /// Returns a text escaped for a JSON string. With `inASCII` all characters outside of ASCII are escaped too.
     package static func escaped(_ text: String, inASCII: Bool = false) -> String {
         func hex(_ unit: UInt16) -> String {
             let digits = String(unit, radix: 16)

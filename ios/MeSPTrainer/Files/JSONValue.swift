@@ -1,19 +1,19 @@
 import Foundation
 
-/// A JSON value of any kind: of a file in which other keys than the known ones are to be named.
+/// A JSON value of any kind, for files whose unknown keys are reported.
 package enum JSONValue: Codable, Sendable, Hashable {
     case null
     case bool(Bool)
     case integer(Int)
-    /// A number with a fraction or an exponent, or a whole one that `Int` has no room for.
+    /// A number with a fraction or an exponent, or a whole number that does not fit an `Int`.
     case number(Double)
     case string(String)
     case array([JSONValue])
     case object([String: JSONValue])
-    /// An array or an object further inside than any value that is read.
+    /// An array or an object that is nested too deeply to be read.
     case deep
 
-    /// The levels that a decoder reads. Each takes stack, and a file may have hundreds.
+    /// The number of levels that a decoder reads. Each takes stack space, and a file may have hundreds.
     private static let levels = 16
 
     private struct Key: CodingKey {
@@ -61,7 +61,7 @@ package enum JSONValue: Codable, Sendable, Hashable {
         }
     }
 
-    /// Whether it says nothing: null, an empty text, list or object.
+    /// Whether the value is null or an empty string, array or object.
     package var isEmpty: Bool {
         switch self {
         case .null: true

@@ -5,17 +5,17 @@ import MeSPSentences
     import Darwin
 #endif
 
-/// Opens a regular file and nothing else: a symbolic link could lead out of its folder, and a device or a pipe has no end.
+/// Opens a regular file. It refuses symbolic links, which could lead out of the folder, and devices and pipes, which have no end.
 ///
 /// - Parameters:
-///   - flags: of `open`.
-///   - mode: of a file that it creates; by default everybody may read it.
-///   - followsLinks: whether a symbolic link in the place of the file is followed.
-/// - Throws: `MeSPError` with the reason alone.
+///   - flags: the flags of `open`.
+///   - mode: the permissions of a file that is created. By default everybody may read it.
+///   - followsLinks: whether to follow a symbolic link at `url`.
+/// - Throws: `MeSPError` whose message is only the reason.
 package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, followsLinks: Bool = false) throws
     -> Int32
 {
-    // Without O_NONBLOCK a pipe would wait for its other end.
+    // Without O_NONBLOCK, opening a pipe would wait for its other end.
     let file = open(url.path, flags | (followsLinks ? 0 : O_NOFOLLOW) | O_NONBLOCK | O_CLOEXEC, mode)
     guard file >= 0 else { throw errno == ELOOP ? MeSPError("it is a symbolic link") : MeSPError("\(lastError())") }
     var status = stat()
@@ -26,21 +26,21 @@ package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, f
     return file
 }
 
-/// The contents of a regular file, mapped, or nil where it cannot be opened. The file that was checked is the one that is read.
+/// Returns the mapped contents of a regular file, or nil if it cannot be opened. It reads the same open file that it checked.
 package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
     guard let file = try? openRegularFile(url, O_RDONLY, followsLinks: followsLinks) else { return nil }
     defer { close(file) }
     return mapped(file)
 }
 
-/// Makes a folder unless it is there, and refuses a symbolic link in its place, which could lead out of the folder that it is in.
+/// Creates a folder if necessary. It refuses a symbolic link at `url`, which could lead elsewhere.
 package func makeFolder(_ url: URL) throws {
     var status = stat()
     if lstat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFLNK { throw MeSPError("it is a symbolic link") }
     try FileManager.default.createDirectory(at: url, withIntermediateDirectories: true)
 }
 
-/// The size of an open file in bytes, and when it was modified last, since 1970: both tell whether it has changed.
+/// Returns the size of an open file in bytes and its modification time since 1970. Together they show whether the file has changed.
 package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     var status = stat()
     guard fstat(file, &status) == 0 else { return nil }
@@ -52,7 +52,7 @@ package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     return (Int(status.st_size), .seconds(modified.tv_sec) + .nanoseconds(modified.tv_nsec))
 }
 
-/// The contents of an open file, mapped, or nil where the system refuses.
+/// Returns the mapped contents of an open file, or nil if the system refuses.
 package func mapped(_ file: Int32) -> Data? {
     guard let size = status(of: file)?.size else { return nil }
     guard size > 0 else { return Data() }

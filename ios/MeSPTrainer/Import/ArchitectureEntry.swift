@@ -4,16 +4,16 @@ import MeSPFiles
 import MeSPSentences
 
 extension ConfigJSON {
-    /// The manifest's `architecture`, as `mesp.models.architecture` makes it of a config.json.
+    /// Returns the manifest's `architecture` for a config.json, as `mesp.models.architecture` does.
     ///
     /// - Parameters:
-    ///   - length: of the longest sequence, in tokens.
-    ///   - isTied: whether the output projection is the embedding; nil: as the config.json says.
+    ///   - length: the length of the longest sequence, in tokens.
+    ///   - isTied: whether the output projection is the embedding; nil for the config.json's value.
     func architecture(length: Int, isTied: Bool? = nil) throws -> (entry: JSONValue, architecture: Architecture) {
         let byLayer = try mixersByLayer(length: length)
         let mixers = byLayer.reduce(into: [JSONValue]()) { if !$0.contains($1) { $0.append($1) } }
-        // A norm does not see how long its input is. So where what a block adds is multiplied by m, x + m·out(…), that is
-        // x/m + out(…), with ε/m² in the norms.
+        // An RMS norm is invariant to the scale of its input. So a model whose blocks add m·out(…) to x equals one whose blocks add out(…) to x/m,
+        // with ε/m² in the norms.
         let residual = try optional("residual_multiplier") ?? 1
         let hidden = try count("hidden_size")
         let scale = try family.embeddingScale(hidden: hidden) * (optional("embedding_multiplier") ?? 1)
@@ -53,7 +53,7 @@ extension ConfigJSON {
         return (entry, made)
     }
 
-    /// The mixer of each block, as Hugging Face's implementation has it.
+    /// Returns the mixer of each block, as in Hugging Face's implementation.
     private func mixersByLayer(length: Int) throws -> [JSONValue] {
         let count = try count("num_hidden_layers")
         let periods = ["sliding_window_pattern", "full_attention_interval"]
@@ -120,9 +120,9 @@ extension ConfigJSON {
         ])
     }
 
-    /// The longest sequence that the blocks describe as they do shorter ones, in tokens; nil where there is no limit.
+    /// The longest sequence, in tokens, for which the description of the blocks is valid; nil if there is no limit.
     ///
-    /// Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), 1 below the limit. LongRoPE has other factors in
+    /// Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below the limit. LongRoPE has other factors for
     /// longer sequences.
     var longest: Int? {
         let scaling = self["rope_scaling"].object ?? [:]

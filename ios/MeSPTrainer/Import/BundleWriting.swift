@@ -8,24 +8,24 @@ import MeSPSentences
 #endif
 
 extension ModelImport {
-    /// An array of a weight file, the tensor that it is made of, and how.
+    /// An array of a weight file, its source tensor, and the conversion between them.
     struct SourcedArray {
         let array: Manifest.PackedArray
         let tensor: SourceTensor
-        /// nil: its bytes as they are.
+        /// The conversion; nil if the bytes are copied unchanged.
         let conversion: Conversion?
     }
 
     /// Writes the bundle. The model's files are only read.
     ///
-    /// It is written to the hidden folder `.importing-NAME` beside `bundle`, and renamed when all of it is on the disk. A call that ended
-    /// early is continued by the next one with the same model and options: files that were whole are kept.
+    /// The bundle is written to the hidden folder `.importing-NAME` beside `bundle`, which is renamed when it is completely on the disk. The next
+    /// call with the same model and options continues a call that ended early, and keeps complete files.
     ///
     /// - Parameters:
-    ///   - bundle: the folder, which must not be there yet.
-    ///   - progress: called with the number of bytes of weights that are written, and of those an earlier call has written. Its error ends
-    ///     the call.
-    /// - Throws: `MeSPError` where the disk does not allow it, or the model has changed.
+    ///   - bundle: the folder, which must not exist yet.
+    ///   - progress: receives the number of bytes of weights written so far, and the number of these that an earlier call has written. It may throw
+    ///     to stop.
+    /// - Throws: `MeSPError` if the bundle cannot be written, or the model has changed; also the errors of `progress`.
     package func write(to bundle: URL, progress: (_ bytes: Int, _ kept: Int) throws -> Void = { _, _ in }) throws {
         guard !FileManager.default.fileExists(atPath: bundle.path) else {
             throw MeSPError("There is a bundle \(bundle.lastPathComponent) already; delete it first.")
@@ -76,7 +76,7 @@ extension ModelImport {
         }
     }
 
-    /// Gives a whole bundle its name.
+    /// Renames a complete bundle.
     private func finish(_ partial: URL, _ bundle: URL) throws {
         for name in [Self.recordName, ".lock"] {
             let file = partial.appendingPathComponent(name)
@@ -90,17 +90,17 @@ extension ModelImport {
 
     private static let recordName = "import.json"
 
-    /// Whether a bundle is there that was made of this model with these options.
+    /// Returns whether the folder is a bundle that was made of this model with these options.
     package func hasWritten(_ bundle: URL) -> Bool {
         (try? ModelBundle(url: bundle, checksums: false))?.manifest.source == identity
     }
 
-    /// The folder in which a bundle is while it is written.
+    /// Returns the folder of a bundle while it is being written.
     package static func partial(of bundle: URL) -> URL {
         bundle.deletingLastPathComponent().appendingPathComponent(".importing-\(bundle.lastPathComponent)")
     }
 
-    /// Calls `body`. Its error becomes a sentence about the bundle, but for a cancellation.
+    /// Calls `body`, and turns its error into a sentence about the bundle, except a cancellation.
     private func described<R>(_ bundle: URL, _ body: () throws -> R) throws -> R {
         do { return try body() } catch let error as CancellationError { throw error } catch {
             throw MeSPError("Cannot write \(bundle.path): \(error.plainSentence).")
@@ -120,7 +120,7 @@ extension ModelImport {
 
     // MARK: - Weights
 
-    /// The arrays of a weight file, in the order of their places.
+    /// Returns the arrays of a weight file, in the order of their offsets.
     func arrays(of file: Manifest.PackedFile) throws -> [SourcedArray] {
         let module: String
         let block = manifest.architecture.numHiddenLayers
@@ -156,7 +156,7 @@ extension ModelImport {
             array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : .numbers(conversion))
     }
 
-    /// The divisor of the logits, which the last norm takes.
+    /// The divisor of the logits, by which the last norm is divided.
     private var divisor: Float { Float(entry["architecture"]?.object?["logits_scaling"]?.double ?? 1) }
 
     private func write(
@@ -203,11 +203,11 @@ extension ModelImport {
         return try [write("config.json", Data(config.json.utf8))] + copied.map { try write($0, contents($0)) }
     }
 
-    /// The contents of a file that is copied, of a configuration without the code that it names.
+    /// Returns the contents of a file to copy. Keys that name Python code are removed from configurations.
     func contents(_ name: String) throws -> Data {
         let (url, real) = (folder.appendingPathComponent(name), folder.resolvingSymlinksInPath())
         let parent = real.deletingLastPathComponent()
-        // In the cache of the Hugging Face Hub files are links to a folder beside the snapshots.
+        // In the cache of the Hugging Face Hub, files are links to a folder beside the snapshots.
         let root = parent.lastPathComponent == "snapshots" ? parent.deletingLastPathComponent() : real
         guard url.resolvingSymlinksInPath().path.hasPrefix(root.path + "/") else {
             throw MeSPError("\(url.path) is a link that leads out of its folder; put the file there.")
@@ -225,12 +225,12 @@ extension ModelImport {
 
     // MARK: - The record
 
-    /// What an import has written so far.
+    /// A record of the files that an import has written so far.
     private struct Record: Codable {
         let identity: String
         var files = [String: BundleFile]()
 
-        /// nil where there is none of the same model and options.
+        /// Reads a record; nil if there is none for the same model and options.
         static func read(_ url: URL, _ identity: String) -> Self? {
             guard let data = regularFile(url), let record = try? JSONDecoder().decode(Self.self, from: data) else {
                 return nil
@@ -250,7 +250,7 @@ extension ModelImport {
         return status(of: file)?.size
     }
 
-    /// Removes what an earlier import has left, but for its lock and files that are kept.
+    /// Removes the files of an earlier import, except its lock and the files to keep.
     private static func removeFiles(in folder: URL, but kept: Set<String>) throws {
         for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path)
         where !kept.contains(path) && ![".lock", recordName, "blocks"].contains(path) {

@@ -2,21 +2,21 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// A `config.json` of a plain family, with what it leaves out, as `mesp.models.config_json` completes it.
+/// A `config.json` of a plain family, with default values for missing keys, as `mesp.models.config_json` completes it.
 struct ConfigJSON {
     let modelType: String
     let family: PlainFamily
-    /// The config.json as it is.
+    /// The unchanged config.json.
     let original: [String: JSONValue]
-    /// It with what it leaves out, and RoPE by the keys that mlx-lm reads. A model of several modalities has its text's values.
+    /// The completed config.json, with RoPE in the keys that mlx-lm reads. For a multimodal model it has the values of the text model.
     private(set) var fields: [String: JSONValue]
 
     subscript(key: String) -> JSONValue { fields[key] ?? .null }
 
     /// - Parameters:
     ///   - model: the model's name or folder, for messages.
-    ///   - source: what `mesp-export` takes it by.
-    /// - Throws: `MeSPError` where the architecture is not supported here.
+    ///   - source: the argument of `mesp-export --model` for this model.
+    /// - Throws: `MeSPError` if the architecture is not supported here.
     init(_ original: [String: JSONValue], of model: String, source: String) throws {
         self.original = original
         modelType = try Self.modelType(original, of: model, source: source)
@@ -39,7 +39,7 @@ struct ConfigJSON {
 
     // MARK: - Values
 
-    /// A value that must be there.
+    /// Returns a value that must exist.
     func value(_ key: String) throws -> JSONValue { try value(key, of: fields) }
 
     func value(_ key: String, of fields: [String: JSONValue]) throws -> JSONValue {
@@ -49,7 +49,7 @@ struct ConfigJSON {
         return value
     }
 
-    /// A count from 1.
+    /// Returns a count, at least 1.
     func count(_ key: String) throws -> Int {
         guard case .integer(let count) = try value(key), (1...(1 << 24)).contains(count) else {
             throw unusable("\(key)")
@@ -57,7 +57,7 @@ struct ConfigJSON {
         return count
     }
 
-    /// A number above 0, as float32 and as an integer of 64 bits.
+    /// Returns a number above 0.
     func positive(_ key: String) throws -> Double { try positive(key, of: fields) }
 
     func positive(_ key: String, of fields: [String: JSONValue]) throws -> Double {
@@ -67,10 +67,10 @@ struct ConfigJSON {
         return number
     }
 
-    /// The number that follows from a key; nil where it is null, 0 or missing.
+    /// Returns the number of a key; nil if it is null, 0 or missing.
     func optional(_ key: String) throws -> Double? { self[key].isTruthy ? try positive(key) : nil }
 
-    /// One entry a block of a list; nil where it is null, empty or missing.
+    /// Returns a list with one entry per block; nil if it is null, empty or missing.
     func list(_ key: String) throws -> [JSONValue]? {
         guard self[key].isTruthy else { return nil }
         guard let values = self[key].array else { throw unusable("\(key)") }
@@ -109,7 +109,7 @@ struct ConfigJSON {
         )
     }
 
-    /// The values of the text of a model of several modalities, with what is said of the whole model, such as how it is quantized.
+    /// Returns the values of the text model of a multimodal model, with those of the whole model such as its quantization.
     private static func ofText(
         _ config: [String: JSONValue], _ modelType: String, _ family: PlainFamily
     ) throws -> [String: JSONValue] {
@@ -163,7 +163,7 @@ struct ConfigJSON {
             (self["rope_scaling"].object ?? ["rope_type": .string(type)]).merging(turning) { $1 })
     }
 
-    /// An object; nil where it is null, false or missing.
+    /// Returns an object; nil if it is null, false or missing.
     private func object(_ key: String) throws -> [String: JSONValue]? {
         guard self[key].isTruthy else { return nil }
         guard let object = self[key].object else { throw unusable("\(key)") }
@@ -171,20 +171,20 @@ struct ConfigJSON {
     }
 }
 
-/// The error for a config.json that asks for something that the trainer lacks.
+/// Returns the error for a config.json that needs a feature which the trainer lacks.
 func unsupported(_ key: String, _ value: JSONValue) -> MeSPError {
     MeSPError(
         "The model's config.json sets \(JSONValue.escaped(key)) to \(value.json), which is not supported; take a model without it."
     )
 }
 
-/// The error for a value that no model has.
+/// Returns the error for a value that is not possible in a model.
 func unusable(_ key: Sentence) -> MeSPError {
     MeSPError("The model's config.json is not valid (its \(key) cannot be used); take an unchanged config.json.")
 }
 
 extension JSONValue {
-    /// A number, whole or not.
+    /// The value as a number; nil if it is none.
     var double: Double? {
         switch self {
         case .integer(let number): Double(number)
@@ -193,12 +193,12 @@ extension JSONValue {
         }
     }
 
-    /// The fields of an object, with those that are null.
+    /// The fields of an object, including null ones; nil for other values.
     var object: [String: JSONValue]? {
         if case .object(let fields) = self { fields } else { nil }
     }
 
-    /// Whether Python takes it for true: it is neither empty, null, false nor 0.
+    /// Whether the value is true in Python: not empty, null, false or 0.
     var isTruthy: Bool {
         switch self {
         case .bool(let truth): truth
@@ -207,7 +207,7 @@ extension JSONValue {
         }
     }
 
-    /// Whether Python finds both equal: 1, 1.0 and true are.
+    /// Returns whether two values are equal in Python, where 1, 1.0 and true are.
     func isEqual(to other: JSONValue) -> Bool {
         func number(_ value: JSONValue) -> Double? {
             if case .bool(let truth) = value { truth ? 1 : 0 } else { value.double }

@@ -1,16 +1,16 @@
 import Foundation
 import MeSPFiles
 
-/// The licence in the front matter of a model's card, README.md.
+/// The licence in the front matter of a model card, README.md.
 struct ModelCard {
-    /// An identifier, or `other` with a name and a link; nil where the card names none.
+    /// The identifier of the licence, or `other` with a name and a link; nil if the card names none.
     private(set) var license: String?
     private(set) var licenseName: String?
     private(set) var licenseLink: String?
 
     init() {}
 
-    /// - Parameter text: of the card; what is no scalar on a line of the front matter is passed over.
+    /// - Parameter text: the text of the card. Only scalars on one line of the front matter are read.
     init(_ text: String) {
         let lines = text.trimmingPrefix(while: \.isWhitespace).split(whereSeparator: \.isNewline)
         guard lines.first?.trimmingCharacters(in: .whitespaces) == "---" else { return }
@@ -27,7 +27,7 @@ struct ModelCard {
         }
     }
 
-    /// A YAML scalar on the rest of a line; nil for none and for other values.
+    /// Returns a YAML string on the rest of a line; nil for other values.
     private static func scalar(_ rest: Substring) -> String? {
         var text = rest.trimmingCharacters(in: .whitespaces)
         for quote in ["\"", "'"] where text.hasPrefix(quote) {
@@ -42,13 +42,13 @@ struct ModelCard {
         return isOther || isConstant || isNumber ? nil : isLine(text)
     }
 
-    /// A text on one line: it goes to screens and into model cards.
+    /// Returns the text if it is printable and not empty, because screens and model cards show it.
     private static func isLine(_ text: String) -> String? {
         let isPrintable = text.unicodeScalars.allSatisfy { !CharacterSet.controlCharacters.contains($0) }
         return !text.isEmpty && isPrintable ? text : nil
     }
 
-    /// The fields of a manifest's `model`.
+    /// Returns the fields of a manifest's `model`.
     func fields(id: String, revision: String?) -> [String: JSONValue] {
         func value(_ text: String?) -> JSONValue { text.map(JSONValue.string) ?? .null }
         let more = ["license_name": value(licenseName), "license_link": value(licenseLink)].filter { $0.value != .null }

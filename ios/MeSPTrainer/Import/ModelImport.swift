@@ -3,16 +3,16 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// A model in MLX's format (https://huggingface.co/mlx-community), checked, and the bundle that it becomes on the device.
+/// An import of a model in MLX's format (https://huggingface.co/mlx-community), which becomes a bundle on the device.
 ///
 ///     let model = try ModelImport(model: folder)
 ///     print(model.size)
 ///     try model.write(to: bundle) { bytes in … }
 ///
-/// It takes the plain families (`PlainFamilies`). Weights are the same bytes that `mesp-export` writes of the same files. The bundle has no
-/// functions: a GPU runs it by the trainer's formulas.
+/// The import supports the plain families (`PlainFamilies`). The bytes of the weights equal those that `mesp-export` writes from the same files. The
+/// bundle has no functions, so a GPU computes it by the trainer's formulas.
 package struct ModelImport: Sendable {
-    /// The bundle's manifest, without the files that are copied and without digests.
+    /// The bundle's manifest, without copied files and without digests.
     package let manifest: Manifest
     /// The notices to show before the model is trained.
     package let notices: [Sentence]
@@ -23,23 +23,23 @@ package struct ModelImport: Sendable {
     let entry: [String: JSONValue]
     let config: JSONValue
     let quantizations: Quantizations
-    /// The names of files that are copied beside the weights.
+    /// The names of the files to copy.
     let copied: [String]
-    /// The digest of the model's files and of the options. Equal digests make equal bundles.
+    /// The digest of the model's files and of the options. Equal digests give equal bundles.
     let identity: String
 
-    /// The sequence lengths, in tokens, and the ranks of a bundle. Without functions each is as good as another.
+    /// The sequence lengths, in tokens, and the ranks of a bundle. Without functions any values work.
     private static let (lengths, ranks) = ([64, 128, 256, 512, 1024, 2048], [4, 8, 16, 32, 64])
 
-    /// Reads what is in a model's folder.
+    /// Reads and checks the files in a model's folder.
     ///
     /// - Parameters:
     ///   - model: the folder, with config.json, model*.safetensors and tokenizer.json.
-    ///   - id: the model's name on the Hub; nil: the folder's.
-    ///   - revision: its commit there, where known.
-    ///   - device: the device that the bundle is for; nil: the one here.
-    ///   - dtype: the type of activations, scales and norms; nil: bfloat16 for a GPU, float32 for a CPU.
-    /// - Throws: `MeSPError` that names what is not supported or damaged.
+    ///   - id: the model's name on the Hub; nil for the folder's name.
+    ///   - revision: the model's commit on the Hub, if known.
+    ///   - device: the device of the bundle; nil for this machine's.
+    ///   - dtype: the type of activations, scales and norms; nil for bfloat16 on a GPU and float32 on a CPU.
+    /// - Throws: `MeSPError` that names an unsupported or damaged part.
     package init(
         model: URL, id: String? = nil, revision: String? = nil, device: Backend? = nil, dtype: ElementType? = nil
     ) throws {
@@ -84,14 +84,14 @@ package struct ModelImport: Sendable {
         for name in copied { _ = try contents(name) }
     }
 
-    /// The size of the bundle's weight files, in bytes. A tokenizer is beside them.
+    /// The size of the bundle's weight files, in bytes, without the tokenizer.
     package var size: Int { manifest.mappedBytes }
 
-    /// Makes the manifest that a model with this config.json would get: of a repository, before its weights are downloaded.
+    /// Returns the manifest that a model in a repository would get, before its weights are downloaded.
     ///
     /// - Parameters:
     ///   - config: the contents of config.json.
-    ///   - card: those of README.md, where there is one.
+    ///   - card: the contents of README.md, if it exists.
     ///   - id: the repository, as `owner/name`.
     package static func manifest(
         config: Data, card: Data?, of id: String, revision: String?, device: Backend? = nil
@@ -105,7 +105,7 @@ package struct ModelImport: Sendable {
         return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
 
-    /// The files that an import needs, of those in a repository.
+    /// Returns those of a repository's files that an import needs.
     package static func neededFiles(_ names: [String]) -> [String] {
         let weights = names.filter { $0.hasPrefix("model") && $0.hasSuffix(".safetensors") && !$0.contains("/") }
         let whole = weights.filter { $0 == "model.safetensors" }
@@ -129,7 +129,7 @@ package struct ModelImport: Sendable {
         }
     }
 
-    /// The description of a bundle by a config.json.
+    /// The description of a bundle, derived from a config.json.
     private struct Description {
         let config: ConfigJSON
         private let name: String
@@ -172,7 +172,7 @@ package struct ModelImport: Sendable {
             return try SourceTensors(folder, config, isTied: isTied, known: names)
         }
 
-        /// The manifest, without the files that are copied and without digests.
+        /// Returns the manifest, without copied files and without digests.
         func entry(isTied: Bool, _ model: [String: JSONValue]) throws -> [String: JSONValue] {
             let (described, architecture) = try architecture(isTied: isTied)
             let layers = 0..<architecture.numHiddenLayers
@@ -220,7 +220,7 @@ package struct ModelImport: Sendable {
             ]
         }
 
-        /// The bundle's config.json, which mlx-lm reads with its weights.
+        /// Returns the bundle's config.json, which mlx-lm can read with the bundle's weights.
         func configToWrite(isTied: Bool) -> JSONValue {
             var fields = config.fields
             fields["tie_word_embeddings"] = .bool(isTied && config.family.mlxTies)
@@ -247,7 +247,7 @@ struct BundleFile: Codable {
     }
 }
 
-/// A JSON value without what names Python code, at any depth.
+/// Returns a JSON value without the keys that name Python code, at any depth.
 func withoutCode(_ value: JSONValue) -> JSONValue {
     switch value {
     case .object(let fields):

@@ -1,11 +1,11 @@
-/// The bits of a number in bfloat16, the nearest, of two the even one, as MLX rounds.
+/// Returns the bits of a number in bfloat16, rounded to nearest, ties to even, as MLX does.
 func bfloat16(_ number: Float) -> UInt16 {
     guard !number.isNaN else { return 0x7FC0 }
     let bits = number.bitPattern
     return UInt16(truncatingIfNeeded: (bits &+ (bits >> 16 & 1) &+ 0x7FFF) >> 16)
 }
 
-/// The number of these bits in float16. (`Float16` is not there on every Mac that the package is built for.)
+/// Returns the number with these bits in float16. (Not every Mac that the package supports has `Float16`.)
 func float32(ofFloat16 bits: UInt16) -> Float {
     let sign = UInt32(bits & 0x8000) << 16
     let (exponent, fraction) = (UInt32(bits >> 10 & 0x1F), UInt32(bits & 0x3FF))
@@ -18,10 +18,10 @@ func float32(ofFloat16 bits: UInt16) -> Float {
     }
 }
 
-/// How the bytes of a tensor become those of a bundle's array.
+/// A conversion of a tensor's bytes into a bundle's array.
 enum Conversion {
     case numbers(NumberConversion)
-    /// Packed codes of 1 bit become codes of 2 bits.
+    /// A conversion of packed 1-bit codes into 2-bit codes.
     case to2Bits
 
     func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
@@ -32,7 +32,7 @@ enum Conversion {
     }
 }
 
-/// Packed codes of 1 bit, the lowest bits first, as codes of 2 bits.
+/// Returns packed 1-bit codes, the lowest bits first, as packed 2-bit codes.
 private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
     [UInt8](unsafeUninitializedCapacity: 2 * bytes.count) { made, length in
         for (index, byte) in bytes.enumerated() {
@@ -47,20 +47,20 @@ private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
     }
 }
 
-/// How the numbers of a tensor become those of a bundle's array: (x + offset) / divisor, in float32.
+/// A conversion of a tensor's numbers into a bundle's array: (x + offset) / divisor, in float32.
 struct NumberConversion {
     let from: TensorType
-    /// Whether the array is bfloat16; float32 otherwise.
+    /// Whether the array is bfloat16; otherwise it is float32.
     let toBFloat16: Bool
     var offset: Float = 0
     var divisor: Float = 1
 
-    /// Whether the bytes stay.
+    /// Whether the bytes stay unchanged.
     var isIdentity: Bool {
         offset == 0 && divisor == 1 && from == (toBFloat16 ? .bfloat16 : .float32)
     }
 
-    /// The bytes of the converted numbers.
+    /// Returns the bytes of the converted numbers.
     func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
         let count = bytes.count / from.size
         return [UInt8](unsafeUninitializedCapacity: count * (toBFloat16 ? 2 : 4)) { made, length in

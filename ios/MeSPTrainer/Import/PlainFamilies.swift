@@ -1,37 +1,37 @@
 import MeSPFiles
 
-/// The properties that a `model_type` of the plain families implies. Their blocks are attention and one MLP, as the `config.json` alone says.
-/// `mesp.models.families` declares them.
+/// The properties of a `model_type` of the plain families, from `mesp.models.families`. Their blocks are attention and one MLP, and the `config.json`
+/// describes them completely.
 struct PlainFamily: Sendable {
-    /// The linear layers, each the pair of its name and its projections, as a manifest has them.
+    /// The linear layers of attention, each the pair of its name and its projections, as in a manifest. `mlp` has those of the MLP.
     let attention: JSONValue
     let mlp: JSONValue
-    /// The linear layers that have a bias whatever the config.json says.
+    /// The linear layers that always have a bias, regardless of the config.json.
     let biases: [String]
     let qkNorm: Bool
     let postNorms: Bool
-    /// A norm multiplies by this plus the weight in the checkpoint.
+    /// The offset that a norm adds to the weight in the checkpoint.
     let normOffset: Float
-    /// The names in checkpoints of norms and linear layers that are named otherwise here, by their names here.
+    /// The names in checkpoints of norms and linear layers, by their names here, if they differ.
     let names: [String: String]
-    /// The `model_type`s of the text, where it is published in a model of several modalities.
+    /// The `model_type`s of the text model within a multimodal model.
     let texts: [String]
-    /// mlx-lm's `model_type`, where it has another.
+    /// mlx-lm's `model_type`, if it differs.
     let mlxType: String?
-    /// Whether mlx-lm ties the head where the model does.
+    /// Whether mlx-lm ties the head if the model does.
     let mlxTies: Bool
     let mlxPrefix: String
     let hfPrefix: String
     let activation: String
-    /// Each how many-th layer has full attention where `layer_types` says nothing; nil: none.
+    /// The period of layers with full attention, if `layer_types` is missing; nil if there is no such period.
     let fullEvery: Double?
     /// Whether a config.json may name blocks without RoPE.
     let hasNoRoPELayers: Bool
-    /// The factor of the embedding: `one`, `root` of the width, or `rounded_root`, in bfloat16.
+    /// The factor of the embedding: `one`; `root`, the square root of the width; or `rounded_root`, that root in bfloat16.
     let embeddingFactor: String
-    /// The keys of `PlainFamilies.variants` that it takes.
+    /// The keys of `PlainFamilies.variants` that the family supports.
     let takes: Set<String>
-    /// The values of keys that may be missing.
+    /// The default values of keys that may be missing.
     let defaults: [String: JSONValue]
 
     init?(_ entry: JSONValue) {
@@ -52,7 +52,7 @@ struct PlainFamily: Sendable {
         if case .object(let values) = fields["defaults"] { defaults = values } else { defaults = [:] }
     }
 
-    /// The factor of the embedding of a model of this width.
+    /// Returns the factor of the embedding in a model of width `hidden`.
     func embeddingScale(hidden: Int) -> Double {
         let root = Double(hidden).squareRoot()
         return switch embeddingFactor {
@@ -62,35 +62,35 @@ struct PlainFamily: Sendable {
         }
     }
 
-    /// The names of the linear layers in a manifest's list of them.
+    /// Returns the names of the linear layers in a manifest's list.
     static func modules(_ entry: JSONValue) -> [String] {
         entry.array?.compactMap { $0.array?.first?.string } ?? []
     }
 }
 
-/// What `mesp.models` declares of the plain families, and of any config.json and checkpoint.
+/// The tables of `mesp.models` about the plain families, and about any config.json and checkpoint.
 enum PlainFamilies {
     static let families = object("families").compactMapValues(PlainFamily.init)
-    /// The `model_type`s of all families that the exporter takes.
+    /// The `model_type`s of all families that the exporter supports.
     static let names = strings("names")
-    /// The parts that the trainer lacks, by the `model_type` of other models.
+    /// The parts that the trainer lacks, by the `model_type` of unsupported models.
     static let lacking = object("lacking").compactMapValues(\.string)
-    /// The keys that some families have and others lack, with the value that means the same as none.
+    /// The keys that only some families have, each with the value that equals a missing key.
     static let variants = object("variants")
     static let defaults = object("defaults")
-    /// The largest values of numbers by which lists are made.
+    /// The largest allowed values of numbers that determine the lengths of lists.
     static let most = object("most").compactMapValues(\.double)
-    /// The keys of each type of `rope_scaling`, and those of all types, by `common`.
+    /// The keys of each type of `rope_scaling`; `common` has the keys of all types.
     static let rope = object("rope").mapValues { Set($0.array?.compactMap(\.string) ?? []) }
-    /// The beginnings of the names of a model of several modalities, and what is there in the text's own.
+    /// The prefixes of names in multimodal models, with the prefixes in the text model.
     static let text = object("text").compactMapValues(\.string).sorted { $0.key.count > $1.key.count }
-    /// The beginnings of the names of other parts than the text.
+    /// The prefixes of the names of parts other than the text model.
     static let unused = strings("unused")
-    /// The endings of the names of tensors that take no part.
+    /// The suffixes of the names of tensors that are not used.
     static let limits = strings("limits")
-    /// The beginnings of names in the checkpoint of a model without its head.
+    /// The prefixes of names in the checkpoint of a model without its head.
     static let headless = strings("headless")
-    /// The endings of the names of tensors that change nothing.
+    /// The suffixes of the names of tensors that change nothing.
     static let buffers = strings("buffers")
     /// The files of a tokenizer.
     static let tokenizerFiles = strings("tokenizer_files")

@@ -2,16 +2,16 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// RoPE's frequencies, and how a `rope_scaling` changes them, as in `mesp.models.rope_scaling`.
+/// Computes RoPE's frequencies, with the changes of a `rope_scaling`, as `mesp.models.rope_scaling` does.
 enum RoPEScaling {
-    /// The type that a `rope_scaling` names.
+    /// Returns the type that a `rope_scaling` names.
     static func type(of scaling: [String: JSONValue]) -> String {
         let named = ["rope_type", "type"].lazy.compactMap { scaling[$0] }.first(where: \.isTruthy)
         let type = named.map { $0.string ?? $0.json } ?? "default"
         return type == "su" ? "longrope" : type  // an older name
     }
 
-    /// Throws for a type or a key that no formula reads.
+    /// Throws for a type that is not supported, or a key that no formula reads.
     static func check(_ scaling: [String: JSONValue], _ key: String) throws {
         let type = type(of: scaling)
         guard type != "common", let its = PlainFamilies.rope[type], let common = PlainFamilies.rope["common"] else {
@@ -23,7 +23,7 @@ enum RoPEScaling {
         }
     }
 
-    /// A `rope_scaling` with what it leaves out, by the config.json.
+    /// Returns a `rope_scaling` with values from the config.json for missing keys.
     static func complete(_ scaling: [String: JSONValue], _ config: ConfigJSON) throws -> [String: JSONValue] {
         let type = type(of: scaling)
         guard ["llama3", "longrope", "yarn"].contains(type) else { return scaling }
@@ -41,7 +41,7 @@ enum RoPEScaling {
         if type == "yarn" {
             let magnitude = try attentionFactor(scaling, factor, config)
             scaling["attention_factor"] = .number(magnitude)
-            // mlx-lm has no attention_factor: 0.1 · mscale · ln factor + 1 is the same.
+            // mlx-lm has no attention_factor. This mscale makes its 0.1 · mscale · ln factor + 1 the same.
             scaling["mscale"] = .number((magnitude - 1) / (factor > 1 ? 0.1 * log(factor) : .infinity))
             scaling["mscale_all_dim"] = .integer(0)
         } else if (scaling["attention_factor"] ?? .null) == .null {
@@ -50,7 +50,7 @@ enum RoPEScaling {
         return scaling
     }
 
-    /// YaRN's factor of q and k: what is said, or else by `mscale` and `mscale_all_dim` together.
+    /// Returns YaRN's factor of q and k: `attention_factor`, or else a value derived from `mscale` and `mscale_all_dim`.
     private static func attentionFactor(
         _ scaling: [String: JSONValue], _ factor: Double, _ config: ConfigJSON
     ) throws -> Double {
@@ -64,12 +64,12 @@ enum RoPEScaling {
         return magnitude(weights[0]) / magnitude(weights[1])
     }
 
-    /// The frequencies of the rotated pairs, in radians a position, and the factor of the pairs.
+    /// Returns the frequencies of the rotated pairs, in radians per position, and the factor of the pairs.
     ///
-    /// θ^(−2i/D) for i < D/2 with D = headDim · partial_rotary_factor, scaled by `rope_scaling`. Where sliding windows have a base of their
-    /// own (`isLocal`), that base with D = headDim and no scaling.
+    /// The frequencies are θ^(−2i/D) for i < D/2 with D = headDim · partial_rotary_factor, changed by `rope_scaling`. If sliding windows have their
+    /// own base and `isLocal` is set, they use that base with D = headDim, without scaling.
     ///
-    /// - Parameter length: of the longest sequence, in tokens: LongRoPE has other factors in long ones.
+    /// - Parameter length: the length of the longest sequence, in tokens. LongRoPE has other factors for long sequences.
     static func frequencies(
         _ config: ConfigJSON, headDim: Int, isLocal: Bool, length: Int
     ) throws -> (frequencies: [Double], scale: Double) {
@@ -89,12 +89,12 @@ enum RoPEScaling {
             let factor = try number("factor")
             return (base.map { $0 / factor }, 1)
         case "proportional":
-            // The first pairs turn, the others stay.
+            // The first pairs are rotated, and the others are not.
             let factor = scaling["factor"] == nil ? 1 : try number("factor")
             let turning = Int(min(share, 1) * Double(base.count))
             return (base.enumerated().map { $0 < turning ? $1 / factor : 0 }, 1)
         case "llama3":
-            // Slow pairs turn slower by `factor`, fast ones as ever, and between them in between.
+            // Low frequencies are divided by `factor`, high ones stay, and those between are interpolated.
             let (low, high) = (try number("low_freq_factor"), try number("high_freq_factor"))
             guard low != high else { throw unusable("rope_scaling") }
             let (length, factor) = (try number("original_max_position_embeddings"), try number("factor"))
@@ -116,14 +116,14 @@ enum RoPEScaling {
         }
     }
 
-    /// A ramp over the pairs, from those that turn as ever to those slowed down.
+    /// Returns YaRN's frequencies: a ramp over the pairs, from unchanged ones to ones divided by the factor.
     private static func yarn(
         _ base: [Double], _ theta: Double, _ scaling: [String: JSONValue], _ config: ConfigJSON
     ) throws -> [Double] {
         let (factor, size) = (try config.positive("factor", of: scaling), Double(2 * base.count))
         let length = try config.positive("original_max_position_embeddings", of: scaling)
         func bound(_ key: String, _ usual: Double) throws -> Double {
-            // The pair that turns so often within the original length.
+            // The pair that makes `turns` turns within the original length.
             let turns = scaling[key]?.isTruthy == true ? try config.positive(key, of: scaling) : usual
             return size * log(length / (turns * 2 * .pi)) / (2 * log(theta))
         }

@@ -2,21 +2,21 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// How MLX has quantized a matrix.
+/// The quantization of a matrix by MLX.
 struct Quantization: Equatable {
     let bits: Int
     let groupSize: Int
     let mode: String
 
-    /// The bits and the group size of modes that leave no choice.
+    /// The bits and the group size of modes that fix both.
     private static let modes = ["mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)]
 
     var hasBiases: Bool { mode == "affine" }
 
-    /// Whether its codes are of 1 bit, which the MLX of phones lacks.
+    /// Whether the codes have 1 bit, which MLX on phones does not support.
     var isOneBit: Bool { bits == 1 }
 
-    /// The quantization that a bundle stores it in, with the same values: scale · code + bias. It is another one for 1 bit alone.
+    /// The quantization in a bundle, with the same values scale · code + bias. It differs only for 1 bit.
     var inBundle: Self { isOneBit ? Self(bits: 2, groupSize: groupSize, mode: mode) : self }
 
     private var isSupported: Bool {
@@ -49,7 +49,7 @@ struct Quantization: Equatable {
         }
     }
 
-    /// The arrays of a matrix `[rows, columns]`, with those of 16 or 32 bits in the bundle's type.
+    /// Returns the arrays of a matrix `[rows, columns]`. Scales and biases of affine quantization have the bundle's dtype.
     func arrays(_ prefix: String, rows: Int, columns: Int, _ dtype: ElementType) -> [PlacedArray] {
         let groups = [rows, columns / groupSize]
         let packed = [
@@ -64,14 +64,14 @@ struct Quantization: Equatable {
     }
 }
 
-/// The quantizations of a model's matrices, as its files have them, by its config.json.
+/// The quantizations of the matrices in a model's files, from its config.json.
 struct Quantizations {
     let main: Quantization
-    /// Of modules that differ, by their names here; one with nil is not quantized.
+    /// The quantizations of modules that differ, by their names here; nil for a module that is not quantized.
     private let others: [String: Quantization?]
-    /// The model's own `quantization`, as a bundle's config.json has it.
+    /// The model's `quantization`, as in the bundle's config.json.
     let entry: JSONValue
-    /// Whether the files have codes of 1 bit, which a bundle stores in 2 bits.
+    /// Whether the files have 1-bit codes, which a bundle stores in 2 bits.
     let hasOneBit: Bool
 
     private static let keys = ["bits", "group_size", "mode"]
@@ -80,7 +80,7 @@ struct Quantizations {
 
     /// - Parameters:
     ///   - model: the model's name, for messages.
-    ///   - source: what `mesp-export` takes it by.
+    ///   - source: the argument of `mesp-export --model` for this model.
     init(_ config: ConfigJSON, of model: String, source: String) throws {
         try Self.checkSections(config.original, of: model)
         guard let given = config.original["quantization"]?.object, !given.isEmpty else {
@@ -91,7 +91,7 @@ struct Quantizations {
         let main = try Quantization(given, of: model)
         var others = [String: Quantization?]()
         for (name, entry) in given {
-            // As mlx-lm: a dictionary for a module's own, or whether it is quantized as the rest.
+            // As in mlx-lm, an entry is the module's own quantization, or whether the module is quantized as the rest.
             let own: Quantization?
             switch entry {
             case .object(let fields): own = try Quantization(fields, of: model)
@@ -104,8 +104,8 @@ struct Quantizations {
         hasOneBit = main.isOneBit || others.values.contains { $0?.isOneBit == true }
     }
 
-    /// Throws where a config.json says something of how its model is quantized that is not read here, such as a rotation of the weights'
-    /// basis. Of a model of several modalities, the text's part may say it too.
+    /// Throws if a config.json describes the quantization with keys that are not read here, such as a rotation of the weights' basis. In a multimodal
+    /// model the text's section may have them too.
     private static func checkSections(_ config: [String: JSONValue], of model: String) throws {
         let parts = [config] + (config["text_config"]?.object.map { [$0] } ?? [])
         for key in ["quantization_config", "quantization"] {
@@ -126,7 +126,7 @@ struct Quantizations {
                         }
                     }
                 }
-                // mlx-lm reads the `quantization` of the whole model alone.
+                // mlx-lm reads only the `quantization` of the whole model.
                 guard config["quantization"]?.isTruthy == true else { throw unsupported(key, .object(section)) }
             }
         }
@@ -143,7 +143,7 @@ struct Quantizations {
         )
     }
 
-    /// `quantization` of a model's config.json as its bundle's has it: with 2 bits in place of 1.
+    /// Returns the `quantization` of a config.json for the bundle: with 2 bits in place of 1.
     static func in2Bits(_ section: JSONValue) -> JSONValue {
         guard case .object(var fields) = section else { return section }
         fields = fields.mapValues { if case .object = $0 { in2Bits($0) } else { $0 } }
@@ -151,14 +151,14 @@ struct Quantizations {
         return .object(fields)
     }
 
-    /// The quantization of a module in the model's files.
+    /// Returns the quantization of a module in the model's files.
     func inFiles(_ module: String) throws -> Quantization {
         guard let own = others[module] else { return main }
         guard let own else { throw notQuantized(module) }
         return own
     }
 
-    /// The quantization that a bundle has of a matrix with these columns, which whole groups must fill.
+    /// Returns the quantization in a bundle of a matrix with these columns, which must be a multiple of the group size.
     func of(_ module: String, columns: Int) throws -> Quantization {
         let quantization = try inFiles(module).inBundle
         guard columns % quantization.groupSize == 0 else {
@@ -170,7 +170,7 @@ struct Quantizations {
     }
 }
 
-/// The error for a matrix that is not quantized in a model that is.
+/// Returns the error for a matrix that is not quantized in a quantized model.
 func notQuantized(_ module: String) -> MeSPError {
     MeSPError(
         "\(module) is not quantized, unlike the rest of the model, which is not supported; take the model it was made from."

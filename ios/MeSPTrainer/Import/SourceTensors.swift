@@ -27,17 +27,17 @@ enum TensorType: String {
     }
 }
 
-/// A tensor in a file of the model: where its numbers lie.
+/// The place of a tensor in a file of the model.
 struct SourceTensor: Equatable {
     let file: URL
-    /// The byte of the file at which its numbers begin.
+    /// The offset of the numbers in the file, in bytes.
     let offset: Int
     let type: TensorType
     let shape: [Int]
 
     var size: Int { shape.reduce(type.size, *) }
 
-    /// Calls `body` with its bytes, in pieces of at most 1 MiB.
+    /// Calls `body` with the bytes of the tensor, in pieces of at most 1 MiB.
     func read(_ body: (UnsafeRawBufferPointer) throws -> Void) throws {
         let opened = try openRegularFile(file, O_RDONLY, followsLinks: true)
         defer { close(opened) }
@@ -47,7 +47,7 @@ struct SourceTensor: Equatable {
         while place < end {
             let count = pread(opened, piece.baseAddress, min(piece.count, end - place), off_t(place))
             guard count > 0 else { throw MeSPError("\(count < 0 ? lastError() : "it became shorter")") }
-            // Whole numbers only.
+            // A piece must not end within a number.
             let whole = count - count % type.size
             guard whole > 0 else { throw MeSPError("it became shorter") }
             try body(UnsafeRawBufferPointer(rebasing: piece[..<whole]))
@@ -57,7 +57,7 @@ struct SourceTensor: Equatable {
 }
 
 extension SourceTensor {
-    /// The SHA-256 of its bytes.
+    /// Returns the SHA-256 of the tensor's bytes.
     fileprivate func sha256() throws -> String {
         var hash = SHA256()
         try read { hash.update(data: Data($0)) }
@@ -65,24 +65,24 @@ extension SourceTensor {
     }
 }
 
-/// The tensors of a model's folder, by their names here.
+/// The tensors in a model's folder, by their names here.
 struct SourceTensors {
     private let folder: URL
     private(set) var tensors = [String: SourceTensor]()
-    /// The files, each with its size and when it was modified last: both tell whether it has changed.
+    /// The files, each with its size and its modification time, which together show whether it has changed.
     private(set) var files = [(url: URL, size: Int, modified: Duration)]()
-    /// The number of tensors that take no part, of vision for example.
+    /// The number of tensors that are not used, for example of vision.
     private(set) var leftOut = 0
     /// Whether the output projection is the embedding.
     private(set) var isTied: Bool
 
-    /// The longest header that is read, in bytes: of a file with 30,000 tensors.
+    /// The maximum length of a header, in bytes, which suffices for 30,000 tensors.
     private static let longestHeader = 4 << 20
     private static let (embedding, head) = ("model.embed_tokens.", "lm_head.")
 
     /// Reads the headers of a model's files.
     ///
-    /// - Parameter known: the names of the model's tensors here, with a head of its own.
+    /// - Parameter known: the names here of the model's tensors, including a separate head.
     init(_ folder: URL, _ config: ConfigJSON, isTied: Bool, known: Set<String>) throws {
         (self.folder, self.isTied) = (folder, isTied)
         for file in try Self.files(folder) { try add(file, config, known) }
@@ -96,7 +96,7 @@ struct SourceTensors {
         }
     }
 
-    /// A tensor in this shape.
+    /// Returns the tensor of this name, which must have this shape.
     func tensor(_ name: String, _ shape: [Int]) throws -> SourceTensor {
         guard let tensor = tensors[name] else {
             throw MeSPError(
@@ -108,18 +108,18 @@ struct SourceTensors {
         return tensor
     }
 
-    /// Whether a file holds the matrix as it is.
+    /// Returns whether the matrix is stored without quantization.
     func isStoredUnquantized(_ name: String) -> Bool {
         tensors[name + ".weight"] != nil && tensors[name + ".scales"] == nil
     }
 
-    /// Whether some scales are float16, which lose 3 bits of their mantissa in bfloat16.
+    /// Whether some scales are float16. In bfloat16 they lose 3 bits of their mantissa.
     var hasFloat16Scales: Bool { tensors.contains { $0.key.hasSuffix(".scales") && $0.value.type == .float16 } }
 
     // MARK: - Files
 
-    /// The files of a folder's weights, as transformers chooses: one for all, or else those of the index; without an index all that there
-    /// are.
+    /// Returns the files of weights in a folder, as transformers chooses them: `model.safetensors`, or else the files in the index, or without an
+    /// index all weight files.
     private static func files(_ folder: URL) throws -> [URL] {
         func url(_ name: String) -> URL { folder.appendingPathComponent(name) }
         func exists(_ name: String) -> Bool { FileManager.default.fileExists(atPath: url(name).path) }
@@ -143,12 +143,12 @@ struct SourceTensors {
         return names.sorted().map(url)
     }
 
-    /// Whether it is a file's name, without a folder.
+    /// Returns whether the text is a file name without a folder.
     private static func isName(_ name: String) -> Bool {
         !["", ".", ".."].contains(name) && !name.contains("/") && !name.contains("\0")
     }
 
-    /// Adds a file's tensors: after its length, a JSON header says where in the rest each lies.
+    /// Adds the tensors of a file. It begins with the length of a JSON header, which has the place of each tensor.
     private mutating func add(_ file: URL, _ config: ConfigJSON, _ known: Set<String>) throws {
         let damaged = MeSPError("The weights \(file.path) are truncated or damaged; download the model again.")
         let opened: Int32
@@ -167,7 +167,7 @@ struct SourceTensors {
         else { throw damaged }
         files.append((file, status.size, status.modified))
         for (key, entry) in entries.sorted(by: { $0.key < $1.key }) where key != "__metadata__" {
-            let name = JSONValue.escaped(key)  // it goes into sentences
+            let name = JSONValue.escaped(key)  // messages contain the name
             guard !TensorNames.changesNothing(name) else { continue }
             guard let here = TensorNames.here(name, config.family) else {
                 leftOut += 1
@@ -190,7 +190,7 @@ struct SourceTensors {
         }
     }
 
-    /// A tensor by its entry in a header; nil where its numbers do not lie in the file.
+    /// Returns a tensor from its entry in a header; nil if its numbers are not within the file.
     private static func tensor(
         _ entry: JSONValue, _ type: TensorType, _ file: URL, start: Int, count: Int
     ) -> SourceTensor? {
@@ -225,8 +225,8 @@ struct SourceTensors {
         }
     }
 
-    /// Takes what is stored: where the config.json ties the head to the embedding, one of them may be missing, or both may be there and
-    /// differ.
+    /// Decides whether the head is tied, by the stored tensors. If the config.json ties the head to the embedding, one of them may be missing, or
+    /// both may exist and differ.
     private mutating func findHead() throws {
         let heads = tensors.filter { $0.key.hasPrefix(Self.head) }
         guard isTied, !heads.isEmpty else { return }
@@ -243,13 +243,13 @@ struct SourceTensors {
         }
     }
 
-    /// Whether two tensors hold the same numbers.
+    /// Returns whether two tensors have the same numbers.
     private func areEqual(_ one: SourceTensor, _ other: SourceTensor?) throws -> Bool {
         guard let other, one.type == other.type, one.shape == other.shape else { return false }
         return try one.sha256() == other.sha256()
     }
 
-    /// Throws unless packed weights are of 32 bits, scales without biases of 8, and all others are numbers with a fraction.
+    /// Throws unless packed weights are uint32, scales without biases are uint8, and all others are floating-point numbers.
     private func checkTypes() throws {
         for (name, tensor) in tensors.sorted(by: { $0.key < $1.key }) {
             let (stem, part) = Self.parts(name)
@@ -268,7 +268,7 @@ struct SourceTensors {
         MeSPError("The weights in \(folder.path) do not fit its config.json: \(reason).")
     }
 
-    /// A name without its last part, and that.
+    /// Splits a name into its last part and the rest.
     private static func parts(_ name: String) -> (stem: String, part: String) {
         guard let dot = name.lastIndex(of: ".") else { return ("", name) }
         return (String(name[..<dot]), String(name[name.index(after: dot)...]))
@@ -277,7 +277,7 @@ struct SourceTensors {
     private static func list(_ shape: [Int]) -> String { "[\(shape.map(String.init).joined(separator: ", "))]" }
 }
 
-/// The object in a JSON file of at most 4 MiB.
+/// Reads the object in a JSON file of at most 4 MiB.
 func readObject(_ url: URL, longest: Int = Manifest.largestSize) throws -> [String: JSONValue] {
     let file = FileHandle(fileDescriptor: try openRegularFile(url, O_RDONLY, followsLinks: true), closeOnDealloc: true)
     var text = try file.read(upToCount: longest + 1) ?? Data()

@@ -1,8 +1,8 @@
 import Foundation
 
-/// The names of tensors in checkpoints, and those that they have here, as in `mesp.models.tensor_names`.
+/// Translates the names of tensors in checkpoints to the names here, as `mesp.models.tensor_names` does.
 enum TensorNames {
-    /// The name of a checkpoint's tensor or module; nil where it takes no part in the training.
+    /// Returns the name here of a checkpoint's tensor or module; nil if training does not use it.
     static func here(_ name: String, _ family: PlainFamily) -> String? {
         if PlainFamilies.unused.contains(where: name.hasPrefix) || PlainFamilies.limits.contains(where: name.hasSuffix)
         {
@@ -20,6 +20,6 @@ enum TensorNames {
         return name
     }
 
-    /// Whether a tensor is a buffer that no model of the family computes with.
+    /// Returns whether a tensor is a buffer that affects no result.
     static func changesNothing(_ name: String) -> Bool { PlainFamilies.buffers.contains(where: name.hasSuffix) }
 }

@@ -4,15 +4,16 @@ import MeSPSentences
 
 /// Trained LoRA adapters in a folder.
 ///
-/// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load, and a folder `peft` with the same adapters
-/// as PEFT loads them. The matrices are float32.
+/// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load. Its folder `peft` has the same adapters in
+/// PEFT's format. The matrices are float32.
 public struct Adapters: Sendable, Equatable {
-    /// The folder. The next run removes it when it has finished: copy it with ``write(to:)``.
+    /// The folder. The next run removes it when that run finishes, so copy it with ``write(to:)``.
     public let url: URL
 
-    /// Copies the adapters to `folder`, which is made, or replaced where it is empty or has adapters. Where that fails, it is as it was.
+    /// Copies the adapters to `folder`. It creates the folder, or replaces one that is empty or has adapters. If the copy fails, the folder stays as
+    /// it was.
     ///
-    /// - Throws: ``FineTuningError`` where something else is there, or the folder cannot be written.
+    /// - Throws: ``FineTuningError`` if `folder` has other contents, if it cannot be written, or if a later run has removed the adapters.
     public func write(to folder: URL) throws {
         let parent = folder.deletingLastPathComponent()
         let (partial, former) = (parent.hidden(".partial"), parent.hidden(".former"))
@@ -43,12 +44,12 @@ public struct Adapters: Sendable, Equatable {
 }
 
 extension URL {
-    /// Whether this is a folder with all files of adapters.
+    /// Whether the URL is a folder with all files of adapters.
     var hasAdapters: Bool {
         ["adapters.safetensors", "adapter_config.json", "peft/adapter_model.safetensors", "peft/adapter_config.json"]
             .allSatisfy { FileManager.default.fileExists(atPath: appendingPathComponent($0).path) }
     }
 
-    /// The place of a hidden file in this folder, whose name no other has.
+    /// Returns the URL of a hidden file in this folder with a unique name.
     fileprivate func hidden(_ name: String) -> URL { appendingPathComponent("\(name)-\(UUID().uuidString)") }
 }

@@ -16,14 +16,15 @@ import MeSPSentences
 /// try tuner.adapters.write(to: folder)
 /// ```
 ///
-/// It trains on a thread of its own, one run at a time in a process. A run waits at the next block of the model while the app may not train in
-/// the background, the device is too warm, short of memory or low on battery, and continues by itself. Nothing that takes time is done
-/// on the main actor.
+/// It trains on its own thread. A process trains one run at a time. A run waits at the next block of the model while the app may not train in the
+/// background, and while the device is too warm, short of memory or low on battery. It continues when these conditions end. No slow work runs on the
+/// main actor.
 ///
-/// MLX is one for a process, so one run or answer of all fine-tuners is in progress at a time, and what makes a run wait is said to any of
-/// them. An app that also generates text with MLX does that within ``whilePaused(isolation:_:)``, or while no run is in progress.
+/// All fine-tuners of a process share MLX. So one run or answer is in progress at a time, and a call that pauses training, or grants it background
+/// time, applies to all fine-tuners. An app that also generates text with MLX does that within ``whilePaused(isolation:_:)``, or while no run is in
+/// progress.
 ///
-/// A run tells the main actor of its state, so the main thread must not be blocked until something of a fine-tuner has ended.
+/// A run reports its state to the main actor. So do not block the main thread while you wait for a fine-tuner.
 public final class FineTuner: Sendable {
     /// The folder of the model to train, as `mesp-export` writes it.
     public let bundle: URL
@@ -41,14 +42,14 @@ public final class FineTuner: Sendable {
     /// - Parameters:
     ///   - bundle: the folder of the model.
     ///   - tokenizer: the model's tokenizer.
-    ///   - folder: the folder of the run, which is made where it is not there. nil: one with the bundle's name in `MeSP` in the folder for
-    ///     application support. Two fine-tuners must not have the same.
-    /// - Throws: ``FineTuningError`` where `bundle` is no bundle, is damaged, or is of another format.
+    ///   - folder: the folder of the run. The fine-tuner creates it if necessary. nil: a folder with the bundle's name, in `MeSP` in the Application
+    ///     Support folder. Two fine-tuners must not share a folder.
+    /// - Throws: ``FineTuningError`` if `bundle` is not a bundle, is damaged, or has an unknown format.
     public convenience init(bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil) async throws {
         try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, controller: .ofProcess)
     }
 
-    /// - Parameter controller: of the runs of all fine-tuners in the process.
+    /// - Parameter controller: controls the runs of all fine-tuners in the process.
     package init(
         bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil,
         controller: @autoclosure @MainActor @Sendable () -> RunController
@@ -60,10 +61,10 @@ public final class FineTuner: Sendable {
         self.controller = await controller()
     }
 
-    /// Whether this is within `whilePaused`.
+    /// Whether the current task is within `whilePaused`.
     @TaskLocal private static var isHolding = false
 
-    /// Why no work can begin now.
+    /// The error that says why no work can begin now.
     private static var refusal: FineTuningError {
         isHolding
             ? FineTuningError("A run or an answer would wait for the end of whilePaused; begin it afterwards.")
@@ -76,7 +77,7 @@ public final class FineTuner: Sendable {
         inSupport(bundle.deletingPathExtension().lastPathComponent)
     }
 
-    /// A folder of the library in the folder for application support.
+    /// Returns a path within the library's folder in Application Support.
     static func inSupport(_ path: String) -> URL {
         let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
         return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/\(path)")
@@ -84,35 +85,35 @@ public final class FineTuner: Sendable {
 
     // MARK: - Training
 
-    /// Begins a run on conversations. The last tenth of them is held out.
+    /// Begins a run on conversations. It holds out the last tenth of them.
     ///
     /// - Parameters:
-    ///   - conversations: two or more. Each is one sequence, cut to the sequence's length. Answers of the assistant are in the loss, whole, with
-    ///     their tool calls and the token that ends them.
+    ///   - conversations: two or more conversations. Each becomes one sequence, cut to the sequence length. By default the loss covers the
+    ///     assistant's answers: their text, their tool calls and the token that ends each.
     ///   - options: the choices of the run.
-    /// - Returns: the updates of the run, which end with it. Where a conversation, an option or the memory is not fit, they throw a
-    ///   ``FineTuningError`` before anything is trained; likewise where another run is in progress.
+    /// - Returns: the updates of the run, which end with it. They throw a ``FineTuningError`` before training begins if a conversation or an option
+    ///   is refused, if the memory does not suffice, or if another run is in progress.
     public func train(on conversations: [Conversation], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.conversations(conversations), options)
     }
 
-    /// Begins a run on the records of a file. Its last tenth is held out.
+    /// Begins a run on the text or the records of a file. It holds out the last tenth.
     ///
     /// - Parameters:
     ///   - file: UTF-8 text (`.txt`, `.md`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and `completion`, or with
-    ///     `text`. The rules are those of `mesp-export --data`.
+    ///     `text`. The rules are the same as for `mesp-export --data`.
     ///   - options: the choices of the run.
-    /// - Returns: as ``train(on:_:)-([Conversation],_)``.
+    /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on file: URL, _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.file(file), options)
     }
 
-    /// Begins a run of direct preference optimization on answers that a person chose over others. The last tenth is held out.
+    /// Begins a run of direct preference optimization (DPO) on answers that a person chose over others. It holds out the last tenth.
     ///
     /// - Parameters:
-    ///   - choices: some hundred choices.
+    ///   - choices: some hundred choices; at least two.
     ///   - options: the choices of the run.
-    /// - Returns: as ``train(on:_:)-([Conversation],_)``.
+    /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on choices: [Choice], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.choices(choices), options)
     }
@@ -128,13 +129,13 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Whether the last run was stopped, or its process ended, before its last step.
+    /// Whether the last run was stopped, or its process ended, before the last step.
     public var canContinueTraining: Bool { runs.settingsToContinue(with: bundle) != nil }
 
-    /// Continues the last run, with its data and options, from its last saved state, or from its beginning where it had saved none. The result
-    /// is to the last bit that of a run that was not interrupted, on the same processor and with the same memory limit.
+    /// Continues the last run from its last saved state, with its data and options. A run that has saved no state starts again. On the same processor
+    /// and with the same memory limit the result is equal, to the last bit, to that of an uninterrupted run.
     ///
-    /// - Returns: as ``train(on:_:)-([Conversation],_)``. They throw where there is no such run.
+    /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``. They throw if there is no run to continue.
     public func continueTraining() -> TrainingUpdates {
         updates { [self] in
             guard let settings = runs.settingsToContinue(with: bundle) else {
@@ -146,7 +147,7 @@ public final class FineTuner: Sendable {
 
     /// Writes the tokens of a run into its folder.
     ///
-    /// - Returns: what of the data is to be told.
+    /// - Returns: the notices about the data.
     private func write(
         _ source: TextData.Source, _ options: TrainingOptions, _ settings: inout RunSettings, in output: URL
     ) throws -> [String] {
@@ -157,7 +158,7 @@ public final class FineTuner: Sendable {
         settings.data = tokens.path
         let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
         if let initial = options.initialAdapters {
-            // A copy: a run that goes on before it has saved reads them again.
+            // A run that continues before its first saved state reads the adapters again, so it keeps a copy.
             let copy = output.appendingPathComponent(RunFolders.initialAdapters)
             do { try FileManager.default.copyItem(at: initial, to: copy) } catch {
                 throw MeSPError("Cannot read the adapters in \(initial.path): \(error.plainSentence).")
@@ -177,9 +178,9 @@ public final class FineTuner: Sendable {
         TextData(tokenizer: tokenizer, length: length, answersOnly: options.trainsAnswersOnly)
     }
 
-    /// The updates of a run.
+    /// Begins a run and returns its updates.
     ///
-    /// - Parameter prepare: makes its data; returns its settings and what of the data is to be told.
+    /// - Parameter prepare: writes the data; returns the settings of the run and the notices about the data.
     private func updates(
         of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
     ) -> TrainingUpdates {
@@ -192,8 +193,8 @@ public final class FineTuner: Sendable {
         return TrainingUpdates(updates) { work?.cancel() }
     }
 
-    /// Begins `body` as the work of this fine-tuner. With it the stream of `sender` ends, by its error where it has one; where no work can begin
-    /// now, at once.
+    /// Begins `body` as the work of this fine-tuner. When `body` ends, the stream of `sender` ends, with the error that `body` threw, if any. If no
+    /// work can begin now, the stream ends at once with an error.
     private func begin<Element>(
         _ sender: AsyncThrowingStream<Element, any Error>.Continuation,
         _ body: @escaping @Sendable () async throws -> Void
@@ -218,7 +219,7 @@ public final class FineTuner: Sendable {
         _ settings: RunSettings, _ told: [String], _ sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation
     ) async throws {
         controller.observers.append { [unowned controller] in
-            guard controller.state != .preparing else { return }  // there is nothing to tell yet
+            guard controller.state != .preparing else { return }  // nothing to report yet
             sender.yield(TrainingUpdate(controller, steps: settings.steps, told: told))
         }
         defer { controller.observers.removeLast() }
@@ -226,9 +227,9 @@ public final class FineTuner: Sendable {
         if controller.state == .finished(.finished) { runs.removeAll(but: URL(fileURLWithPath: settings.output)) }
     }
 
-    /// Ends the run or the answer of this fine-tuner at the next block, or after the step if that has begun to change the adapters. Returns when
-    /// it has saved its adapters and ended; within ``whilePaused(isolation:_:)``, for which it waits, at once. Where it waits for the app to be in
-    /// front (``PauseReason/away``), it ends when the app is.
+    /// Ends the run or the answer of this fine-tuner at the next block. A step that has begun to change the adapters is completed first. The method
+    /// returns when the run has saved its adapters and ended. Within ``whilePaused(isolation:_:)`` it returns at once, because the run waits for the
+    /// end of that call. A run that waits for the app to come to the foreground (``PauseReason/away``) ends only then.
     public func stop() async {
         let work = Self.turn.work(of: self)
         work?.cancel()
@@ -237,19 +238,19 @@ public final class FineTuner: Sendable {
 
     // MARK: - Pauses
 
-    /// Makes the run wait at the next block, until ``resume()``.
+    /// Pauses the run at the next block, until ``resume()`` is called.
     @MainActor public func pause() { controller.pause() }
 
     /// Ends a pause that ``pause()`` began.
     @MainActor public func resume() { controller.resume() }
 
-    /// Calls `body`, which may use MLX, while the run waits between two blocks. Where no run is in progress, it calls `body` at once, and a run
-    /// that begins meanwhile waits.
+    /// Calls `body`, which may use MLX, while the run waits between two blocks. If no run is in progress, it calls `body` at once, and a run that
+    /// begins meanwhile waits.
     ///
-    /// A run or an answer that is begun within `body` is refused, as it would wait for `body`.
+    /// A run or an answer that begins within `body` is refused, because it would wait for `body` to return.
     ///
-    /// Within `body` MLX has the limits of memory and of its cache that it had before the run, and limits that `body` sets stay. A generation must
-    /// have ended when `body` returns: read its stream to the end.
+    /// Within `body` MLX has the memory limit and the cache limit that it had before the run. Limits that `body` sets stay in force. A generation
+    /// must end before `body` returns, so read its stream to the end.
     public func whilePaused<R>(
         isolation: isolated (any Actor)? = #isolation, _ body: () async throws -> R
     ) async rethrows -> R {
@@ -264,38 +265,38 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Says what time in the background the system has given: a run goes on in it instead of waiting for the app to be in front.
+    /// Tells the run whether the system grants background time. During granted time the run continues while the app is in the background.
     ///
     /// - Parameters:
-    ///   - isGranted: whether the app's task in the background (`BGContinuedProcessingTask`) runs now.
-    ///   - hasGPU: whether the task was given the GPU, which a bundle for the GPU needs.
+    ///   - isGranted: whether the app's background task (`BGContinuedProcessingTask`) is running.
+    ///   - hasGPU: whether the task may use the GPU, which a bundle for the GPU needs.
     @MainActor public func setBackgroundTime(isGranted: Bool, hasGPU: Bool = false) {
         controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil
     }
 
-    /// Sets three variables of the process's environment that MLX reads when it is first used, unless they are set: float32 products keep all
-    /// their bits on A19, M5 and later (`MLX_ENABLE_TF32`), the neural accelerators stay off until the self-check has passed
-    /// (`MLX_METAL_GPU_ARCH`), and a step takes the same memory on every device (`MLX_MAX_OPS_PER_BUFFER`).
+    /// Sets three environment variables that MLX reads at its first use. A variable that is already set keeps its value. `MLX_ENABLE_TF32` keeps
+    /// float32 matrix products in full precision on A19, M5 and later. `MLX_METAL_GPU_ARCH` keeps the neural accelerators off until the self-check
+    /// has passed. `MLX_MAX_OPS_PER_BUFFER` makes a step take the same memory on every device.
     ///
-    /// Inference in the same process becomes slower by that, so no fine-tuner does it by itself. Without it a step takes more memory on a GPU,
-    /// which the prediction counts, and gradients on A19, M5 and later are those of rounded products. To be called before the first use of
+    /// The variables make inference in the same process slower, so a fine-tuner never sets them; the app decides. Without them a step takes more
+    /// memory on a GPU, which the prediction counts, and matrix products on A19, M5 and later round their inputs. Call this before the first use of
     /// MLX.
     public static func prepareProcess() { MLXSupport.setEnvironment() }
 
     // MARK: - Before and after
 
-    /// Makes the first sequence of conversations as it would be trained.
+    /// Returns the first sequence of conversations as a run would train it.
     ///
-    /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)``, but for what is wrong with later conversations.
+    /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)`` does, except for faults in later conversations.
     public func preview(
         of conversations: [Conversation], _ options: TrainingOptions = .init()
     ) async throws -> TrainingPreview {
         try await preview(.conversations(conversations), options)
     }
 
-    /// Makes the first sequence of a file's data as it would be trained.
+    /// Returns the first sequence of a file's data as a run would train it.
     ///
-    /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)``, but for what is wrong with later records.
+    /// - Throws: ``FineTuningError`` as ``train(on:_:)-(URL,_)`` does, except for faults in later records.
     public func preview(of file: URL, _ options: TrainingOptions = .init()) async throws -> TrainingPreview {
         try await preview(.file(file), options)
     }
@@ -310,9 +311,9 @@ public final class FineTuner: Sendable {
         }.value
     }
 
-    /// Predicts the most that training takes beside the rest of the process, in bytes.
+    /// Predicts the peak memory that training adds to the process, in bytes.
     ///
-    /// - Throws: ``FineTuningError`` where no step stays within the limit of `options`, or an option is out of range.
+    /// - Throws: ``FineTuningError`` if no step can stay within the limit of `options`, or an option is out of range.
     public func predictedPeak(_ options: TrainingOptions = .init()) throws -> Int {
         try FineTuningError.describing {
             let planner = Planner(manifest, try options.settings(bundle, manifest))
@@ -320,15 +321,15 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Writes the model's answer to a conversation, in the memory of a few blocks. One answer or run is in progress at a time.
+    /// Generates the model's answer to a conversation, in the memory of a few blocks. Only one answer or run is in progress at a time.
     ///
     /// - Parameters:
-    ///   - conversation: its last message is not an answer.
-    ///   - usesAdapters: whether the adapters that were saved last are used; without them the model answers as it was exported.
-    ///   - maxTokens: the most tokens of the answer.
-    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), others each time.
-    /// - Returns: the pieces of the answer. Where the task that reads them is cancelled, or the loop is left, it ends at the next block. They throw
-    ///   a ``FineTuningError`` where a message would be lost in the model's chat template, or a run is in progress.
+    ///   - conversation: the conversation to answer. Its last message must not be an answer.
+    ///   - usesAdapters: whether to use the adapters that were saved last. Without them the model answers as it was exported.
+    ///   - maxTokens: the maximum number of tokens in the answer.
+    ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
+    /// - Returns: the pieces of the answer. Generation ends at the next block if the reading task is cancelled or leaves the loop. The stream throws
+    ///   a ``FineTuningError`` if the model's chat template would lose a message, or if a run or another answer is in progress.
     public func answer(
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
@@ -337,21 +338,21 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Writes the model's answer to a conversation with several adapters at once, as ``answer(to:usesAdapters:maxTokens:temperature:)`` does
-    /// with those that were saved last.
+    /// Generates the model's answer to a conversation with several adapters at once. It otherwise behaves as
+    /// ``answer(to:usesAdapters:maxTokens:temperature:)`` does.
     ///
     /// - Parameters:
-    ///   - conversation: its last message is not an answer.
-    ///   - adapters: folders of adapters of this model, of mlx-lm's or PEFT's form and of any ranks, each with its strength: the factor, from
-    ///     0 to 10, of what it adds to the model. What they add is summed.
-    ///   - maxTokens: the most tokens of the answer.
-    ///   - temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature), others each time.
-    /// - Returns: the pieces of the answer, likewise. They throw a ``FineTuningError`` also where adapters do not fit the model.
+    ///   - conversation: the conversation to answer. Its last message must not be an answer.
+    ///   - adapters: folders of adapters for this model, in the format of mlx-lm or PEFT and with any rank. The value of each is its strength, a
+    ///     factor from 0 to 10 of the change that it makes to the model. The changes are summed.
+    ///   - maxTokens: the maximum number of tokens in the answer.
+    ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
+    /// - Returns: the pieces of the answer. The stream also throws a ``FineTuningError`` if adapters do not fit the model.
     public func answer(
         to conversation: Conversation, adapters: [URL: Float], maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
         answer(to: conversation, maxTokens, temperature) {
-            // In one order each time, so that sums have the same last bits.
+            // A fixed order makes the sums equal to the last bit each time.
             adapters.sorted { $0.key.path < $1.key.path }.map { WeightedAdapters($0.key, weight: $0.value) }
         }
     }
@@ -393,7 +394,7 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Sends the text of tokens, each piece once it is whole: a token can end within a character.
+    /// Sends the text of tokens. A token can end within a character, so each piece is sent when its characters are complete.
     private static func send(
         _ tokens: AsyncThrowingStream<Int, any Error>, by tokenizer: any TextTokenizer, to send: (String) -> Void
     ) async throws {
@@ -407,9 +408,9 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// The adapters that a run has saved last, also one in progress.
+    /// The adapters that were saved last. A run in progress counts too.
     ///
-    /// - Throws: ``FineTuningError`` where none has saved what it learned.
+    /// - Throws: ``FineTuningError`` if no run has saved adapters after a step.
     public var adapters: Adapters {
         get throws {
             guard let url = runs.adapters else {
@@ -421,21 +422,21 @@ public final class FineTuner: Sendable {
 }
 
 extension RunController {
-    /// That of the fine-tuners of an app.
+    /// The controller of all fine-tuners in the process.
     fileprivate static let ofProcess = RunController(monitor: SystemMonitor.ofLaunchedApp)
 }
 
-/// The work of all fine-tuners, which do one thing at a time.
+/// The work in progress of all fine-tuners, at most one task.
 private final class Turn: @unchecked Sendable {
     private let lock = NSLock()
     private var current: (owner: ObjectIdentifier, work: Task<Void, Never>)?
 
-    /// What `owner` is doing; nil for nothing.
+    /// Returns the task of `owner`, or nil if it has none.
     func work(of owner: FineTuner) -> Task<Void, Never>? {
         lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }
     }
 
-    /// Begins `body`, unless other work is being done. When that has ended, other work may begin, and what `body` returned is called.
+    /// Begins `body` unless other work is in progress. When `body` ends, other work may begin; then the closure that `body` returned is called.
     func take(
         for owner: FineTuner, _ body: @escaping @Sendable () async -> @Sendable () -> Void
     ) -> Task<Void, Never>? {
@@ -464,7 +465,7 @@ extension TrainingUpdate {
         predictedPeak = log.prediction?.predictedPeakBytes
         timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
-        // Other members and the thrown error say these.
+        // Other members, and the thrown error, report these events.
         let others = ["pause", "resume", "resumed", "error"]
         notices = told + log.events.filter { !others.contains($0.name) }.map(\.message.localized)
     }

@@ -1,10 +1,10 @@
 import Foundation
 import MeSPSentences
 
-/// A failure that the caller, or the person who uses the app, can act on.
+/// An error that the caller, or the person who uses the app, can act on.
 ///
-/// `localizedDescription` is one sentence that names the thing and the remedy, in the language of the app where its main bundle has the string
-/// table `Sentences`, and in English elsewhere.
+/// `localizedDescription` is one sentence that names the fault and the remedy. It is in the app's language if the app's main bundle has the string
+/// table `Sentences`, and otherwise in English.
 public struct FineTuningError: LocalizedError, SentenceError, CustomStringConvertible, Sendable, Equatable {
     package let sentence: Sentence
 
@@ -12,12 +12,12 @@ public struct FineTuningError: LocalizedError, SentenceError, CustomStringConver
 
     init(_ error: any Error) { sentence = error.plainSentence }
 
-    /// The sentence in the language of the app.
+    /// The sentence in the app's language.
     public var errorDescription: String? { sentence.localized }
     /// The sentence in English.
     public var description: String { sentence.english }
 
-    /// Calls `body`, whose errors become errors of this type. `CancellationError` is thrown as it is.
+    /// Calls `body` and converts its errors to this type, except `CancellationError`.
     static func describing<R>(_ body: () throws -> R) throws -> R {
         do { return try body() } catch let error as CancellationError { throw error } catch {
             throw FineTuningError(error)

@@ -5,20 +5,20 @@ import MeSPImport
 import MeSPSentences
 
 extension FineTuner {
-    /// Opens a model in MLX's 4-bit format, as [mlx-community](https://huggingface.co/mlx-community) has it and mlx-swift-lm loads it.
+    /// Opens a model in MLX's 4-bit format, such as those of [mlx-community](https://huggingface.co/mlx-community), which mlx-swift-lm loads.
     ///
-    /// The first time, its weights are rewritten into a bundle, a second copy of them of ``bundleSize(of:)`` bytes, in pieces of at most a megabyte.
-    /// The model's files are only read. Where this is interrupted, the next call continues it. The bundle is left out of backups. A call for a
-    /// model whose bundle is there opens that.
+    /// The first call rewrites the weights into a bundle, in pieces of at most a megabyte. The bundle is a second copy of ``bundleSize(of:)`` bytes
+    /// and is excluded from backups. The model's files are only read. If the call is interrupted, the next one continues. Later calls open the
+    /// existing bundle.
     ///
     /// - Parameters:
     ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.
     ///   - tokenizer: the model's tokenizer.
-    ///   - bundle: the folder of the bundle. nil: one with the model's name in `MeSP/Models` in the folder for application support.
-    ///   - folder: the folder of the run, as of ``init(bundle:tokenizer:folder:)``.
-    ///   - progress: called with the share of the bundle that is written, from 0 to 1, on any thread.
-    /// - Throws: ``FineTuningError`` where the model is of no family that is taken here, is not quantized as MLX does, is damaged, or the disk has
-    ///   no room; `CancellationError` where the task was cancelled.
+    ///   - bundle: the folder of the bundle. nil: a folder with the model's name, in `MeSP/Models` in the Application Support folder.
+    ///   - folder: the folder of the run, as in ``init(bundle:tokenizer:folder:)``.
+    ///   - progress: receives the written fraction of the bundle, from 0 to 1, on any thread.
+    /// - Throws: ``FineTuningError`` if the model's family is not supported here, if the model is not in MLX's quantized format or is damaged, or if
+    ///   the disk is full; `CancellationError` if the task is cancelled.
     public convenience init(
         model: URL, tokenizer: any TextTokenizer, bundle: URL? = nil, folder: URL? = nil,
         progress: @escaping @Sendable (Double) -> Void = { _ in }
@@ -46,10 +46,10 @@ extension FineTuner {
         try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder)
     }
 
-    /// Returns the size in bytes of the bundle that ``init(model:tokenizer:bundle:folder:progress:)`` makes of a model. It takes that beside the
-    /// model's own files.
+    /// Returns the size in bytes of the bundle that ``init(model:tokenizer:bundle:folder:progress:)`` makes of a model, in addition to the model's
+    /// files.
     ///
-    /// - Throws: ``FineTuningError`` where no bundle can be made of it.
+    /// - Throws: ``FineTuningError`` if no bundle can be made of the model.
     public static func bundleSize(of model: URL) async throws -> Int {
         try await Task.detached { try FineTuningError.describing { try ModelImport(model: model).size } }.value
     }

@@ -4,12 +4,12 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// The runs of a fine-tuner, numbered folders. There is one, and beside it a new one until that has ended. What else is in the folder stays.
+/// The numbered folders of a fine-tuner's runs. A run that finishes removes the folders of earlier runs. Other contents of the folder stay.
 struct RunFolders: Sendable {
     let folder: URL
 
     private static let prefix = "run-"
-    /// The folder in a run with a copy of the adapters that it goes on from.
+    /// The name of the folder, within a run, that has a copy of its initial adapters.
     static let initialAdapters = "initial-adapters"
 
     private var numbers: [Int] {
@@ -24,17 +24,17 @@ struct RunFolders: Sendable {
 
     private func url(_ number: Int) -> URL { folder.appendingPathComponent(Self.name(number)) }
 
-    /// The folder of the last run that has begun; nil where none has.
+    /// The folder of the last run that has begun, or nil.
     private var last: URL? { numbers.last { hasBegun(url($0)) }.map(url) }
 
     private func hasBegun(_ run: URL) -> Bool {
         FileManager.default.fileExists(atPath: LogWriter.url(in: run).path)
     }
 
-    /// A folder for a new run, which is not there yet.
+    /// The URL for the folder of a new run, which does not exist yet.
     var next: URL { url((numbers.last ?? 0) + 1) }
 
-    /// The adapters that were saved last, whole and after a step; nil where none were.
+    /// The folder of the last complete adapters that were saved after a step, or nil.
     var adapters: URL? {
         let learned = numbers.reversed().map(url).first {
             $0.appendingPathComponent("adapters").hasAdapters && (try? LogOutline(folder: $0).lastStep) ?? 0 > 0
@@ -42,21 +42,21 @@ struct RunFolders: Sendable {
         return learned?.appendingPathComponent("adapters")
     }
 
-    /// Removes runs that have not begun.
+    /// Removes the folders of runs that have not begun.
     func removeUnbegun() {
         for run in numbers.map(url) where !hasBegun(run) { try? FileManager.default.removeItem(at: run) }
     }
 
-    /// - Parameter kept: the folder of a run; by its name, as other places lead to it by other URLs.
+    /// - Parameter kept: the folder of the run to keep. It is compared by name, because several URLs can lead to one folder.
     func removeAll(but kept: URL) {
         for run in numbers.map(url) where run.lastPathComponent != kept.lastPathComponent {
             try? FileManager.default.removeItem(at: run)
         }
     }
 
-    /// The settings with which the last run goes on, where that was stopped or its process ended; nil where it has finished.
+    /// Returns the settings that continue the last run, or nil if it has finished or there is none.
     ///
-    /// - Parameter bundle: the bundle's present place. An app's folders move when it is updated.
+    /// - Parameter bundle: the present URL of the bundle. An app's folders move when the app is updated.
     func settingsToContinue(with bundle: URL) -> RunSettings? {
         guard let last, let log = try? LogOutline(folder: last), log.end != .finished,
             var settings = log.start?.settings

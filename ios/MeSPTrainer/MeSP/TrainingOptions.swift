@@ -2,61 +2,61 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 
-/// The most memory that training may take.
+/// A limit of the memory that training may take.
 ///
-/// A run chooses its plan by the limit: how much of a matrix it computes at once, what it keeps and what it recomputes. A lower limit makes
-/// steps slower, and the losses stay the same but for rounding. ``FineTuner/predictedPeak(_:)`` says what a run would take.
+/// A run chooses its plan by the limit: how much of a matrix it computes at once, which intermediates it keeps and which it recomputes. A lower limit
+/// makes steps slower and changes the losses only by rounding. ``FineTuner/predictedPeak(_:)`` predicts the peak of a run.
 public struct MemoryLimit: Sendable, Equatable {
     let megabytes: Double?
 
-    /// The memory that the system allows the process at the moment when training begins.
+    /// The memory that the system still allows the process when training begins.
     public static let system = MemoryLimit(megabytes: nil)
 
-    /// A peak of `count` · 10⁶ bytes beside what the process has when training begins.
+    /// Returns a limit of `count` · 10⁶ bytes above the memory that the process has when training begins.
     ///
-    /// A run that cannot keep it is refused before it begins, by a ``FineTuningError`` with the least that it needs.
+    /// A run that cannot keep the limit is refused before it begins, with a ``FineTuningError`` that names a limit that suffices.
     public static func megabytes(_ count: Double) -> MemoryLimit { MemoryLimit(megabytes: count) }
 }
 
 /// The options of a training run. The defaults learn within some hundred steps.
 ///
-/// A value that is out of range is refused when a run begins, by a ``FineTuningError`` with the option's name.
+/// A value out of range is refused when a run begins, with a ``FineTuningError`` that names the option.
 public struct TrainingOptions: Sendable, Equatable {
     /// The number of updates of the adapters, at least 1.
     public var steps: Int
-    /// The memory that a step may take. A limit that cannot be kept is refused before training begins.
+    /// The memory that training may take. A limit that cannot be kept is refused before training begins.
     public var memory: MemoryLimit
-    /// The tokens of a sequence, one of the lengths that the bundle was exported for. nil: the longest of these up to 256.
+    /// The number of tokens in a sequence: a length that the bundle was exported for. nil: the longest such length up to 256, or else the shortest.
     public var sequenceLength: Int?
-    /// The rank r of the adapters, one of those that the bundle was exported for. nil: 8, or the bundle's first.
+    /// The rank r of the adapters: a rank that the bundle was exported for. nil: 8, or the bundle's first rank if it has no 8.
     public var rank: Int?
-    /// The learning rate of AdamW with moments in 8 bits. nil: 0.007 / √d of a model of hidden size d, and a tenth of it for choices.
+    /// The learning rate of AdamW, whose moments have 8 bits. nil: 0.007 / √d for hidden size d, and a tenth of it for choices.
     public var learningRate: Float?
-    /// The sequences, or choices, of an update, at least 1. They are computed one after another.
+    /// The number of sequences, or choices, in an update, at least 1. They are computed one after another.
     public var batchSize = 1
-    /// Whether only answers are in the loss, of data that has some.
+    /// Whether the loss covers answers only. It has no effect on plain text, which has no answers.
     public var trainsAnswersOnly = true
-    /// The number of steps between two measurements of the held-out loss. 0: at the beginning and the end alone.
+    /// The number of steps between two measurements of the held-out loss. 0: measured at the beginning and the end only.
     public var evaluationInterval = 0
-    /// The most that perplexity on a page of English may rise, in percent. The adapters are weakened as much as that takes. nil: no limit.
+    /// The maximum rise of perplexity on a page of English, in percent. The run scales its adapters down to stay below it. nil: no limit.
     public var maxForgetting: Double?
-    /// Adapters to go on from: a folder as mlx-lm, mlx-swift-lm or PEFT writes it. nil: B = 0, the model as it is.
+    /// The adapters to start from: a folder in the format of mlx-lm, mlx-swift-lm or PEFT. nil: the run starts from the unchanged model, with B = 0.
     public var initialAdapters: URL?
-    /// The probability, below 1, with which a step leaves out each input of an adapter (LoRA dropout).
+    /// The probability, below 1, that a step drops an input of an adapter (LoRA dropout).
     public var dropout: Float = 0
     /// Whether to train the length of each output's weights apart from their direction (DoRA). It excludes ``maxForgetting``.
     public var usesDoRA = false
-    /// The seed of the order of sequences, of the initial A and of the inputs that are left out.
+    /// The seed for the order of sequences, the initial A and dropout.
     public var seed: UInt64 = 0
 
-    /// Makes the options that are mostly set; the others are variables.
+    /// Creates options. Set the remaining options as properties.
     ///
     /// - Parameters:
     ///   - steps: the number of updates of the adapters, at least 1.
-    ///   - memory: the memory that a step may take.
-    ///   - sequenceLength: the tokens of a sequence, one of the lengths that the bundle was exported for; nil for ``sequenceLength``'s default.
-    ///   - rank: the rank r of the adapters, one of those that the bundle was exported for; nil for ``rank``'s default.
-    ///   - learningRate: the learning rate of AdamW; nil for ``learningRate``'s default.
+    ///   - memory: the memory that training may take.
+    ///   - sequenceLength: the number of tokens in a sequence; nil for the default of ``sequenceLength``.
+    ///   - rank: the rank r of the adapters; nil for the default of ``rank``.
+    ///   - learningRate: the learning rate of AdamW; nil for the default of ``learningRate``.
     public init(
         steps: Int = 100, memory: MemoryLimit = .system, sequenceLength: Int? = nil, rank: Int? = nil,
         learningRate: Float? = nil
@@ -67,9 +67,9 @@ public struct TrainingOptions: Sendable, Equatable {
 }
 
 extension TrainingOptions {
-    /// The settings of a run of `bundle` with these options, but for the data.
+    /// Returns the settings of a run of `bundle` with these options, except those for the data.
     ///
-    /// - Throws: `MeSPError` about an option that is out of range, or that the bundle was not exported for.
+    /// - Throws: `MeSPError` if an option is out of range, or the bundle was not exported for it.
     func settings(_ bundle: URL, _ manifest: Manifest, output: URL = URL(fileURLWithPath: "")) throws -> RunSettings {
         try check()
         var settings = RunSettings(bundle: bundle.path, output: output.path)
@@ -90,7 +90,7 @@ extension TrainingOptions {
         return settings
     }
 
-    /// Throws a sentence about an option that is out of range, by the name that it has here.
+    /// Throws an error for an option out of range. The error has the name of the Swift property.
     private func check() throws {
         try require(steps > 0, "steps", "at least 1")
         try require(memory.megabytes.map { $0 > 0 } ?? true, "memory", "above 0 megabytes")
@@ -104,7 +104,8 @@ extension TrainingOptions {
 }
 
 extension RunSettings {
-    /// Takes the length and the rank that `manifest` has, nearest to the present ones.
+    /// Replaces a length and a rank that `manifest` lacks with ones that it has: the longest shorter length, or else the shortest, and its first
+    /// rank.
     package mutating func takeNearest(in manifest: Manifest) {
         if !manifest.seqLens.contains(seqLen) {
             seqLen = manifest.seqLens.filter { $0 <= seqLen }.max() ?? manifest.seqLens.min() ?? 1

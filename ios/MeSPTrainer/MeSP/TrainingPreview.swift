@@ -1,30 +1,30 @@
 import MeSPBundle
 import MeSPSentences
 
-/// The first sequence of some data as it is trained, and what to know of the whole.
+/// The first sequence of some data as a run would train it, with notices about the data.
 public struct TrainingPreview: Sendable, Equatable {
-    /// Consecutive tokens that are alike: all trained or none, all special or none.
+    /// Consecutive tokens of one kind: all trained or none, all special or none.
     public struct Span: Sendable, Equatable, Identifiable {
         /// The index among the spans.
         public let id: Int
-        /// The text of the tokens, with a sign for each line end, tab and control character.
+        /// The text of the tokens, with a visible sign for each line end, tab and control character.
         public let text: String
         /// Whether the tokens are in the loss.
         public let isTrained: Bool
-        /// Whether the tokens are special, as those that begin and end a message, and no text.
+        /// Whether the tokens are special, such as those that begin and end a message.
         public let isSpecial: Bool
     }
 
     /// The sequence, up to its last token in the loss.
     public let spans: [Span]
-    /// What was left out, cut or added, a sentence each in the language of the app.
+    /// Notices about data that was left out, cut or added, one sentence each, in the app's language.
     public var notices: [String] { sentences.map(\.localized) }
 
     package let sentences: [Sentence]
 
     package init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
         sentences = notices
-        // What follows the last token in the loss is padding, or changes nothing.
+        // Tokens after the last one in the loss are padding, or do not affect training.
         let ids = example.tokens.prefix((example.counted.last ?? -1) + 2).map { Int($0) }
         let counted = Set(example.counted.map { $0 + 1 })
         var pieces = [Int: [UInt8]]()
@@ -49,7 +49,7 @@ public struct TrainingPreview: Sendable, Equatable {
         self.spans = spans
     }
 
-    /// A text with a sign before each line end, and in place of what else is not seen.
+    /// Returns the text with a sign before each line end, and with signs in place of tabs and control characters.
     private static func visible(_ text: String) -> String {
         var visible = String.UnicodeScalarView()
         for scalar in text.unicodeScalars {

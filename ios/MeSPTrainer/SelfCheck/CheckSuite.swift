@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// The checks of a self-check, and the state that they share. Extensions in other files have the checks, by what they examine.
+/// The checks of a self-check, and the state that they share. Extensions in other files have the checks, grouped by subject.
 final class CheckSuite {
     typealias Measurement = SelfCheckReport.Measurement
 
@@ -15,11 +15,11 @@ final class CheckSuite {
 
     let bundle: ModelBundle
     let settings: SelfCheck.Settings
-    /// Whether nothing in the process used MLX before.
+    /// Whether this is the first use of MLX in the process.
     let isFirstUse: Bool
     var firstStepTaken: FirstStep?
     let atBlock: () throws -> Void
-    /// A hook between a result and its check, where tests put an error.
+    /// A hook between a result and its check, through which tests insert errors.
     let tamper: (_ check: String, MLXArray) -> MLXArray
     var constants = SelfCheckReport.Constants()
 
@@ -32,7 +32,7 @@ final class CheckSuite {
         (self.atBlock, self.tamper) = (atBlock, tamper)
     }
 
-    /// Those that the settings name, or all.
+    /// Returns the checks that the settings name, or all.
     func chosenChecks() throws -> [Check] {
         guard let names = settings.checks else { return checks }
         if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {
@@ -41,7 +41,7 @@ final class CheckSuite {
         return checks.filter { names.contains($0.name) }
     }
 
-    /// In the order in which they run. The first step has to be the first that computes.
+    /// The checks, in the order in which they run. The check of the first step must be the first one that computes.
     var checks: [Check] {
         let lengths = bundle.manifest.seqLens.sorted()
         return [
@@ -85,7 +85,7 @@ final class CheckSuite {
     var longest: Int { bundle.manifest.seqLens.max() ?? 1 }
     var architecture: Architecture { bundle.architecture }
 
-    /// Settings of a run of `length` tokens, at rank 8 where the bundle has it.
+    /// Returns the settings of a run with sequences of `length` tokens, at rank 8 if the bundle has it.
     func run(_ length: Int) -> RunSettings {
         var run = RunSettings(bundle: settings.bundle, output: "")
         run.usePaperUpdate()
@@ -94,13 +94,13 @@ final class CheckSuite {
         return run
     }
 
-    /// A sequence of tokens of the vocabulary, the same each time for one number.
+    /// Returns a sequence of tokens. Equal numbers give equal sequences.
     func example(_ length: Int, number: Int = 0) -> Example {
         let tokens = (0...length).map { Int32(($0 * 7919 + number * 104_729 + 17) % architecture.vocabSize) }
         return Example(tokens: tokens, counted: Array(0..<length))
     }
 
-    /// A trainer whose adapters are all but zero: with B = 0, as training begins, the gradient of A would be zero.
+    /// Returns a trainer with small random adapters. With B = 0, as at the beginning of training, the gradient of A would be zero.
     func makeTrainer(_ run: RunSettings, plan: Plan? = nil) throws -> Trainer {
         let plan = try plan ?? defaultPlan(run)
         let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
@@ -123,8 +123,8 @@ final class CheckSuite {
 
     static var temporaryFolder: URL { FileManager.default.temporaryDirectory }
 
-    /// The median time of `body` in seconds: of 3 times at least, and as often as the settings' seconds allow. A first time, which
-    /// may compile kernels, does not count.
+    /// Returns the median time of `body` in seconds. It repeats `body` at least 3 times, and as often as the settings' time allows. A first call,
+    /// which may compile kernels, is not measured.
     func medianTime(_ body: () throws -> Void) throws -> Double {
         try body()
         var times = [Double]()
@@ -140,7 +140,7 @@ final class CheckSuite {
     }
 }
 
-/// Seconds, bytes and rates in a sentence.
+/// Formats seconds, bytes and rates for a sentence.
 func shown(microseconds seconds: Double) -> String { String(format: "%.1f µs", seconds * 1e6) }
 func shown(megabytes bytes: Int) -> String { String(format: "%.1f MB", Double(bytes) / 1e6) }
 func shown(giga rate: Double) -> String { String(format: "%.1f", rate / 1e9) }

@@ -3,16 +3,16 @@ import MLX
 import MeSPCore
 import MeSPSentences
 
-/// The device's times of the parts of a step.
+/// Measures the device's times for the parts of a step.
 extension CheckSuite {
-    /// The time of one `eval` of a chain of this many kernels, each of which adds a number, in seconds.
+    /// Returns the time in seconds of one `eval` of a chain of kernels, each of which adds a number.
     private func timeChain(_ kernels: Int) throws -> Double {
         let one = MLXArray(Float(1))
         eval(one)
         var times = [Double]()
         let end = ContinuousClock.now + .seconds(settings.seconds / 4)
         while times.count < 5 || (times.count < 200 && ContinuousClock.now < end) {
-            // Building the graph is not what is measured.
+            // The time to build the graph is not measured.
             let last = (0..<kernels).reduce(one) { sum, _ in sum + one }
             times.append(seconds { eval(last) })
         }
@@ -27,7 +27,7 @@ extension CheckSuite {
             .note, "An eval of one number takes \(shown(microseconds: whole)).", [Measurement("eval", whole, "s")])
     }
 
-    /// The slope of the time of a chain over its length, by least squares.
+    /// Measures a kernel that waits for another: the slope of the time of a chain over its length, by least squares.
     func measureDependentKernel() throws -> Finding {
         let lengths = [16, 64, 128, 256]
         let times = try lengths.map { try timeChain($0) }
@@ -42,7 +42,7 @@ extension CheckSuite {
             zip(lengths, times).map { Measurement("\($0) kernels", $1, "s") } + [Measurement("kernel", slope, "s")])
     }
 
-    /// A result of 1 MiB, into a buffer that MLX's cache has, and into one that the system has to give.
+    /// Measures an allocation: a result of 1 MiB in a buffer from MLX's cache, and in a new buffer from the system.
     func measureNewBuffer() throws -> Finding {
         let x = MLXArray.zeros([1 << 18])
         eval(x)
@@ -71,7 +71,7 @@ extension CheckSuite {
             ])
     }
 
-    /// x + 1 of 32 MiB again and again, each time into the buffer that it came from: each byte is read and written.
+    /// Measures the memory bandwidth by repeated x + 1 of 32 MiB in place. Each byte is read and written once.
     func measureBandwidth() throws -> Finding {
         let bytes = 32 << 20
         let x = MLXArray.zeros([bytes / 4])
@@ -79,7 +79,7 @@ extension CheckSuite {
         func add(_ times: Int) throws -> Double {
             try medianTime { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
         }
-        // The first one takes a new buffer. On a busy machine one may take longer than nine: then all nine count.
+        // The first addition uses a new buffer, so its time is subtracted. On a busy machine one may take longer than nine; then all nine count.
         let (one, nine) = (try add(1), try add(9))
         let rate = nine > one ? Double(8 * 2 * bytes) / (nine - one) : Double(9 * 2 * bytes) / nine
         constants.bytesPerSecond = rate
@@ -90,11 +90,11 @@ extension CheckSuite {
 
     /// The forms of a product with a quantized matrix.
     enum Product {
-        /// x Wᵀ by `quantizedMM`
+        /// The product x Wᵀ by `quantizedMM`.
         case transposed
-        /// dy W by `quantizedMM`
+        /// The product dy W by `quantizedMM`.
         case plain
-        /// W dequantized, then x Wᵀ
+        /// The product x Wᵀ with W dequantized before.
         case dequantized
 
         var formula: Sentence {
@@ -106,7 +106,7 @@ extension CheckSuite {
         }
     }
 
-    /// A product with tiles of rows of a block's widest projection, of the longest sequence.
+    /// Measures a product of the longest sequence with tiles of rows of a block's wide projection.
     func measureProduct(_ product: Product) throws -> Finding {
         let (inputs, length) = (architecture.hiddenSize, longest)
         let rates = try bundle.withBlock(0) { weights in
@@ -114,13 +114,13 @@ extension CheckSuite {
             let begin = ContinuousClock.now
             var rates = [(rows: Int, rate: Double)]()
             for rows in [64, 256, 1024, 4096, all.rows].filter({ $0 <= all.rows }) where rows != rates.last?.rows {
-                // The largest tiles of a large model take long on a CPU, and tell no more.
+                // The largest tiles of a large model take long on a CPU and add no information.
                 guard rates.isEmpty || ContinuousClock.now - begin < .seconds(settings.seconds) else { break }
                 try atBlock()
                 let w = all.rows(0..<rows)
                 let x = MLXRandom.normal(
                     [length, product == .plain ? rows : inputs], dtype: productType, key: MLXRandom.key(0))
-                // A tile of a mapped matrix may be copied before the product; in training too.
+                // A tile of a mapped matrix may be copied before the product, as in training.
                 eval(x)
                 let time = try medianTime { eval(result(product, x, w)) }
                 rates.append((rows, 2 * Double(length * rows * inputs) / time))
@@ -151,10 +151,10 @@ extension CheckSuite {
         }
     }
 
-    /// The type in which training multiplies.
+    /// The dtype of products in training.
     private var productType: DType { bundle.manifest.device == .cpu ? .float32 : bundle.dtype }
 
-    /// Training takes the quantized products on a GPU, and on a CPU where they dequantize inside.
+    /// Notes the rate of a product that training uses: quantized products on a GPU, and on a CPU if they dequantize internally.
     private func note(_ product: Product, _ rate: Double) {
         if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)

@@ -2,11 +2,11 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// Compares reading one token at a time, as generation does, with a prefill. A GPU has other kernels for one row than for many.
+/// Compares reading one token at a time, as in generation, with a prefill. A GPU uses other kernels for one row than for many.
 extension CheckSuite {
     typealias Fields = [String: any Sendable]
 
-    /// The kinds of mixers, and for each the manifest's entries of its variants.
+    /// The kinds of mixers, each with the manifest's entries of its variants.
     static let mixers: [(name: String, variants: KeyValuePairs<String, Fields>)] = [
         (
             "attention",
@@ -44,13 +44,14 @@ extension CheckSuite {
         ("mamba2", ["two groups": mamba2, "one group": mamba2.merging(["num_groups": 1]) { $1 }]),
     ]
 
-    /// Four heads, in two groups.
+    /// The fields of Mamba-2 with four heads in two groups.
     private static let mamba2: Fields = [
         "type": "mamba2", "num_heads": 4, "head_dim": 16, "num_groups": 2, "state_size": 32, "kernel_size": 4,
         "norm_eps": 1e-5, "modules": modules([("mamba.in_proj", "in"), ("mamba.out_proj", "out")]),
     ]
 
-    /// Four heads of 32 features. The scores have a variance of 4: with a small one all weights would be alike, whatever the positions.
+    /// The fields of attention with four heads of 32 features. The scores have a variance of 4. With a small variance all weights would be alike
+    /// whatever the positions.
     private static let attention: Fields = [
         "type": "attention", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "qk_norm": false,
         "output_gate": false, "attention_scale": 2 / 32.0.squareRoot(), "frequencies": frequencies(16),
@@ -80,10 +81,10 @@ extension CheckSuite {
         (0..<count).map { pow(10000, -Double($0) / Double(count)) }
     }
 
-    /// The number of tokens: more than a chunk of a recurrent mixer and than a window.
+    /// The number of tokens, which exceeds a recurrent mixer's chunk and a window.
     private static let decoded = ChunkDecays.chunk + 6
 
-    /// Compares a block's output, the logits, and the state that the block keeps for the next token, for each variant of a mixer.
+    /// Compares a block's output, its state for the next token, and the logits, for each variant of a mixer.
     func checkDecoding(_ name: String, _ variants: KeyValuePairs<String, Fields>) throws -> Finding {
         let errors = try variants.flatMap { variant, mixer in
             try atBlock()

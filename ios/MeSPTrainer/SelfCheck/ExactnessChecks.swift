@@ -5,12 +5,12 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// Whether the device computes what the formulas say, and the same each time.
+/// Checks that the device computes the formulas correctly and reproducibly.
 extension CheckSuite {
-    /// ‖a − b‖₂ / ‖b‖₂ a tensor. In float32 what the order of sums makes; in bfloat16 what storing activations so costs.
+    /// The tolerance of ‖a − b‖₂ / ‖b‖₂ for a tensor. In float32 it allows for another order of sums, and in bfloat16 for rounded activations.
     var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
 
-    /// The last blocks, which stand for all: enough for errors to travel, few enough for the largest model.
+    /// The number of last blocks to check: enough for errors to propagate, and few enough for the largest model.
     var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
 
     func fewBlocks(_ method: GradientMethod) -> RunSettings {
@@ -23,7 +23,7 @@ extension CheckSuite {
         let length = length ?? shortest
         return FormulasOnCPU(
             bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
-            // In one segment, as a block function has all intermediates.
+            // One segment is used, because a block function returns all intermediates.
             machine: Machine.$segmentTokens.withValue(length) {
                 Machine(
                     architecture, group: bundle.manifest.featureGroup, length: length, bytes: 1 << 20,
@@ -31,7 +31,7 @@ extension CheckSuite {
             })
     }
 
-    /// Whether the largest of these errors is within the tolerance; a NaN is not.
+    /// Returns the finding whether the largest error is within the tolerance. A NaN is not.
     func compare(
         _ what: Sentence, with other: Sentence, _ errors: [Measurement], tolerance: Double? = nil
     ) -> Finding {
@@ -56,10 +56,10 @@ extension CheckSuite {
         return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
     }
 
-    /// The largest error; NaN where one is not finite, which `max` would pass over.
+    /// Returns the largest error, or NaN if one is not finite, because `max` would ignore a NaN.
     func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
 
-    /// The errors of each module's A and B, the largest of all blocks.
+    /// Returns the errors of each module's A and B, each the largest over all blocks.
     func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
         -> [Measurement]
     {
@@ -77,7 +77,7 @@ extension CheckSuite {
         }
     }
 
-    /// The mean loss, and each trained block's gradient `[P]`.
+    /// Returns the mean loss, and the gradient `[P]` of each trained block.
     private func gradients(_ trainer: Trainer) throws -> (loss: Float, gradients: [Int: MLXArray]) {
         let example = example(trainer.model.settings.seqLen)
         let weight = 1 / Float(example.counted.count)
@@ -89,7 +89,7 @@ extension CheckSuite {
     // MARK: - Against other ways to the same numbers
 
     func checkBlockOutputs() throws -> Finding {
-        /// The first block of a kind stands for all.
+        /// The first block of each kind is checked.
         let blocks = bundle.manifest.blocks.filter(\.hasFunctions).map { $0.layers[0] }
         guard !blocks.isEmpty else {
             throw Skipped(reason: "The bundle has no functions.")
@@ -101,7 +101,7 @@ extension CheckSuite {
             let lora = try model.parameters(block)
             let whole = example(shortest)
             let example = Example(tokens: whole.tokens, counted: whole.counted, records: records)
-            // Each block gets the embedding, so that what it takes of another comes of that too.
+            // Each block gets the embedding as its input, so side inputs from other blocks are computed from it too.
             let context = try model.makeContext(example, x0: x)
             try addKeysAndValues(before: block, x, model, context)
             let side = try sideInputs(block, x, lora, model, context)
@@ -128,7 +128,7 @@ extension CheckSuite {
 
     func compareGradientsWithCPU() throws -> Finding {
         guard !architecture.hasExperts || bundle.backend == .cpu else {
-            // Rounding on a GPU may decide so.
+            // Rounding on a GPU may change the choice of experts.
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
         }
         let trainer = try makeTrainer(fewBlocks(.mesp))
@@ -140,7 +140,7 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// The inputs of a block besides x, from a context with those that come from other blocks.
+    /// Returns the inputs of a block besides x, from a context with those of other blocks.
     func sideInputs(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel,
         _ context: BlockwiseModel.SequenceContext
@@ -150,7 +150,7 @@ extension CheckSuite {
         }
     }
 
-    /// A block's output, from the device's own forward pass.
+    /// Returns a block's output, from the device's own forward pass.
     private func output(
         _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws -> MLXArray {
@@ -159,7 +159,7 @@ extension CheckSuite {
         }
     }
 
-    /// Adds the keys and values that blocks before compute from x, and share, to a context.
+    /// Adds the shared keys and values that earlier blocks compute from x to a context.
     func addKeysAndValues(
         before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws {
@@ -168,7 +168,7 @@ extension CheckSuite {
         }
     }
 
-    /// The input of the first trained block `[1, T, hidden]`, from the device's own forward pass, and its context.
+    /// Returns the input of the first trained block `[1, T, hidden]`, from the device's own forward pass, and its context.
     func inputOfTrained(_ trainer: Trainer) throws -> (x: MLXArray, context: BlockwiseModel.SequenceContext) {
         let model = trainer.model
         var x = try model.embed(example(shortest))
@@ -179,7 +179,7 @@ extension CheckSuite {
         return (x, context)
     }
 
-    /// The mean loss, and each trained block's gradient `[P]`, by the formulas on the CPU.
+    /// Returns the mean loss, and the gradient `[P]` of each trained block, by the formulas on the CPU.
     func gradientsOnCPU(
         _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.SequenceContext)
     ) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
@@ -220,7 +220,7 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
     }
 
-    /// A product with few rows takes another kernel.
+    /// Checks a loss with few targets, because a product with few rows uses another kernel.
     func checkFewTargets() throws -> Finding {
         let trainer = try makeTrainer(run(shortest))
         let whole = example(shortest)
@@ -242,10 +242,10 @@ extension CheckSuite {
 
     // MARK: - Against itself
 
-    /// The bytes of a vector.
+    /// Returns the bytes of a vector.
     private func bits(_ array: MLXArray) throws -> Data { try array.withBytes { $0.withUnsafeBytes { Data($0) } } }
 
-    /// As often as the settings say, or as twenty times their seconds allow.
+    /// Checks that repeated gradients are equal to the last bit. The number of repeats is the settings', or fewer after twenty times their seconds.
     func repeatGradient() throws -> Finding {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let first = try gradients(trainer).gradients.mapValues(bits)
@@ -264,7 +264,7 @@ extension CheckSuite {
             [Measurement("repeats", Double(done)), Measurement("different", Double(different))])
     }
 
-    /// Three steps, and two with a third by another trainer, from the state that the first one saved.
+    /// Compares three steps of one trainer with two steps and a third by another trainer, which resumes from the first one's saved state.
     func checkResume() throws -> Finding {
         var run = fewBlocks(.mesp)
         (run.optimizer, run.learningRate, run.output) = (.adamw8bit, 1e-3, "")

@@ -4,20 +4,21 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 
-/// Compares the derivative formulas with the loss, which needs none of them. `gradients.cpu` takes them to be right.
+/// Compares the derivative formulas with finite differences of the loss, which does not use them. The check `gradients.cpu` relies on them.
 extension CheckSuite {
-    /// The largest relative error allowed. The rounding of the losses to float32 causes one of up to 10⁻⁴.
+    /// The largest allowed relative error. Rounding the losses to float32 causes errors of up to 10⁻⁴.
     private static let differenceTolerance = 5e-4
 
-    /// The number of targets: enough for their rounding errors to average out.
+    /// The number of targets, enough for their rounding errors to average out.
     private static let differenceTokens = 64
 
-    /// The slope of the loss along the gradient of each module's A and B in each of the last blocks, which should be the norm of that
-    /// gradient. It comes from four values of the loss:
+    /// Compares the slope of the loss along the gradient of each module's A and B, in each of the last blocks, with the norm of that gradient. The
+    /// slope comes from four values of the loss:
     ///
     ///     f′ ≈ (8 (f(h) − f(−h)) − (f(2h) − f(−2h))) / 12h
     ///
-    /// The blocks get the embedding as their input. It begins with the last block and ends after twenty times the settings' seconds.
+    /// The first of these blocks gets the embedding as its input. The check begins with the last block and stops after twenty times the settings'
+    /// seconds.
     ///
     /// - Parameter derivatives: a bundle with the same weights whose backward pass is checked; nil for the bundle itself.
     func compareGradientsWithDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
@@ -31,11 +32,11 @@ extension CheckSuite {
         let example = example(Self.differenceTokens)
 
         var inputs = [Int: MLXArray]()
-        // What blocks take of others would be rounded as x is, so that the loss would move in steps.
+        // The input is float32. In bfloat16 side inputs would be rounded too, and the loss would change in steps.
         var x = try model.embed(example).asType(.float32)
         let context = try model.makeContext(example, x0: x)
         try addKeysAndValues(before: blocks[0], x, model, context)
-        /// The outputs of a block with these parameters, which later blocks' keys and values may be made with too.
+        /// Returns the outputs of a block with these parameters, which its keys and values for later blocks depend on too.
         func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
             try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
         }
@@ -58,7 +59,7 @@ extension CheckSuite {
                 try backward.backward(
                     block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, dShared: &dShared)
             )
-            /// The loss with other parameters in this block.
+            /// Returns the loss with other parameters in this block.
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y
                 for later in block + 1..<model.blocks.upperBound {
@@ -77,9 +78,9 @@ extension CheckSuite {
             errors.map { Measurement($0, $1) }.sorted { $0.name < $1.name }, tolerance: Self.differenceTolerance)
     }
 
-    /// The relative difference between the norm of a gradient and the slope of the loss along it.
+    /// Returns the relative difference between the norm of a gradient and the slope of the loss along it.
     ///
-    /// - Parameter size: how far the parameters may be moved.
+    /// - Parameter size: the largest distance by which to move the parameters.
     private func differenceError(
         _ gradient: MLXArray, _ lora: MLXArray, size: Float, _ loss: (MLXArray) throws -> Double
     ) throws -> Double {
@@ -96,12 +97,12 @@ extension CheckSuite {
 
     private func norm(_ x: MLXArray) -> Float { x.square().sum().sqrt().item(Float.self) }
 
-    /// By how much h changes the loss, in nats.
+    /// The change of the loss by a step of h, in nats.
     private static let differenceInLoss: Float = 0.005
 }
 
 extension LoRALayout {
-    /// The names of each module's A and B, and vectors `[P]` that are 1 for its parameters and 0 for all others.
+    /// The name of each module's A and B, with a vector `[P]` that is 1 for its parameters and 0 for all others.
     fileprivate var parts: [(name: String, mask: MLXArray)] {
         modules.flatMap { module in
             [("A", Float(1)), ("B", Float(0))].map { name, a in

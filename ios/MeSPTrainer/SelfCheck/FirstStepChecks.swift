@@ -3,11 +3,11 @@ import MLX
 import MeSPControl
 import MeSPCore
 
-/// Measurements of the first step in the process. On a GPU it compiles every kernel, and Metal takes memory for them.
+/// The measurements of the first step in the process. On a GPU that step compiles every kernel, and Metal takes memory for them.
 struct FirstStep {
-    /// The growth of the footprint since before MLX was used, without MLX's arrays, in bytes: after the first use, and after the step.
+    /// The growth of the footprint, without MLX's arrays, since before MLX was used, in bytes: after the first use, and after the step.
     let afterUse, afterStep: Int
-    /// The longest time from one boundary to the next, in the first step and in a second one, in seconds.
+    /// The longest time between two boundaries in the first step, in seconds; `longestAgain` is that of a second step.
     let longest, longestAgain: Double
 }
 
@@ -17,7 +17,7 @@ extension CheckSuite {
             throw Skipped(reason: "MLX was in use before: restart the process, and check before anything else.")
         }
         if let firstStepTaken { return firstStepTaken }
-        /// The growth of the footprint without MLX's arrays.
+        /// Returns the growth of the footprint without MLX's arrays.
         func grown() -> Int {
             Memory.clearCache()
             return memoryFootprint() - Memory.activeMemory - firstUseOfMLX.footprint
@@ -26,14 +26,14 @@ extension CheckSuite {
         let afterUse = grown()
         let run = run(longest)
         let (longest, longestAgain) = try longestStretches(run, defaultPlan(run))
-        // Mapped weights count as MLX's arrays, but not in the footprint.
+        // Mapped weights count as MLX's arrays but not in the footprint, so the maps are released.
         bundle.maps.areKept = false
         let step = FirstStep(afterUse: afterUse, afterStep: grown(), longest: longest, longestAgain: longestAgain)
         firstStepTaken = step
         return step
     }
 
-    /// The longest time between two boundaries of a step, and of a second one.
+    /// Returns the longest time between two boundaries of a step, and that of a second step.
     private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
         let trainer = try makeTrainer(run, plan: plan)
         defer { trainer.clock.atBlock = {} }
@@ -51,7 +51,7 @@ extension CheckSuite {
         return (stretches[0], stretches[1])
     }
 
-    /// Measures the device's memory that is not in arrays: libraries, compiled kernels, command buffers.
+    /// Measures the device's memory outside of arrays: libraries, compiled kernels and command buffers.
     func measureMetalFootprint() throws -> Finding {
         let step = try takeFirstStep()
         let bytes = max(0, step.afterStep)
@@ -67,7 +67,7 @@ extension CheckSuite {
             ])
     }
 
-    /// Leaving the app waits until the step reaches a boundary, and iOS ends an app that takes too long.
+    /// Checks the longest time to a boundary. An app that enters the background waits for one, and iOS terminates an app that takes too long.
     func checkLeaving() throws -> Finding {
         let step = try takeFirstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)
@@ -83,7 +83,7 @@ extension CheckSuite {
             ])
     }
 
-    /// On a CPU, where nothing is compiled, the first step is like any other.
+    /// Returns the verdict on the longest time. On a CPU nothing is compiled, so the time is only noted.
     static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
         guard onGPU else { return .note }
         return seconds <= RunController.secondsToLeave ? .pass : .fail

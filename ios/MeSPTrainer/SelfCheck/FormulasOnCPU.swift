@@ -3,21 +3,21 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 
-/// A block, and the head, by the formulas of this library on the CPU in float32: what a GPU's results are compared with, and on the CPU
-/// another way to the same numbers as the block function's.
+/// Computes a block, and the head, by the formulas on the CPU in float32. Results of a GPU are compared with these. On a CPU they are an independent
+/// computation of the block function's results.
 struct FormulasOnCPU {
     let bundle: ModelBundle
     let layouts: [LoRALayout]
-    /// α / rank
+    /// The scale of the adapters, α / rank.
     let scale: Float
     let machine: Machine
 
-    /// Everything that the block function returns, evaluated.
+    /// Returns all outputs of the block function, evaluated.
     ///
     /// - Parameters:
-    ///   - x: `[1, T, hidden]`
-    ///   - lora: `[P]`
-    ///   - side: what the block takes besides x
+    ///   - x: the input of the block, `[1, T, hidden]`.
+    ///   - lora: the LoRA parameters, `[P]`.
+    ///   - side: the inputs of the block besides x.
     func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs) throws -> BlockOutputs {
         try withBlock(block, lora, side) { block in
             let outputs = block.outputs(x.asType(.float32))
@@ -26,9 +26,9 @@ struct FormulasOnCPU {
         }
     }
 
-    /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx. Both are evaluated.
+    /// Returns the gradient of a block's LoRA parameters `[P]`, and changes d from dy to dx. Both are evaluated.
     ///
-    /// - Parameter dShared: as that of `Block.structuredBackward`, by the block that has the keys and values.
+    /// - Parameter dShared: the parameter of `Block.structuredBackward`, by the index of the block that owns the keys and values.
     func backward(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs, _ intermediates: Intermediates,
         d: inout MLXArray, dShared: inout [Int: MixerState.KeyValues]
@@ -40,7 +40,7 @@ struct FormulasOnCPU {
         }
     }
 
-    /// The sum of the losses of the counted targets, in nats, and its gradient `[1, T, hidden]` times `scale`.
+    /// Returns the sum of the losses of the targets in the loss, in nats, and its gradient `[1, T, hidden]` multiplied by `scale`.
     func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
         try withHead { head in
             let (loss, dy) = head.lossAndGradient(
@@ -51,7 +51,7 @@ struct FormulasOnCPU {
         }
     }
 
-    /// The mean of the losses of a sequence's targets, which all count, added up in float64.
+    /// Returns the mean loss of a sequence's targets, which are all in the loss, summed in float64.
     func loss(_ y: MLXArray, _ example: Example) throws -> Double {
         try withHead { head in
             let losses = head.scores(

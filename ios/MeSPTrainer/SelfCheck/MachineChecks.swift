@@ -9,16 +9,16 @@ import MeSPSentences
     import Metal
 #endif
 
-/// The system's GPU, as Metal describes it.
+/// The system's GPU, as described by Metal.
 struct SystemGPU {
     let name: String
     let architecture: String
-    /// The memory that the GPU can use at once without getting slower, in bytes.
+    /// The memory that the GPU can use without a loss of performance, in bytes.
     let workingSet: Int
     /// The largest buffer, in bytes.
     let largestBuffer: Int
 
-    /// nil if there is no Metal.
+    /// The GPU of this machine; nil without Metal.
     static let current: SystemGPU? = {
         #if canImport(Metal)
             guard let device = MTLCreateSystemDefaultDevice() else { return nil }
@@ -32,7 +32,7 @@ struct SystemGPU {
     }()
 }
 
-/// The machine, and how it maps weights.
+/// Checks of the machine and of its mapping of weights.
 extension CheckSuite {
     func describeMachine() -> Finding {
         let process = ProcessInfo.processInfo
@@ -69,8 +69,8 @@ extension CheckSuite {
             ])
     }
 
-    /// Where Metal refuses an address or a length, MLX copies silently. Then a change of the file does not show in the
-    /// array.
+    /// Checks that mapping does not copy. If Metal refuses an address or a length, MLX copies silently, and then the array does not show a change of
+    /// the file.
     func checkMapWithoutCopy() throws -> Finding {
         let size = min(largestFile.words * 4, 16 << 20)
         let path = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)").path
@@ -100,7 +100,7 @@ extension CheckSuite {
         }
     }
 
-    /// Reads every page of the largest weight file through MLX.
+    /// Measures the footprint of a map, by reading every page of the largest weight file through MLX.
     func measureMapFootprint() throws -> Finding {
         let size = largestFile.words * 4
         func read() throws -> Int {
@@ -123,15 +123,15 @@ extension CheckSuite {
             ])
     }
 
-    /// The verdict on the growth of the footprint. A copy would add all of the size. For a small file a kernel's own memory is as large, and
-    /// the check tells nothing.
+    /// Returns the verdict on the growth of the footprint. A copy would add the whole size. For a small file the growth proves nothing, because a
+    /// kernel's own memory is as large.
     static func verdict(footprintOfMap grown: Int, size: Int) -> SelfCheckReport.Verdict {
         let slack = 1_000_000
         guard size > 4 * slack else { return .note }
         return grown < size / 4 + slack ? .pass : .fail
     }
 
-    /// The cost of mapping a block each time: the map, and the first kernel that reads it.
+    /// Measures the cost of mapping a block: the map, and the first kernel that reads it.
     func measureMapFirstUse() throws -> Finding {
         let file = bundle.file(ofBlock: 0)
         let (url, words) = (bundle.url.appendingPathComponent(file.file), file.words)
@@ -148,7 +148,7 @@ extension CheckSuite {
             ])
     }
 
-    /// Measures the memory that mappings occupy until the process ends.
+    /// Measures the memory that released mappings keep until the process ends.
     func measureMapLeak() throws -> Finding {
         let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
         try Data(count: mappingUnit).write(to: file)
@@ -166,16 +166,16 @@ extension CheckSuite {
             [Measurement("leaked per thousand", Double(leaked), "bytes")])
     }
 
-    /// Where memory does not hold the weights, and 30 blocks are mapped for each token, this is 30 MB for a text of a thousand tokens, as
-    /// much as a step of a small model.
+    /// The allowed growth of the footprint by a thousand mappings, in bytes. If memory does not hold the weights, 30 blocks are mapped for each
+    /// token. Then a text of a thousand tokens adds 30 MB, as much as a step of a small model.
     private static let leakAllowed = 1_000_000
 
-    /// `withError` throws after its body only, but its box has an error as soon as MLX reports it: a run that asks the box stops before it
-    /// continues with wrong numbers.
+    /// Checks that `withError` makes an error available in its box as soon as MLX reports it. It throws only after its body, so a run asks the box in
+    /// order to stop before it continues with wrong numbers.
     ///
-    /// - Parameter provoke: makes MLX throw.
+    /// - Parameter provoke: causes an error of MLX.
     func checkErrors(provoke: () -> Void = CheckSuite.evaluateInsideTrace) throws -> Finding {
-        /// Whether the box has an error before `provoke` and after it.
+        /// Returns whether the box has an error before `provoke` and after it.
         func caught() throws -> (before: Bool, after: Bool) {
             var found = (before: false, after: false)
             _ = try? withError { box in
@@ -196,7 +196,7 @@ extension CheckSuite {
             [Measurement("errors seen", found.after ? 1 : 0)])
     }
 
-    /// Calls `eval` where MLX refuses it on every device.
+    /// Calls `eval` within a trace, which MLX refuses on every device.
     static func evaluateInsideTrace() {
         let traced = compile { (x: MLXArray) in
             eval(x)

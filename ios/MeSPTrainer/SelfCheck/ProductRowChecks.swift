@@ -3,17 +3,17 @@ import MLX
 import MeSPBundle
 import MeSPCore
 
-/// Compares each row of a product in bfloat16: one wrong row among many hardly changes the error of the whole.
+/// Compares each row of a product in bfloat16, because one wrong row among many hardly changes the error of the whole product.
 extension CheckSuite {
-    /// The largest relative error of a row that is allowed. Rounding the result to bfloat16 causes one of 2·10⁻³, and rounding W of 8 bits,
-    /// whose codes are large beside the differences between them, one of some 5·10⁻³.
+    /// The largest allowed relative error of a row. Rounding the result to bfloat16 causes an error of 2·10⁻³. Rounding the dequantized W causes some
+    /// 5·10⁻³ at 8 bits, where codes are large compared with the steps between them.
     private static let rowTolerance = 0.02
 
-    /// Numbers of rows for which MLX takes its kernels for vectors, the kernels that begin where those end, and the kernels for matrices.
-    /// These use the neural accelerators where a GPU has them.
+    /// The numbers of rows to check. MLX has kernels for few rows, for more rows, and for matrices. The last use the neural accelerators of a GPU
+    /// that has them.
     private static let numbersOfRows = [9, 33, 256]
 
-    /// The most elements of W.
+    /// The maximum number of elements in W.
     private static let mostElements = 1 << 22
 
     func checkProductRows() throws -> Finding {
@@ -23,16 +23,16 @@ extension CheckSuite {
         return try checkProductRows(tolerance: Self.rowTolerance)
     }
 
-    /// x Wᵀ with the first rows of a block's widest projection, plain and quantized, against the product of the same numbers in float32 on
-    /// the CPU.
+    /// Compares x Wᵀ, plain and quantized, with the product of the same numbers in float32 on the CPU. W has the first rows of a block's wide
+    /// projection.
     ///
-    /// - Parameter tolerance: the largest relative error of a row that is allowed. A CPU, which sums in bfloat16, has a larger one.
+    /// - Parameter tolerance: the largest allowed relative error of a row. It is larger for a CPU, which sums in bfloat16.
     func checkProductRows(tolerance: Double) throws -> Finding {
         let inputs = architecture.hiddenSize
         let errors = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
             let w = all.rows(0..<min(all.rows, max(1, Self.mostElements / inputs)))
-            // The scales of formats other than the affine are codes.
+            // Only affine quantization has scales that are numbers; in other formats they are codes.
             let isAffine = w.biases != nil
             let scales = isAffine ? w.scales.asType(.bfloat16) : w.scales
             let biases = w.biases?.asType(.bfloat16)
@@ -60,7 +60,7 @@ extension CheckSuite {
             tolerance: tolerance)
     }
 
-    /// The largest relative error of a row of y, which is to be x wᵀ.
+    /// Returns the largest relative error of a row of y, compared with x wᵀ.
     private func largestError(ofRows y: MLXArray, _ x: MLXArray, _ w: MLXArray) -> Double {
         let expected = matmul(x.asType(.float32, stream: .cpu), w.transposed(stream: .cpu), stream: .cpu)
         let difference = subtract(y.asType(.float32, stream: .cpu), expected, stream: .cpu)

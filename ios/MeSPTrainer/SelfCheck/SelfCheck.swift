@@ -5,10 +5,10 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// Measures what training depends on: whether weights are mapped without a copy, the cost of an `eval`, a kernel and a buffer,
-/// whether gradients are those of the CPU, and whether a step's peak is the predicted one.
+/// Checks and measures what training depends on: mapping of weights without a copy; the cost of an `eval`, a kernel and a buffer; the agreement of
+/// gradients with the CPU's; and the agreement of a step's peak with the prediction.
 ///
-/// On a bundle for the CPU every check runs too, with the CPU's own formulas to compare with.
+/// With a bundle for the CPU every check runs too, and compares with the CPU's own formulas.
 public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
@@ -17,14 +17,14 @@ public struct SelfCheck {
         package var repeats = 50
         /// The duration of one measurement, in seconds.
         package var seconds = 1.0
-        /// Minutes of training without a pause, to see whether the machine slows down; 0 for none.
+        /// The minutes of continuous training, which show whether the machine slows down; 0 for none.
         package var minutes = 0.0
         /// The names of the checks to run; nil for all.
         package var checks: [String]?
 
         package init(bundle: String) { self.bundle = bundle }
 
-        /// Reads a settings file: JSON with `bundle`; a key that is absent has its default.
+        /// Reads a settings file: JSON with `bundle` and optional other keys.
         package init(contentsOf url: URL) throws {
             struct Given: Decodable {
                 let bundle: String
@@ -52,18 +52,18 @@ public struct SelfCheck {
 
     package init(_ settings: Settings) { self.settings = settings }
 
-    /// Runs every check, one after the other.
+    /// Runs the checks, one after the other.
     ///
     /// - Parameters:
-    ///   - atBlock: called before each check and at every block boundary. It may wait, or throw `CancellationError`, which ends it all.
-    ///   - report: gets each part of the report as it comes.
-    /// - Returns: all of it.
-    /// - Throws: `MeSPError`, where the bundle cannot be used; `CancellationError`. A check that fails throws nothing.
+    ///   - atBlock: called before each check and at every block boundary. It may wait, or throw `CancellationError`, which ends the self-check.
+    ///   - report: receives each part of the report when it is complete.
+    /// - Returns: the whole report.
+    /// - Throws: `MeSPError` if the bundle cannot be used, and `CancellationError`. A failed check throws no error.
     @discardableResult package func run(
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
         let begin = ContinuousClock.now
-        // Before anything asks for a GPU.
+        // This comes before any use of a GPU.
         let isFirstUse = firstUseOfMLX.time >= begin
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
@@ -96,7 +96,7 @@ public struct SelfCheck {
         return whole
     }
 
-    /// The result of a check, whatever it throws except `CancellationError`. A check in which a GPU failed runs again.
+    /// Returns the result of a check. An error other than `CancellationError` becomes a failure. A check in which a GPU failed is repeated.
     static func perform(
         _ check: CheckSuite.Check, _ bundle: ModelBundle, _ atBlock: () throws -> Void = {}
     ) throws -> SelfCheckReport.Check {

@@ -4,32 +4,32 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A machine's self-check: one finding a line, and the constants that it measured.
+/// The report of a machine's self-check: the result of each check, and the measured constants.
 public struct SelfCheckReport: Codable, Sendable {
     /// The machine and the model of the run.
     package var start: Start
     public var checks = [Check]()
-    /// nil until every check has run. A report that stays so is of a process that was ended: by the check after the last one here.
+    /// The end of the report; nil until every check has run. If it stays nil, the process was terminated, during the check after the last one in
+    /// `checks`.
     package var end: End?
 
     package struct Start: Codable, Sendable {
         package var version: String
         package var mlxVersion: String
-        /// Machine and system.
+        /// The machine and its system.
         package var host: String
-        /// The GPU's name and architecture, as the system has them; nil where MLX's GPU is not Apple's, or there is none.
+        /// The name of the GPU, from the system; nil if there is none, or if MLX's GPU is not Apple's. `gpuArchitecture` is its architecture.
         package var gpu: String?
         package var gpuArchitecture: String?
         /// The bundle's name.
         package var bundle: String
-        /// `cpu` or `gpu`: where the bundle runs.
+        /// The bundle's device, `cpu` or `gpu`.
         package var device: String
         package var dtype: String
-        /// How MLX used the GPU's neural accelerators: `absent`, `off` until a self-check has passed, `checking`,
-        /// `failed` or `on`.
+        /// The state of the GPU's neural accelerators: `absent`, `off` until a self-check has passed, `checking`, `failed` or `on`.
         package var neuralAccelerators: String
         package var settings: SelfCheck.Settings
-        /// The checks to come, in their order.
+        /// The names of the checks, in their order.
         package var names: [String]
     }
 
@@ -37,10 +37,10 @@ public struct SelfCheckReport: Codable, Sendable {
     public struct Check: Codable, Sendable, Identifiable {
         public var name: String
         public var verdict: Verdict
-        /// The finding, or why the check was left out.
+        /// The finding, or the reason why the check was skipped.
         public var sentence: Sentence
         package var measured: [Measurement]
-        /// The time of the check.
+        /// The duration of the check, in seconds.
         package var seconds: Double
 
         public var id: String { name }
@@ -55,9 +55,9 @@ public struct SelfCheckReport: Codable, Sendable {
 
     package struct Measurement: Codable, Sendable, Equatable {
         package var name: String
-        /// nil where it is not finite.
+        /// The value; nil if it is not finite.
         package var value: Double?
-        /// `s`, `bytes`, `bytes/s`, `FLOP/s`, or empty for a number without one.
+        /// The unit: `s`, `bytes`, `bytes/s`, `FLOP/s`, or empty for a plain number.
         package var unit: String
 
         init(_ name: String, _ value: Double, _ unit: String = "") {
@@ -65,30 +65,29 @@ public struct SelfCheckReport: Codable, Sendable {
         }
     }
 
-    /// The constants of a model of a step's time, nil where they were not measured:
+    /// The constants of a model of a step's time; nil if they were not measured:
     ///
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
     ///               + the larger of  bytes / bytesPerSecond  and  FLOP / flopsPerSecond
     package struct Constants: Codable, Sendable, Equatable {
-        /// An `eval`, without its kernels.
+        /// The time of an `eval` without its kernels.
         package var evalSeconds: Double?
-        /// A kernel that waits for the one before it.
+        /// The time of a kernel that waits for another kernel.
         package var kernelSeconds: Double?
-        /// A buffer of 1 MiB that MLX's cache does not have.
+        /// The time to allocate a buffer of 1 MiB that is not in MLX's cache.
         package var newBufferSeconds: Double?
-        /// Mapping a block's file, and its first use.
+        /// The time to map a block's file, with its first use.
         package var mapSeconds: Double?
-        /// Reading and writing memory.
+        /// The rate of reading and writing memory.
         package var bytesPerSecond: Double?
-        /// The memory that MLX adds to the footprint besides its arrays, after a step: on a GPU Metal's libraries, kernels and command
-        /// buffers.
+        /// The memory that MLX adds to the footprint after a step, besides its arrays: on a GPU, Metal's libraries, kernels and command buffers.
         package var metalBytes: Double?
-        /// The products that training uses on the device, at the tile where they are fastest: the slower of x Wᵀ and dy W.
+        /// The rate of the products that training uses, at the fastest tile: the slower of x Wᵀ and dy W.
         package var flopsPerSecond: Double?
     }
 
     package struct End: Codable, Sendable {
-        /// `fail` where a check failed.
+        /// The verdict: `fail` if a check failed.
         package var verdict: Verdict
         package var constants: Constants
         package var seconds: Double
@@ -96,7 +95,7 @@ public struct SelfCheckReport: Codable, Sendable {
 
     package init(_ start: Start) { self.start = start }
 
-    /// The report as one JSON document, with snake-case keys.
+    /// The report as one JSON document, with keys in snake case.
     package var json: Data {
         get throws {
             let encoder = JSONEncoder.snakeCase
@@ -107,11 +106,11 @@ public struct SelfCheckReport: Codable, Sendable {
 }
 
 extension SelfCheckReport {
-    /// The name of the check that measures Metal's memory, and of its value after a step.
+    /// The name of the check that measures Metal's memory, and the name of its measurement after a step.
     static let (metalFootprint, afterStep) = ("metal.footprint", "after the first step")
 
-    /// Has plans count what the newest reports in a folder measured of Metal's memory on this machine with this version of MLX, in place of
-    /// an assumption. Files that are no reports are passed over.
+    /// Makes plans use Metal's memory as measured in the newest reports in a folder, in place of an assumption. Only reports of this machine and this
+    /// version of MLX count. Other files are ignored.
     package static func useMeasurements(in folder: URL) {
         let keys: Set<URLResourceKey> = [.contentModificationDateKey]
         let files = try? FileManager.default.contentsOfDirectory(at: folder, includingPropertiesForKeys: Array(keys))
@@ -131,7 +130,7 @@ extension SelfCheckReport {
     }
 }
 
-/// A part of a report, as it comes.
+/// A part of a report, sent when it is complete.
 package enum SelfCheckRecord: Sendable {
     case start(SelfCheckReport.Start)
     case check(SelfCheckReport.Check)

@@ -10,12 +10,12 @@ private struct Steps {
 
     /// The seconds of each phase, by step.
     var seconds = [[Double]]()
-    /// By phase, the highest footprint above that before the run, and MLX's highest active memory, in bytes.
+    /// The highest growth of the footprint in each phase, in bytes. `mlx` is MLX's highest active memory in each phase.
     var footprint = [0, 0, 0]
     var mlx = [0, 0, 0]
 
     var first: [Double] { seconds.first ?? [] }
-    /// The medians of all steps but the first.
+    /// The median times of all steps except the first.
     var usual: [Double] {
         let later = seconds.dropFirst()
         return Self.phases.indices.map { phase in
@@ -26,7 +26,7 @@ private struct Steps {
 }
 
 extension CheckSuite {
-    /// Runs steps with a plan: two at least, and more until the settings' seconds are over.
+    /// Runs steps with a plan: at least two, and more until `seconds` have passed.
     private func runSteps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in })
         throws
         -> Steps
@@ -40,8 +40,7 @@ extension CheckSuite {
         var last = clock.time
         var (footprint, mlx) = (0, 0)
 
-        /// At a boundary. Memory since the last one belongs to the phase whose time has grown since; if none has, to the same
-        /// phase as before.
+        /// Assigns the peaks since the last boundary to a phase: the phase whose time has grown since, or else the previous phase.
         func observe() {
             (footprint, mlx) = (max(footprint, sampler.takePeak() - before), max(mlx, Memory.peakMemory))
             Memory.peakMemory = 0
@@ -66,7 +65,7 @@ extension CheckSuite {
             _ = try trainer.step([SequenceLoss([example(run.seqLen, number: number)])], number: number)
             observe()
             let times = Steps.phases.map { clock.time[keyPath: $0.path] - start[keyPath: $0.path] }
-            // An hour of short steps is many numbers, and the first and the last tell.
+            // An hour of short steps gives many numbers, so only the first 1000 are kept.
             if steps.seconds.count < 1000 { steps.seconds.append(times) }
             watch(times)
             number += 1
@@ -75,11 +74,11 @@ extension CheckSuite {
         return steps
     }
 
-    /// The peak of each phase against the planner's prediction for a step.
+    /// Compares the peak of each phase with the planner's prediction for a step.
     func measurePeak(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
-        // Metal has taken its memory before this check begins.
+        // Metal's memory is already taken before this check begins.
         let planner = Planner(bundle.manifest, run)
         let predicted = planner.peak(plan) - (planner.metalBytes ?? 0)
         let steps = try runSteps(run, plan, for: 0)
@@ -97,8 +96,8 @@ extension CheckSuite {
             [Measurement("predicted", Double(predicted), "bytes")] + measured)
     }
 
-    /// The phases with the default plan, with the fastest that stay within twice its memory, half way from it to the least, and the
-    /// least, and with one that keeps MLX's cache.
+    /// Measures the phases with several plans: the default, the fastest ones within twice its memory, halfway between it and the minimum, and at the
+    /// minimum, and one that keeps MLX's cache.
     func measureTimes(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
@@ -130,7 +129,7 @@ extension CheckSuite {
             measured)
     }
 
-    /// A long run: the speed of its first minute, or tenth, against that of its last.
+    /// Compares the speeds at the beginning and at the end of a long run, each over a minute or a tenth of it.
     func measureThrottling() throws -> Finding {
         guard settings.minutes > 0 else {
             throw Skipped(reason: "No long run was requested; set minutes.")

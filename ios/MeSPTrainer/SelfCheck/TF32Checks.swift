@@ -37,10 +37,10 @@ extension CheckSuite {
                 + effects.map { Measurement("TF32: \($0.name)", $0.value ?? .nan) })
     }
 
-    /// A limit between the relative error of float32, below 10⁻⁶, and that of TF32, some 10⁻⁴.
+    /// A threshold between the relative error of float32, below 10⁻⁶, and that of TF32, some 10⁻⁴.
     private static let roundedFrom = 1e-5
 
-    /// The relative errors of products with a diagonal matrix, where each result is the product of two numbers.
+    /// Returns the relative errors of products with a diagonal matrix, in which each result is the product of two numbers.
     private func errorsOfProducts() -> [Measurement] {
         let (rows, features) = (256, 512)
         let x = MLXRandom.normal([rows, features], key: MLXRandom.key(0))

@@ -3,8 +3,8 @@ import MLX
 import MeSPBundle
 import MeSPFiles
 
-/// A bundle of one block with random weights. The self-check writes one for each mixer, so that a check does not depend on the mixers
-/// of the chosen bundle. It can generate but not train: it has no block function.
+/// A bundle of one block with random weights. The self-check writes one for each mixer, so that a check does not depend on the mixers of the chosen
+/// bundle. It has no block function, so it can generate but not train.
 struct TinyBundle {
     /// The manifest's entry for the mixer.
     let mixer: [String: any Sendable]
@@ -14,7 +14,7 @@ struct TinyBundle {
     /// Writes the bundle and opens it.
     ///
     /// - Parameters:
-    ///   - folder: the folder to make.
+    ///   - folder: the folder to create.
     ///   - model: a bundle with the device, the dtype and the quantization to use.
     func write(to folder: URL, like model: ModelBundle) throws -> ModelBundle {
         let mlp: [String: any Sendable] = [
@@ -36,7 +36,7 @@ struct TinyBundle {
         try fileManager.createDirectory(
             at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
         var (weights, table) = (Words(model), Words(model))
-        // The same numbers whatever the device.
+        // The CPU gives the same numbers on every device.
         try Device.withDefaultDevice(.cpu) {
             for array in block.plainArrays { try weights.add(array) }
             for matrix in block.matrices { try weights.add(matrix: matrix.name + ".", matrix.shape) }
@@ -45,7 +45,7 @@ struct TinyBundle {
         }
         let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
         let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
-        // A manifest names a block function for each length. Generation does not call it.
+        // A manifest must name a block function for each length. Generation does not call it.
         let function = "block.mlxfn"
         try Data().write(to: folder.appendingPathComponent(function))
 
@@ -117,7 +117,7 @@ struct TinyBundle {
             data += Data(count: (4 - data.count % 4) % 4)
         }
 
-        /// Writes the file, padded to whole units of a mapping. Returns its length in words.
+        /// Writes the file, padded to a multiple of `mappingUnit`. Returns its length in words.
         func write(to file: URL) throws -> Int {
             let count = (data.count + mappingUnit - 1) / mappingUnit * mappingUnit
             try (data + Data(count: count - data.count)).write(to: file)

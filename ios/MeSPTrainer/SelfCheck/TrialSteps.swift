@@ -2,8 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 
-/// Training steps that are counted or measured and leave no files. They train the first example of the data, or the first sequence of
-/// packed examples; for text and preference data, tokens without a meaning.
+/// Training steps for counting or measuring, which leave no files. They train the first example of the data, or the first sequence of packed
+/// examples. For text and preference data they train meaningless tokens.
 package final class TrialSteps {
     package let planner: Planner
     package let plan: Plan
@@ -12,9 +12,9 @@ package final class TrialSteps {
     private var number = 0
 
     /// - Parameters:
-    ///   - settings: their output is not used.
+    ///   - settings: the settings of a run. Their output is not used.
     ///   - plan: chooses the plan.
-    /// - Throws: `MeSPError`, as a run would at its start.
+    /// - Throws: `MeSPError`, as a run does at its start.
     package init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
@@ -31,7 +31,7 @@ package final class TrialSteps {
             try Self.example(bundle, settings) ?? Example(tokens: tokens, counted: Array(0..<settings.seqLen))
     }
 
-    /// The first sequence of the training data's examples; nil where it has none, and of preference data.
+    /// Returns the first sequence of the training data's examples; nil if it has no examples or is preference data.
     private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
         guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.hasPreferences else { return nil }
         let packs = stream.packsExamples && bundle.manifest.takesPacked && settings.method.takesPacked
@@ -42,10 +42,10 @@ package final class TrialSteps {
     /// Whether the bundle's functions are for a GPU.
     package var isForGPU: Bool { trainer.model.bundle.manifest.device == .gpu }
 
-    /// Whether its tokens choose experts.
+    /// Whether the model has experts.
     package var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
 
-    /// A step of the settings' sequences; with an objective, of one.
+    /// Takes a step with the settings' number of sequences; with an objective, with one.
     ///
     /// - Parameter atBlock: called at each block boundary, where a run may pause.
     package func step(atBlock: @escaping () -> Void = {}) throws {

@@ -1,11 +1,11 @@
 import Foundation
 
-/// An error in words of its own.
+/// An error that describes itself in a sentence.
 package protocol SentenceError: Error {
     var sentence: Sentence { get }
 }
 
-/// A failure that a person can act on: one plain sentence that names the thing and the remedy.
+/// An error that a person can act on, with one plain sentence that names the fault and the remedy.
 public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
     package let sentence: Sentence
 
@@ -15,7 +15,7 @@ public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
 }
 
 extension Error {
-    /// The error in words: its own, or the system's.
+    /// The error as a sentence: its own, or the system's description.
     package var plainSentence: Sentence {
         if let error = self as? any SentenceError { return error.sentence }
         if let decoding = self as? DecodingError {
@@ -23,7 +23,7 @@ extension Error {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
             case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
                 let path = context.codingPath.map(\.stringValue).joined(separator: ".")
-                // Foundation says no more of a number that its type has no room for, and does not say which.
+                // Foundation does not say which number is out of range for its type.
                 guard !path.isEmpty else { return "it is not JSON, or has a number that is too large or too small" }
                 return "\(path) has the wrong type"
             @unknown default: break

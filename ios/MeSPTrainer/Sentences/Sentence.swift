@@ -1,11 +1,10 @@
 import Foundation
 
-/// Words for a person: in English for logs and programs, and for the screen as the app's String Catalog has them.
+/// A text for a person: in English for logs and programs, and in the language of the app's String Catalog on the screen.
 ///
-/// Written as a literal, `"\(name) has \(count) tokens"`. Its key in the catalogue is the one that Xcode makes of such a literal,
-/// `%@ has %lld tokens`: whole numbers are `%lld`, so that a translation can vary by them, and everything else is `%@`. A translation may
-/// put them in another order, as `%2$lld` and `%1$@`. A sentence within a sentence is in the language of the whole, and goes without its
-/// full stop.
+/// It is written as a literal, `"\(name) has \(count) tokens"`. Its key in the catalogue is the one that Xcode derives from such a literal, `%@ has
+/// %lld tokens`. Whole numbers are `%lld`, so that a translation can vary by them, and all other values are `%@`. A translation may reorder the
+/// values, as `%2$lld` and `%1$@`. A sentence within a sentence is in the language of the outer one, and loses its full stop.
 public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     private let key: String
     private let values: [Value]
@@ -18,18 +17,18 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
 
     public init(stringLiteral text: String) { self.init(english: text) }
 
-    /// - Parameter english: the words of a sentence that was written to a file. The catalogue has them where it was one without values.
+    /// - Parameter english: a sentence that was read from a file. The catalogue has a translation only if it was written without values.
     package init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }
 
-    /// The English words, whatever the language of the app.
+    /// The sentence in English, whatever the language of the app.
     package var english: String { filled(key, locale: nil) { $0.english } }
 
-    /// The words in the language of the app, or in English where the table `Sentences` of the main bundle has none.
+    /// The sentence in the app's language, or in English if the table `Sentences` of the main bundle has no translation.
     public var localized: String { localized(by: .main) }
 
-    /// - Parameter bundle: has the table.
+    /// - Parameter bundle: the bundle with the table.
     package func localized(by bundle: Bundle) -> String {
         filled(bundle.localizedString(forKey: key, value: nil, table: "Sentences"), locale: .current) {
             $0.localized(by: bundle)
@@ -37,7 +36,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     }
 
     private func filled(_ format: String, locale: Locale?, _ words: (Sentence) -> String) -> String {
-        // As Xcode has it, a key without values is no format: a % in it is a %.
+        // As in Xcode, a key without values is not a format, so a % in it stays a %.
         guard !values.isEmpty else { return format }
         let arguments = values.map { value -> any CVarArg in
             switch value {
@@ -77,12 +76,12 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     }
 }
 
-/// Equal are those that say the same.
+/// Sentences are equal if their English texts are.
 extension Sentence: Equatable {
     public static func == (one: Sentence, other: Sentence) -> Bool { one.english == other.english }
 }
 
-/// In files it is the English words.
+/// In files a sentence is its English text.
 extension Sentence: Codable {
     public init(from decoder: any Decoder) throws {
         self.init(english: try decoder.singleValueContainer().decode(String.self))

@@ -12,13 +12,12 @@ import Testing
 @testable import MeSPDownload
 @testable import MeSPFiles
 
-/// Everything that is read from a file, damaged in hundreds of ways: each is refused with a sentence or read as something sound, and
-/// takes little memory. A crash ends the tests.
+/// Tests damaged files of every kind. Each is refused with a sentence or read as valid contents, and takes little memory. A crash ends the tests.
 @Suite(.serialized) struct FuzzTests {
-    /// Of each kind; `make test-slow` has 10,000.
+    /// The number of cases of each kind; `make test-slow` has 10,000.
     static let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
 
-    /// SplitMix64: every run of the tests sees the same cases.
+    /// SplitMix64, which gives the same cases in every run of the tests.
     struct Generator: RandomNumberGenerator {
         var state: UInt64
 
@@ -38,7 +37,7 @@ import Testing
         [String](repeating: "x", count: 1000), ["a": ["b": ["c": 1]]],
     ]
 
-    /// JSON with one to three values replaced, removed or repeated.
+    /// Returns JSON with some values replaced, removed or repeated.
     private func mutated(_ value: Any, _ random: inout Generator) -> Any {
         func change(_ value: Any, _ random: inout Generator) -> Any {
             if Int.random(in: 0..<6, using: &random) == 0 { return hostile.randomElement(using: &random) ?? 0 }
@@ -69,7 +68,7 @@ import Testing
         return try JSONSerialization.data(withJSONObject: value, options: [.fragmentsAllowed, .sortedKeys])
     }
 
-    /// Bytes with some flipped, cut off, put in or overwritten by a number.
+    /// Returns the bytes with some of them flipped, removed, inserted or overwritten by a number.
     private func mutatedBytes(_ data: Data, _ random: inout Generator) -> Data {
         var data = Data(data)
         for _ in 0..<Int.random(in: 1...4, using: &random) where !data.isEmpty {
@@ -89,7 +88,7 @@ import Testing
         return data
     }
 
-    /// Runs `body` for each case; where it throws, the error must be one in words.
+    /// Runs `body` for each case. An error that it throws must have a sentence.
     private func fuzz(seed: UInt64, _ body: (inout Generator) throws -> Void) throws {
         let sampler = FootprintSampler()
         defer { sampler.stop() }
@@ -117,7 +116,7 @@ import Testing
         let json = try JSONSerialization.jsonObject(
             with: Data(contentsOf: folder.appendingPathComponent("manifest.json")))
         var manifest = try #require(json as? [String: Any])
-        manifest["end_tokens"] = [0, 3]  // which a bundle need not have
+        manifest["end_tokens"] = [0, 3]  // which is optional
         return (folder, try JSONSerialization.data(withJSONObject: manifest, options: .sortedKeys))
     }
 
@@ -139,7 +138,7 @@ import Testing
         }
     }
 
-    /// The Hub's offer, before a file of it is there.
+    /// Tests offers of the Hub, before any file is downloaded.
     @Test(arguments: ["tied-32", "gemma4"]) func offers(_ fixture: String) throws {
         let (folder, manifest) = try bundle(fixture)
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -156,7 +155,7 @@ import Testing
         }
     }
 
-    /// A log is read or refused, and a resumed run leaves one that can be read.
+    /// A log is read or refused, and a resumed run leaves a readable log.
     @Test func logs() throws {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -180,7 +179,7 @@ import Testing
         }
     }
 
-    /// The index of the files that hold the tokens.
+    /// Tests the index of the files with tokens.
     @Test func indexesOfTokens() throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -196,7 +195,7 @@ import Testing
         }
     }
 
-    /// Functions with some words changed: what a size, a shape or an index is. MLX reads and runs what passes, within its arrays.
+    /// Tests functions with some changed words, such as sizes, shapes or indices. MLX runs the functions that pass, and stays within their arrays.
     @Test func functions() throws {
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -256,7 +255,7 @@ import Testing
         }
     }
 
-    /// Refused data leave nothing behind; the rest becomes tokens that a run can take.
+    /// Refused data leave no files. Other data become tokens that a run can use.
     @Test func textOfOnesOwn() throws {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -286,7 +285,7 @@ import Testing
         }
     }
 
-    /// The largest sizes that a manifest may have, together: no prediction overflows, and each is refused or planned.
+    /// With the largest sizes that a manifest may have, no prediction overflows. Each manifest is refused or planned.
     @Test(arguments: GradientMethod.allCases) func theLargestSizes(_ method: GradientMethod) throws {
         let (folder, json) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -370,7 +369,7 @@ import Testing
             switch Int.random(in: 0..<4, using: &random) {
             case 0: changed = mutatedBytes(file, &random)
             case 1: changed = StateFile.sealed(mutatedBytes(file.dropLast(32), &random))
-            default:  // a header in order, with other numbers
+            default:  // a valid header with other numbers
                 var other = sound
                 other.text = try mutatedJSON(sound.text, &random)
                 changed = try other.data()
@@ -414,7 +413,7 @@ import Testing
         }
     }
 
-    /// Safetensors headers that are JSON, but say what cannot be.
+    /// Tests safetensors headers that are valid JSON with impossible contents.
     @Test(arguments: [
         #"{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}"#,
         #"{"a": {"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 16]}}"#,
@@ -434,14 +433,14 @@ import Testing
         #expect(sound["a"]?.shape == [4])
     }
 
-    /// A name in the manifest may not lead out of the bundle.
+    /// A name in the manifest must not lead out of the bundle.
     @Test(arguments: ["file", "folder", "manifest"]) func symbolicLinks(_ kind: String) throws {
         let (folder, _) = try bundle()
         let elsewhere = folder.appendingPathExtension("elsewhere")
         defer { for url in [folder, elsewhere] { try? FileManager.default.removeItem(at: url) } }
         let moved = folder.appendingPathComponent(
             ["file": "embedding.bin", "folder": "blocks", "manifest": "manifest.json"][kind] ?? "")
-        if kind == "manifest" {  // which must be a file, whatever it leads to
+        if kind == "manifest" {  // which must not be a link
             try FileManager.default.removeItem(at: moved)
             try FileManager.default.createSymbolicLink(atPath: moved.path, withDestinationPath: "/dev/zero")
         } else {

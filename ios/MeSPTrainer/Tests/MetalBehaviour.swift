@@ -9,11 +9,11 @@
     @testable import MeSPCore
     @testable import MeSPSelfCheck
 
-    /// The core on an MLX that behaves as on Metal where a CPU is kinder; see HostMLXMetal.
+    /// Tests the core on an MLX that imitates Metal where a CPU behaves differently; see HostMLXMetal.
     @Suite(.serialized) struct MetalBehaviour {
         private static let plain = Fixture.tied.map { [$0] } ?? []
 
-        /// A tiny model's gradients and those of a run of its own, in the order of the blocks.
+        /// Returns a tiny model's gradients, in the order of the blocks.
         private func gradients(_ fixture: Fixture, _ method: GradientMethod = .mesp) throws -> [MLXArray] {
             try fixture.bundle.withDevice {
                 var gradients = [MLXArray]()
@@ -55,7 +55,7 @@
 
         // MARK: - Errors
 
-        /// Memory is refused from an evaluation on.
+        /// Returns rules that refuse memory from an evaluation on.
         private func refused(from first: Int) -> MetalRules {
             var failing = FailingCommandBuffers(first: first)
             (failing.isAtOnce, failing.count) = (true, .max)
@@ -63,8 +63,8 @@
             return .init(failingBuffers: failing)
         }
 
-        /// A run on a CPU whose evaluations fail from one on: it ends there with the error, reads nothing that was not computed, saves no adapters
-        /// but those of the whole run, and logs no step that is wrong.
+        /// From a certain evaluation on, all evaluations of a run on a CPU fail. The run ends there with the error and reads no array that was not
+        /// computed. It logs no wrong step, and saves adapters only if all steps were completed.
         @Test(
             arguments: zip([GradientMethod.mesp, .mesp, .mebp, .mezo], [RunSettings.Offload.none, .all, .none, .all]))
         func anErrorEndsTheRunWhereItOccurs(_ method: GradientMethod, _ offload: RunSettings.Offload) throws {
@@ -96,7 +96,7 @@
                 #expect(report.faults == [:], "evaluation \(first)")
                 #expect(adapters == nil || adapters == whole.adapters, "evaluation \(first)")
                 #expect(log.map(loss) == Array(losses.prefix(log.count)), "evaluation \(first)")
-                // A block, or the head, evaluates no more.
+                // The run evaluates only up to the end of the block or the head.
                 #expect(report.evaluations - first < 80, "evaluation \(first): \(report.evaluations - first)")
             }
         }
@@ -142,8 +142,8 @@
 
         // MARK: - Leaving the app
 
-        /// A GPU compiles kernels when they are encoded first, all of them in the first step; between two places where it can wait for a
-        /// person who has left the app, that step evaluates no more than the others between two blocks.
+        /// A GPU compiles kernels when they are first encoded, so in the first step. So the first step can wait at more places, and evaluates less
+        /// between two of them.
         @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
         func theFirstStepWaitsWithinItsBlocks(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
@@ -157,7 +157,7 @@
             for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
         }
 
-        /// The same of a text, of MeBP's derivative, and of what waiting there throws.
+        /// The first text and MeBP's derivative also wait within blocks, and rethrow errors from there.
         @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
         func theFirstTextWaitsWithinItsBlocks(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
@@ -169,7 +169,7 @@
                 func pass() { places[text] += 1 }
                 try generator.generate(request, atBlock: pass) { texts[text].append($0) }
             }
-            // The prompt and a token, in two passes of four.
+            // A text takes four passes. In the first text two of them, of the prompt and of a token, also wait within blocks.
             #expect(places[1] == 4 * fixture.layers && places[0] > 5 * 2 * fixture.layers)
             #expect(texts[0] == texts[1])
 
@@ -212,7 +212,7 @@
             let result = withMetal(.init(gpuByDefault: true)) {
                 try Run.run(settings)
                 let a = MLXArray([1, 2])
-                // Still the GPU: `compile` fuses nothing for another on iOS.
+                // The default device is still the GPU, because on iOS `compile` fuses nothing for another.
                 #expect(throws: MLXError.self) {
                     try withError {
                         Device.withDefaultDevice(.cpu) {
@@ -233,7 +233,7 @@
                 for method in fixture.exactMethods {
                     try fixture.bundle.withDevice {
                         let trainer = try fixture.trainer(method)
-                        // The second step evaluates less: it need not pause while a GPU compiles kernels.
+                        // The second step evaluates less often, because no kernels are compiled.
                         for _ in 0..<2 { _ = try fixture.backpropagate(trainer) { _, _ in } }
                     }
                 }

@@ -13,31 +13,32 @@ import MeSPSentences
     @testable import MeSPCore
     @testable import MeSPSelfCheck
 
-    /// Command buffers that fail, each in its turn, and what is then read, told and saved. See `FailingCommandBuffers`.
+    /// Tests each command buffer's failure, and the results, messages and files after it. See `FailingCommandBuffers`.
     @Suite(.serialized) struct MetalErrors {
         private static func folders(_ names: String...) -> [URL] {
             Fixture.cases.filter { names.contains($0.lastPathComponent) }
         }
-        /// A plain model that computes the GPU's way, and others with parts that it lacks.
+        /// A plain model that computes as on a GPU; `families` adds models with other parts.
         private static let plain = folders("tied-gpu")
         private static let families = folders(
             "tied-gpu", "qwen3_5-gpu", "gemma4-gpu", "lfm2_moe-gpu", "granite-mamba-gpu")
 
-        /// A failure whose error comes when the stream is waited for, or by turns in one of the next evaluations, and leaves NaN or zeros.
+        /// Returns a failure whose error is thrown when the stream is synchronized or in one of the next evaluations, by turns, and which leaves NaN
+        /// or zeros.
         private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
             var failing = FailingCommandBuffers(first: buffer)
             failing.count = count
-            // Of several each is another attempt's.
+            // Of several failures each belongs to another attempt.
             failing.delay = count > 1 ? .max : [.max, 0, 1, 4][buffer % 4]
             failing.garbage = buffer / 4 % 2 == 0 ? .nan : .zeros
             return .init(failingBuffers: failing)
         }
 
-        /// Compares the results of `work` as each command buffer fails with those where none does.
+        /// Compares the results of `work` with a failure of each command buffer with its results without failures.
         ///
         /// - Parameters:
-        ///   - step: from one buffer that fails to the next.
-        ///   - work: gets a function that is to be called with the work whose buffers fail.
+        ///   - step: the distance between buffers that fail.
+        ///   - work: receives a function to call with the part of the work whose buffers fail.
         private func compare<R: Equatable>(
             every step: Int = 1, _ name: String = "",
             _ work: (_ failing: (() throws -> Void) throws -> Void) throws -> R
@@ -81,7 +82,7 @@ import MeSPSentences
             step: @escaping (Trainer, Fixture) throws -> StepResult
         ) throws {
             let fixture = try Fixture(folder, "gradients")
-            _ = try fixture.example()  // which reads a file
+            _ = try fixture.example()  // reads a file
             try compare(every: every, folder.lastPathComponent) { failing in
                 try fixture.bundle.withDevice {
                     let trainer = try fixture.trainer(method, plan: plan) {
@@ -169,9 +170,9 @@ import MeSPSentences
             var state = [String: Data]()
         }
 
-        /// A run of one step on a bundle that computes the GPU's way.
+        /// Runs one step on a bundle that computes as on a GPU.
         ///
-        /// - Returns: its losses, and what it has saved.
+        /// - Returns: the log, the files and the state that it has saved.
         private func run(
             _ output: URL, _ change: (inout RunSettings) -> Void = { _ in }, atBlock: @escaping () throws -> Void = {}
         ) throws -> Saved {
@@ -192,7 +193,7 @@ import MeSPSentences
             try bundle.withDevice { try Run.run(settings, bundle, hooks) }
             saved.files = files(output)
             let state = try Safetensors(SavedState.url(in: output))
-            // The seal is of the log's length too.
+            // The seal also covers the length of the log.
             for name in state.names where name != "sha256" {
                 saved.state[name] = try state[name]?.withBytes { Data($0) }
             }
@@ -233,7 +234,7 @@ import MeSPSentences
             }
         }
 
-        /// Three failures of one piece of work end the run, wherever it is; what is saved is of one step and as it was.
+        /// Three failures of one piece of work end the run at any place. Saved files belong to one step and are unchanged.
         @Test func workThatFailsThreeTimesEndsTheRun() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }
@@ -253,7 +254,7 @@ import MeSPSentences
                         "buffer \(buffer): \(error)")
                     let files = files(output)
                     #expect(files.isEmpty || files == whole.files, "buffer \(buffer)")
-                    // Nor is there a log before the first work.
+                    // There may be no log yet.
                     let steps = (try? LogSummary(folder: output).steps) ?? []
                     let losses = steps.map { "step \($0.step) \($0.loss)" }
                     #expect(losses.isEmpty || losses == whole.log.filter { $0.hasPrefix("step") }, "buffer \(buffer)")
@@ -261,7 +262,7 @@ import MeSPSentences
             }
         }
 
-        /// Adapters that are there already are replaced in both forms or in none.
+        /// Existing adapters are replaced in both formats or in none.
         @Test(arguments: plain) func bothFormsOfAdaptersAreOfOneStep(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             try inFolder { output in
@@ -307,7 +308,7 @@ import MeSPSentences
             }
         }
 
-        /// Several at once, two after one prompt, of which one ends early; and the next turn of a conversation.
+        /// Several texts at once, two of them after one prompt and one that ends early; then the next turn of a conversation.
         @Test(arguments: plain) func textsTogetherAreTheSame(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             let requests = [request(0, 4), request(1, 2), request(1, 5, prompt: [4, 5])]
@@ -394,7 +395,7 @@ import MeSPSentences
 
         // MARK: - Reasons
 
-        /// The GPU is refused because the app was left: the run waits until it is in front.
+        /// iOS refuses the GPU because the app is in the background, and the run waits until the app is in front.
         @Test func aRunThatIsRefusedWaitsForTheFront() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }
@@ -411,7 +412,7 @@ import MeSPSentences
                     }.result
                     saved.change { $0 = result }
                 }
-                // The app has been left when the GPU refuses the work, but has not been told so yet.
+                // The app is already in the background when iOS refuses the work, but does not know it yet.
                 var boundaries = -1
                 while gate.boundaries == 0 || gate.boundaries != boundaries {
                     boundaries = gate.boundaries
@@ -430,8 +431,8 @@ import MeSPSentences
             #expect(found == whole)
         }
 
-        /// Work that needs more memory than there is goes on with a cheaper plan: at once where the step has changed nothing, from the last
-        /// saved state where it has.
+        /// A run that runs out of memory continues with a cheaper plan: at once if the step has changed nothing, and otherwise from the last saved
+        /// state.
         @Test(arguments: [false, true]) func aRunOutOfMemoryGoesOnWithACheaperPlan(_ changed: Bool) throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) {
@@ -449,7 +450,7 @@ import MeSPSentences
                     }.result
                     let error = message { _ = try result.get() }
                     let events = try LogSummary(folder: output).events.map(\.name)
-                    // What is not a step, as a save, ends the run.
+                    // A failure outside of a step, such as in a save, ends the run.
                     guard events.contains("cheaper_plan") else {
                         return #expect(error == "" || error.contains("three times"))
                     }

@@ -2,15 +2,15 @@ import Foundation
 import MeSP
 import Tokenizers
 
-/// Loads the tokenizer of a bundle by swift-transformers.
+/// Loads the tokenizer of a bundle with swift-transformers.
 ///
 /// - Parameter bundle: the folder of the model.
-/// - Throws: `FineTuningError` where its files cannot be read.
+/// - Throws: `FineTuningError` if its files cannot be read.
 public func loadTokenizer(bundle: URL) async throws -> any TextTokenizer {
     try await BundleTokenizer(bundle: bundle)
 }
 
-/// A bundle's tokenizer, of swift-transformers.
+/// A bundle's tokenizer, implemented by swift-transformers.
 struct BundleTokenizer: TextTokenizer {
     private let tokenizer: any Tokenizer
 

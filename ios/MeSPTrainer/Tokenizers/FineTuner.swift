@@ -2,25 +2,25 @@ import Foundation
 import MeSP
 
 extension FineTuner {
-    /// Opens a bundle with the tokenizer in it.
+    /// Opens a bundle with the tokenizer in its folder.
     ///
     /// - Parameters:
     ///   - bundle: the folder of the model.
-    ///   - folder: the folder of the run. nil: one with the bundle's name in `MeSP` in the folder for application support.
-    /// - Throws: `FineTuningError` where `bundle` is no bundle, is damaged, or has a tokenizer that cannot be read.
+    ///   - folder: the folder of the run. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
+    /// - Throws: `FineTuningError` if `bundle` is not a bundle, is damaged, or has a tokenizer that cannot be read.
     public convenience init(bundle: URL, folder: URL? = nil) async throws {
         try await self.init(bundle: bundle, tokenizer: loadTokenizer(bundle: bundle), folder: folder)
     }
 
-    /// Opens a model in MLX's 4-bit format with the tokenizer in its folder, as `init(model:tokenizer:bundle:folder:progress:)`.
+    /// Opens a model in MLX's 4-bit format with the tokenizer in its folder, as `init(model:tokenizer:bundle:folder:progress:)` does.
     ///
     /// - Parameters:
     ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.
-    ///   - bundle: the folder of the bundle that is made of it. nil: one with the model's name in `MeSP/Models` in the folder for application
-    ///     support.
-    ///   - folder: the folder of the run. nil: one with the bundle's name in `MeSP` in the folder for application support.
-    ///   - progress: called with the share of the bundle that is written, from 0 to 1, on any thread.
-    /// - Throws: `FineTuningError` where no bundle can be made of the model, or its tokenizer cannot be read.
+    ///   - bundle: the folder of the bundle that is made of the model. nil: a folder with the model's name, in `MeSP/Models` in the Application
+    ///     Support folder.
+    ///   - folder: the folder of the run. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
+    ///   - progress: receives the written fraction of the bundle, from 0 to 1, on any thread.
+    /// - Throws: `FineTuningError` if no bundle can be made of the model, or its tokenizer cannot be read.
     public convenience init(
         model: URL, bundle: URL? = nil, folder: URL? = nil,
         progress: @escaping @Sendable (Double) -> Void = { _ in }

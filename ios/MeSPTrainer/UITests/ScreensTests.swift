@@ -1,11 +1,11 @@
 import XCTest
 
-/// Goes through the app's screens as the simulator shows them: nothing can be trained, and there is a recorded run.
+/// Goes through the app's screens in the simulator, where nothing can be trained and a recorded run is shown.
 ///
-/// Each screen leaves a screenshot, the elements that VoiceOver finds on it, and what Apple's audit of accessibility says of it. The audit fails
-/// nothing: much of what it finds can be the system's own.
+/// For each screen the test attaches a screenshot, the elements that VoiceOver finds, and the findings of Apple's accessibility audit. Findings do
+/// not fail the test, because many concern the system's own views.
 final class ScreensTests: XCTestCase {
-    /// How long a busy machine may take to show something, in seconds.
+    /// The longest time that a busy machine may take to show an element, in seconds.
     private static let patience: TimeInterval = 120
 
     override func setUpWithError() throws {
@@ -34,7 +34,7 @@ final class ScreensTests: XCTestCase {
         see(app.buttons["More"]).tap()
         reach(app.identified("train-on"), in: app).tap()
         see(app.buttons["My choices"]).tap()
-        reach(app.saying("Under Try It, say which of two answers is better"), in: app)
+        reach(app.saying("Under Try It, choose the better of two answers"), in: app)
         keep(app, as: "Choices")
     }
 
@@ -103,7 +103,7 @@ final class ScreensTests: XCTestCase {
 
     @MainActor private func show(_ tab: String, in app: XCUIApplication) { see(app.tabBars.buttons[tab]).tap() }
 
-    /// Shows the recorded run, to its end.
+    /// Shows the recorded run and waits for its end.
     @MainActor private func showRecordedRun(in app: XCUIApplication) {
         see(app.buttons["Show a Recorded Run"]).tap()
         see(app.saying("Finished, adapters saved"))
@@ -118,7 +118,7 @@ final class ScreensTests: XCTestCase {
         return element
     }
 
-    /// Scrolls down to an element: a list has no others than those that are in sight.
+    /// Scrolls down to an element, because a list has only its visible elements.
     @MainActor @discardableResult private func reach(
         _ element: XCUIElement, in app: XCUIApplication, file: StaticString = #filePath, line: UInt = #line
     ) -> XCUIElement {
@@ -127,7 +127,7 @@ final class ScreensTests: XCTestCase {
         return element
     }
 
-    /// Attaches what there is to see and to hear of a screen.
+    /// Attaches a screenshot of the screen, its elements and the findings of the accessibility audit.
     @MainActor private func keep(_ app: XCUIApplication, as name: String) {
         attach(XCTAttachment(screenshot: app.screenshot()), as: name)
         attach(XCTAttachment(string: app.debugDescription), as: "\(name), elements")
@@ -135,7 +135,7 @@ final class ScreensTests: XCTestCase {
         do {
             try app.performAccessibilityAudit { issue in
                 findings.append("\(issue.detailedDescription) \(issue.element?.description ?? "")")
-                return true  // it fails nothing
+                return true  // findings do not fail the test
             }
         } catch {
             findings.append("The audit ended: \(error)")
@@ -151,12 +151,12 @@ final class ScreensTests: XCTestCase {
 }
 
 @MainActor extension XCUIApplication {
-    /// The first element whose label begins with `words`.
+    /// Returns the first element whose label begins with `words`.
     fileprivate func saying(_ words: String) -> XCUIElement {
         descendants(matching: .any).matching(NSPredicate(format: "label BEGINSWITH %@", words)).firstMatch
     }
 
-    /// The first element with an identifier, which has its label from what it shows.
+    /// Returns the first element with an identifier.
     fileprivate func identified(_ identifier: String) -> XCUIElement {
         descendants(matching: .any).matching(identifier: identifier).firstMatch
     }

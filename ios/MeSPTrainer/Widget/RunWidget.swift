@@ -26,7 +26,7 @@ import WidgetKit
     }
 }
 
-/// The progress of the run, and the reason for which it waits.
+/// The progress of the run, and the reason why it waits.
 private struct RunStatus: View {
     let context: ActivityViewContext<RunAttributes>
 

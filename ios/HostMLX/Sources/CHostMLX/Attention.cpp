@@ -18,18 +18,18 @@ namespace mx = mlx::core;
 namespace host {
 namespace {
 
-/// Into the clone of the function that calls it, so that it is compiled for that CPU.
+/// Inlines a function into the clone of its caller, so that it is compiled for that CPU.
 #define INLINE __attribute__((always_inline)) inline
 
 // MARK: - Products
 
-/// A matrix whose rows lie in one piece each, `stride` numbers apart, or its transpose.
+/// A matrix with contiguous rows, `stride` numbers apart, or its transpose.
 struct Matrix {
     const float *data;
     ptrdiff_t stride;
 };
 
-/// c = a b, or c + a b: c [rows, 16], whose sums stay in registers; a, or its transpose, and b by rows.
+/// Computes c = a b, or c + a b, for c [rows, 16], whose sums stay in registers. a, or its transpose, and b are stored by rows.
 template <int rows, bool transposed>
 INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, ptrdiff_t c_stride) {
     Floats sums[rows] = {};
@@ -50,7 +50,7 @@ INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, pt
     for (int i = 0; i < rows; i++) std::memcpy(c + i * c_stride, &sums[i], sizeof(Floats));
 }
 
-/// The same of c [rows, columns], columns a multiple of 16. The sums of six rows fill AVX2's registers.
+/// Computes c = a b, or c + a b, for c [rows, columns] with a multiple of 16 columns. The sums of six rows fill AVX2's registers.
 template <bool transposed = false>
 INLINE void multiply(Matrix a, Matrix b, int rows, int columns, int depth, bool adds, float *c, ptrdiff_t c_stride) {
     int i = 0;
@@ -69,7 +69,7 @@ INLINE void multiply(Matrix a, Matrix b, int rows, int columns, int depth, bool 
 
 // MARK: - Queries
 
-/// The rows of an array [1, heads, n, d], each of which lies in one piece: the array's own, or a copy's in `room`.
+/// The contiguous rows of an array [1, heads, n, d]: the array's own rows, or those of a copy in `room`.
 struct Heads {
     const float *data;
     ptrdiff_t head, row;
@@ -81,7 +81,7 @@ struct Heads {
     const float *at(int h, int position) const { return data + h * head + position * row; }
 };
 
-/// The sizes of an attention, and the way in which its heads and queries are cut.
+/// The sizes of an attention, and the division of its heads and queries.
 struct Problem {
     int heads, groups, queries, keys, d;
     float scale;
@@ -91,21 +91,22 @@ struct Problem {
     ptrdiff_t mask_row = 0, mask_column = 0;
 
     int per_group() const { return heads / groups; }
-    /// The heads of a group go together, as they read the same keys, or in parts of at most 8.
+    /// The heads of a group are processed together, because they read the same keys, in parts of at most 8.
     int head_parts() const { return (per_group() + 7) / 8; }
     int heads_together() const { return (per_group() + head_parts() - 1) / head_parts(); }
-    /// The positions that go together: few, as each goes through all keys that the last one sees, but enough for some 64 rows.
+    /// The number of positions that are processed together. It is small, because each is computed with all keys up to the last position's, but it
+    /// makes some 64 rows.
     int positions() const { return std::max(1, 4 / heads_together()) * lanes; }
     /// The number of `Queries` of a group.
     int parts() const { return (queries + positions() - 1) / positions() * head_parts(); }
     int most_rows() const { return positions() * heads_together(); }
 };
 
-/// The part of a group's queries that goes through the keys together. A row is a position of a head.
+/// A part of a group's queries that goes through the keys together. A row is a position of a head.
 struct Queries {
     const Problem &problem;
     int group, first_head, heads, position, positions, rows;
-    /// The keys that some query sees.
+    /// The range of keys to which some query attends.
     int begin = 0, end;
 
     Queries(const Problem &problem, int group, int index) : problem(problem), group(group), positions(problem.positions()) {
@@ -130,12 +131,12 @@ struct Queries {
     }
 
     int head(int row) const { return first_head + row / positions; }
-    /// Rows behind the last query have that one's place.
+    /// Whether a row has a query. Rows after the last query use its place.
     bool exists(int row) const { return position + row % positions < problem.queries; }
     int query(int row) const { return std::min(position + row % positions, problem.queries - 1); }
     bool sees(int query, int key) const { return problem.mask[query * problem.mask_row + key * problem.mask_column]; }
 
-    /// Their rows of x times a factor, [rows, d], and transposed; 0 where there is no query.
+    /// Reads the queries' rows of x multiplied by a factor, [rows, d], and their transpose; 0 for rows without a query.
     void read(const Heads &x, float factor, float *out, float *transposed) const {
         for (int row = 0; row < rows; row++) {
             const float *in = x.at(head(row), query(row));
@@ -148,7 +149,7 @@ struct Queries {
     }
 };
 
-/// Sets the scores [keys, rows] of keys `first` ..< `end` that a query does not see to −∞.
+/// Sets the scores [keys, rows] of keys `first` ..< `end` to which a query does not attend to −∞.
 INLINE void hide(const Queries &q, int first, int end, float *scores) {
     const int before = q.problem.keys - q.problem.queries;
     const bool *mask = q.problem.mask;
@@ -173,14 +174,14 @@ INLINE void hide(const Queries &q, int first, int end, float *scores) {
 
 // MARK: - Softmax
 
-/// The keys whose scores are made at once.
+/// The number of keys whose scores are computed at once.
 constexpr int keys_together = 128;
 
-/// Less than any score, so that none of a hidden key is a maximum.
+/// A number below every score, so that the score of a hidden key is never the maximum.
 constexpr float lowest = -std::numeric_limits<float>::max();
 
-/// Of each row, over the keys so far: the maximum score, Σ exp(S − maximum) and Σ exp(S − maximum) dP (Milakov and Gimelshein,
-/// arXiv 1805.02867).
+/// The sums of each row over the keys so far: the maximum score, Σ exp(S − maximum) and Σ exp(S − maximum) dP (Milakov and Gimelshein, arXiv
+/// 1805.02867).
 struct Sums {
     float *largest, *totals, *weighted;
 
@@ -191,8 +192,8 @@ struct Sums {
     }
 };
 
-/// Replaces scores [keys, rows] by exp(S − maximum), where the maximum is that of these keys and all before, and adds them to the sums.
-/// `dp` is dP, or null; `factors`, or null, become exp(maximum before − maximum), by which earlier results are to be multiplied.
+/// Replaces scores [keys, rows] by exp(S − maximum), with the maximum over these and all earlier keys, and adds them to the sums. `dp` is dP, or
+/// null. `factors`, unless null, become exp(earlier maximum − maximum), by which earlier results must be multiplied.
 INLINE void exponentiate(float *scores, const float *dp, int keys, int rows, const Sums &sums, float *factors) {
     for (int row = 0; row < rows; row += lanes) {
         Floats before, most, total, weighted{};
@@ -229,7 +230,7 @@ INLINE void exponentiate(float *scores, const float *dp, int keys, int rows, con
 
 // MARK: - Forward
 
-/// The attention of some queries.
+/// Computes the attention of some queries.
 FOR_EACH_CPU
 void attend(
     const Queries &q, const Heads &query, const Heads &key, const Heads &value, float *y, ptrdiff_t y_head,
@@ -260,16 +261,16 @@ void attend(
 
 // MARK: - Backward
 
-/// The arrays of the derivative of some queries' attention. It has two phases, in each of which parts of the keys go side by side.
+/// The arrays of the derivative of some queries' attention. It has two phases, each of which processes parts of the keys in parallel.
 struct Pass {
     Queries q;
-    /// The keys of a part, a multiple of `keys_together`.
+    /// The number of keys in a part, a multiple of `keys_together`.
     int part;
-    /// scale q and dO, [rows, d] and transposed.
+    /// scale q and dO, [rows, d], and their transposes.
     float *q_rows, *q_columns, *d_rows, *d_columns;
-    /// exp(S − maximum) and dP, later P and dS, [keys, rows]; of each `keys_together` the maximum, [rows].
+    /// exp(S − maximum) and dP, later P and dS, [keys, rows]. `largest` has the maximum for each `keys_together`, [rows].
     float *e, *dp, *largest;
-    /// Of each part the sums of its keys, [rows], and what it adds to dq / scale, [rows, d].
+    /// The sums of the keys of each part, [rows]. `dq` has the term that each part adds to dq / scale, [rows, d].
     float *sums, *dq;
 
     Pass(const Queries &q, int part, float *room) : q(q), part(part) {
@@ -285,7 +286,7 @@ struct Pass {
                                       parts(problem, part) * (3 + problem.d));
     }
 
-    /// Calls `f(i, first, keys)` for each `keys_together`, the i-th of all, of a part's keys that some query sees.
+    /// Calls `f(i, first, keys)` for each `keys_together`, the i-th of all, in a part's keys to which some query attends.
     template <class F>
     INLINE void each(int index, F f) const {
         const int end = std::min(q.end, (index + 1) * part);
@@ -298,12 +299,12 @@ struct Pass {
         float *at = sums + ptrdiff_t(index) * 3 * q.rows;
         return {at, at + q.rows, at + 2 * q.rows};
     }
-    /// The parts with keys that some query sees.
+    /// The range of parts with keys to which some query attends.
     int begin() const { return q.begin / part; }
     int end() const { return (q.end + part - 1) / part; }
 };
 
-/// exp(S − maximum) and dP = dO vᵀ of a part.
+/// Computes exp(S − maximum) and dP = dO vᵀ of a part.
 FOR_EACH_CPU
 void scores(const Pass &pass, int index, const Heads &key, const Heads &value) {
     const int rows = pass.q.rows, d = pass.q.problem.d;
@@ -319,7 +320,7 @@ void scores(const Pass &pass, int index, const Heads &key, const Heads &value) {
     });
 }
 
-/// P and dS = P (dP − rowsum(P ∘ dP)) of a part, and what they add:  dv = Pᵀ dO,  dk = dSᵀ q · scale,  dq = dS k · scale
+/// Computes P and dS = P (dP − rowsum(P ∘ dP)) of a part, and adds their terms: dv = Pᵀ dO, dk = dSᵀ q · scale, dq = dS k · scale
 FOR_EACH_CPU
 void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *dv) {
     const int rows = pass.q.rows, d = pass.q.problem.d;
@@ -374,7 +375,7 @@ void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *
     });
 }
 
-/// dq [heads, queries, d]: the sum of what the parts add.
+/// Sums the terms of the parts in dq [heads, queries, d].
 void finish(const Pass &pass, float *dq) {
     const Queries &q = pass.q;
     const int d = q.problem.d;
@@ -390,11 +391,11 @@ void finish(const Pass &pass, float *dq) {
     }
 }
 
-/// dk and dv [groups, keys, d] begin with 0. The order of their sums is that of the queries, whatever the threads.
+/// Computes dq, dk and dv. dk and dv [groups, keys, d] must be 0 before. Their sums are in the order of the queries, whatever the threads.
 void backward(
     const Problem &problem, const Heads &query, const Heads &key, const Heads &value, const Heads &d_out, float *dq,
     float *dk, float *dv) {
-    // At most 16 parts; of short sequences those of several groups side by side.
+    // There are at most 16 parts. For short sequences the parts of several groups are processed in parallel.
     const int part = ((problem.keys + 15) / 16 + keys_together - 1) / keys_together * keys_together;
     const int parts = Pass::parts(problem, part), together = std::clamp(2048 / problem.keys, 1, problem.groups);
     const size_t size = Pass::size(problem, part);
@@ -435,10 +436,10 @@ void backward(
 
 typedef float Four __attribute__((vector_size(16)));
 
-/// softmax(scale q kᵀ) v of one query over `length` keys; `scores` has room for as many numbers.
+/// Computes softmax(scale q kᵀ) v of one query over `length` keys. `scores` has room for `length` numbers.
 FOR_EACH_CPU
 void attend_one(const float *q, Matrix k, Matrix v, int length, int d, float scale, float *scores, float *out) {
-    // Four keys at a time; behind the last it is taken again.
+    // Four keys are processed at a time. The last key is repeated to fill four.
     for (int n = 0; n < length; n += 4) {
         const float *keys[4];
         for (int j = 0; j < 4; j++) {
@@ -489,7 +490,7 @@ void attend_one(const float *q, Matrix k, Matrix v, int length, int d, float sca
     }
     float sum = 0;
     for (int j = 0; j < lanes; j++) sum += total[j];
-    // 64 numbers of v at a time, whose sums fit into registers.
+    // 64 numbers of v are processed at a time, so that their sums fit into registers.
     int i = 0;
     const auto weigh = [&]<int count>(std::integral_constant<int, count>) __attribute__((always_inline)) {
         Floats sums[count] = {};
@@ -525,7 +526,7 @@ Problem problem_of(const mx::array &q, const mx::array &k, float scale, bool isC
     return problem;
 }
 
-/// Of q, k, v, dO and perhaps a mask: dq, dk and dv.
+/// The derivative dq, dk and dv of attention, from q, k, v, dO and optionally a mask.
 class AttentionGradient : public mx::Primitive {
   public:
     AttentionGradient(mx::Stream s, float scale, bool isCausal) : Primitive(s), scale(scale), isCausal(isCausal) {}
@@ -555,7 +556,7 @@ class AttentionGradient : public mx::Primitive {
     const bool isCausal;
 };
 
-/// Of q, k, v and perhaps a mask. The numbers of a position lie together, as the next product reads them.
+/// The attention of q, k, v and optionally a mask. The output's numbers of a position are contiguous, because the next product reads them so.
 class Attention : public mx::UnaryPrimitive {
   public:
     Attention(mx::Stream s, float scale, bool isCausal) : UnaryPrimitive(s), scale(scale), isCausal(isCausal) {}
@@ -581,7 +582,7 @@ class Attention : public mx::UnaryPrimitive {
                 }
                 const int parts = problem.parts();
                 parallel(problem.groups * parts, true, [&](int index) {
-                    // The longest first.
+                    // The queries with the most keys come first.
                     const Queries queries(problem, index % problem.groups, parts - 1 - index / problem.groups);
                     attend(queries, query, key, value, y, strides[1], strides[2]);
                 });
@@ -630,11 +631,11 @@ std::optional<mx::array> attention(
         return std::nullopt;
     }
     if (mask && (mask->dtype() != mx::bool_ || mask->shape() != mx::Shape{q.shape(2), k.shape(2)})) return std::nullopt;
-    // One query's values take rows of any length, but not its derivative.
+    // The forward pass of one query takes rows of any length. The derivative does not.
     const bool isOne = q.shape(2) == 1 && !mask && !q.is_tracer() && !k.is_tracer() && !v.is_tracer();
     const int missing = isOne ? 0 : (lanes - q.shape(3) % lanes) % lanes;
     if (missing > 0) {
-        // With the widths of all axes: the derivative in MLX 0.32.2 reads them by axis, as if all were given.
+        // The widths of all axes are given, because the derivative in MLX 0.32.2 reads them by axis.
         const auto padded = [&](const mx::array &x) {
             return mx::pad(x, {{0, 0}, {0, 0}, {0, 0}, {0, missing}}, mx::array(0.0f), "constant", s);
         };

@@ -1,4 +1,4 @@
-// Attention on the CPU, whose scores stay in the caches.
+// Attention on the CPU, whose scores stay in the CPU's caches.
 
 #ifndef ATTENTION_H
 #define ATTENTION_H
@@ -9,10 +9,10 @@
 
 namespace host {
 
-/// softmax(scale q kᵀ) v over the keys that a query sees, q `[1, heads, n, d]` over k and v `[1, kv_heads, N, d]`: all, those up to its own position,
-/// where the queries are the last n, or those of a mask `[n, N]` of truth values. The scores are made some rows and keys at a time, and again
-/// for the derivative, which does not depend on the number of threads either. nil where MLX's own is to be taken: on another device, for
-/// another dtype or mask.
+/// Returns softmax(scale q kᵀ) v for q `[1, heads, n, d]` and k and v `[1, kv_heads, N, d]`. A query attends to all keys, to those up to its own
+/// position (the queries are the last n), or to those of a Boolean mask `[n, N]`. The scores are computed for some rows and keys at a time, and the
+/// derivative recomputes them. The result and the derivative do not depend on the number of threads. Returns nil if MLX's own function must be used:
+/// on another device, or for another dtype or mask.
 std::optional<mlx::core::array> attention(
     const mlx::core::array &q, const mlx::core::array &k, const mlx::core::array &v, float scale, bool isCausal,
     const std::optional<mlx::core::array> &mask, mlx::core::Stream s);

@@ -50,7 +50,7 @@ void report(const char *message) {
     error_handler(message);
 }
 
-/// Runs `f`, which makes no array; an exception is reported and becomes a zero result.
+/// Runs `f`, which creates no array. An exception is reported and gives a zero result.
 template <class F>
 auto reported(F &&f) -> decltype(f()) {
     try {
@@ -104,7 +104,7 @@ HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::
 
 mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
 mx::Stream get(HostStream s) {
-    // Where there is no GPU, its default stream is the one of `make_gpu_stream`.
+    // Without a GPU, its default stream is the one of `make_gpu_stream`.
     if (auto gpu = s.device == 1 ? host::gpu_stream() : std::nullopt) {
         return *gpu;
     }
@@ -125,7 +125,7 @@ mx::Dtype dtype(int32_t value) {
     return all[value];
 }
 
-/// A Swift function as a C++ one; the last copy releases it.
+/// A Swift function as a C++ function. The last copy releases it.
 class Closure {
    public:
     explicit Closure(HostClosure f) : call_(f.call), context_(f.context, f.release) {}
@@ -153,7 +153,7 @@ ArrayMap array_map(const char *const *names, size_t count, HostVector arrays) {
     return map;
 }
 
-/// Copies the elements behind `source`, from `axis` on, one after the other.
+/// Copies the elements at `source`, from `axis` on, in row-major order.
 void copy_in_order(const char *source, char *&destination, const mx::array &a, int axis) {
     const auto item = static_cast<int64_t>(a.itemsize());
     if (axis == static_cast<int>(a.ndim())) {
@@ -169,9 +169,9 @@ void copy_in_order(const char *source, char *&destination, const mx::array &a, i
 }  // namespace
 
 #ifdef __GLIBC__
-// HostMLX has MLX cache nothing on the CPU, and glibc would keep what MLX frees: the largest blocks go straight back to the system, and one
-// arena serves all threads, so that host_clear_cache trims all of it. From 8 MiB on: an activation or a tile comes and goes with
-// every operation, and the page faults of fresh mappings cost a fifth of a step, the arena's gaps some megabytes.
+// HostMLX sets MLX's cache on the CPU to nothing, but glibc would keep the memory that MLX frees. So the largest blocks are returned to the system at
+// once, and one arena serves all threads, which host_clear_cache trims completely. The limit is 8 MiB. With a lower limit, activations and tiles
+// would need fresh mappings with every operation, whose page faults cost a fifth of a step. The arena's gaps cost only some megabytes.
 __attribute__((constructor)) static void set_up_malloc() {
     mallopt(M_MMAP_THRESHOLD, 8 << 20);
     mallopt(M_TRIM_THRESHOLD, 32 << 20);
@@ -203,7 +203,7 @@ HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int
 
 namespace {
 
-/// Whether MLX's allocator is the plain CPU one, whose blocks are a word with the size and then the data.
+/// Returns whether MLX's allocator is the plain CPU one, whose blocks are a word with the size, followed by the data.
 bool size_word_precedes_data() {
     static const bool answer = [] {
         if (mx::is_available(mx::Device::gpu)) {
@@ -212,7 +212,7 @@ bool size_word_precedes_data() {
         auto &allocator = mx::allocator::allocator();
         auto buffer = allocator.malloc(40);
         auto *words = static_cast<size_t *>(buffer.ptr());
-        // A block of the cache may be longer than what is asked for.
+        // A block from the cache may be longer than requested.
         bool answer = buffer.raw_ptr() == words + 1 && *words >= 40 && *words < 80;
         allocator.free(buffer);
         return answer;
@@ -220,8 +220,8 @@ bool size_word_precedes_data() {
     return answer;
 }
 
-/// The word before `data`, or nothing where that memory cannot be read: the kernel copies it through a pipe and
-/// answers EFAULT where a load would fault.
+/// Returns the word before `data`, or nothing if that memory cannot be read. The kernel copies it through a pipe, and returns EFAULT where a load
+/// would fault.
 std::optional<size_t> word_before(const void *data) {
     int ends[2];
     if (pipe(ends) != 0) {
@@ -248,14 +248,12 @@ Array array_of(mx::allocator::Buffer block, mx::Shape shape, mx::Dtype type, Fre
 
 }  // namespace
 
-// With a GPU the constructor for foreign memory wraps pages without a copy. The CPU allocator can only copy, as
-// mlx-swift does on Linux. But a block of that allocator is a size word and the data behind it, so pages that follow
-// such a word *are* a block: whoever maps a file behind an anonymous page, and writes the length into its last word,
-// gets a zero-copy array. Only page-aligned data with exactly that word is taken for one (no block of malloc looks
-// like this: its pages begin 16 bytes before its data); everything else is copied.
+// With a GPU the constructor for foreign memory wraps pages without a copy. The CPU allocator can only copy, as mlx-swift does on Linux. But a block
+// of that allocator is a size word followed by the data, so pages that follow such a word are a valid block. A caller that maps a file after an
+// anonymous page, and writes the length into the last word of that page, gets an array without a copy. Only page-aligned data with exactly that word
+// is adopted; other data is copied. (No block of malloc looks like this, because its pages begin 16 bytes before its data.)
 //
-// An adopted array must outlive the evaluation of whatever reads it: MLX writes results over inputs that nobody else
-// refers to.
+// An adopted array must outlive the evaluations that read it, because MLX overwrites inputs without other references.
 HostArray host_array_adopt(
     void *data, const int32_t *dims, size_t ndim, int32_t type, void *context, void (*release)(void *)) {
     return guarded([&] {
@@ -382,14 +380,14 @@ struct Exporting {
     ~Exporting() { is_exporting = false; }
 };
 
-/// A function that is exported consists of MLX's own operations, and so does what the ledger records.
+/// Returns whether MLX's own operations are needed: in an exported function, and while the ledger records.
 bool needs_mlx() { return is_exporting || host::recording_ledger(); }
 
 std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx::Stream s) {
     return needs_mlx() ? std::nullopt : host::exponential(f, x, s);
 }
 
-// Taken before MLX's, which have a `StreamOrDevice`.
+// These overloads take precedence over MLX's, which have a `StreamOrDevice`.
 mx::array add(const mx::array &a, const mx::array &b, mx::Stream s) {
     if (needs_mlx()) return mx::add(a, b, s);
     if (const auto sum = host::packed_sum(a, b, s)) return *sum;
@@ -444,7 +442,7 @@ HOST_INT_OPERATIONS(HOST_DEFINE)
 HOST_INT2_OPERATIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
-// A brace-made list converts to MLX's Shape or to std::vector<int>, whichever the operation takes.
+// A list that converts to MLX's Shape or to std::vector<int>, whichever the operation takes.
 struct IntList {
     const int32_t *values;
     size_t count;
@@ -495,7 +493,7 @@ HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool p
 
 // MARK: Fused operations
 
-/// The ledger, for a graph on the stream of a GPU that is not there: there `mx::fast` makes plain operations.
+/// Returns the ledger for a graph on the stream of a missing GPU, for which `mx::fast` creates plain operations; otherwise null.
 static host::LedgerHooks *ledger_of_gpu(mx::Stream s) {
     const bool is_missing_gpu = s.device == mx::Device::gpu && !mx::is_available(mx::Device::gpu);
     return is_missing_gpu ? host::ledger_hooks : nullptr;
@@ -615,7 +613,7 @@ HostArray host_quantized_matmul(
     HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
     HostOptionalInt bits, const char *mode, HostStream s) {
     return WRAP([&] {
-        // As MLX chooses the kernel that takes TF32 (metal/quantized.cpp:694): of one row a product by the vector has its own.
+        // TF32 applies as in MLX's choice of kernel (metal/quantized.cpp:694). A product of one row has a kernel for vectors, without TF32.
         if (host::has_tf32() && transpose && get(x).dtype() == mx::float32 && get(x).size() > get(x).shape(-1)) {
             const auto dense = mx::dequantize(
                 get(w), get(scales), maybe(biases), maybe(group_size), maybe(bits), mode, std::nullopt, mx::float32, get(s));
@@ -726,7 +724,7 @@ HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostV
         if (needs_mlx() || host::gpu_is_default() || mx::default_device() == mx::Device::gpu) {
             return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
         }
-        // To fuse, MLX would call a compiler of C++.
+        // To fuse operations, MLX would call a C++ compiler.
         struct WithoutFusing {
             WithoutFusing() { mx::set_compile_mode(mx::CompileMode::no_fuse); }
             ~WithoutFusing() { mx::set_compile_mode(mx::CompileMode::enabled); }
@@ -740,7 +738,7 @@ HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostV
 }
 void host_compile_erase(uintptr_t id) {
     done([&] {
-        mx::detail::compile_erase(mx::detail::compile_cache(), id);  // other threads keep theirs
+        mx::detail::compile_erase(mx::detail::compile_cache(), id);  // other threads keep their code
     });
 }
 
@@ -842,8 +840,8 @@ void host_clear_cache(void) {
     }
     mx::clear_cache();
 #ifdef __GLIBC__
-    // The next block takes again what this one freed, and pages that went back to the system then cost faults, some 0.25 ms a MiB. Up to
-    // 32 MiB stay where those faults would take more than a fiftieth of the processor's time since the last call.
+    // The next block allocates again the memory that this one freed, and pages that were returned to the system cost page faults, some 0.25 ms per
+    // MiB. Up to 32 MiB are kept if those faults would take more than a fiftieth of the processor time since the last call.
     static std::atomic<std::clock_t> last{0};
     std::clock_t now = std::clock();
     double seconds = double(now - last.exchange(now)) / CLOCKS_PER_SEC;
@@ -860,7 +858,7 @@ void host_set_default_device(int32_t type) {
 }
 bool host_new_stream(int32_t type, HostStream *stream) {
     return done([&] {
-        // Where there is no GPU, its stream is the one of `make_gpu_stream`.
+        // Without a GPU, its stream is the one of `make_gpu_stream`.
         const auto gpu = type == 1 ? host::gpu_stream() : std::nullopt;
         *stream = wrap(gpu ? *gpu : host::new_stream(device(type)));
     });
@@ -873,7 +871,7 @@ void host_synchronize(HostStream s) {
         const auto stream = get(s);
         if (auto *ledger = host::recording_ledger()) {
             ledger->synchronize(stream);
-        } else if (host::gpu_stream() != stream) {  // on which nothing is computed
+        } else if (host::gpu_stream() != stream) {  // nothing is computed on that stream
             mx::synchronize(stream);
         }
         failing::throw_error_after_wait();

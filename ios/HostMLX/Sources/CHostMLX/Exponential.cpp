@@ -14,7 +14,7 @@ namespace mx = mlx::core;
 namespace host {
 namespace {
 
-// Fused only where MLX's polynomial is.
+// Multiplications and additions are fused only where MLX's polynomial fuses them.
 #pragma clang fp contract(off)
 
 FOR_EACH_CPU
@@ -102,7 +102,7 @@ class ExponentialPrimitive : public mx::UnaryPrimitive {
         }
     }
 
-    /// As vjp: the Jacobians are symmetric, softmax's diag(y) − y yᵀ.
+    /// Equals vjp, because the Jacobians are symmetric; softmax's is diag(y) − y yᵀ.
     std::vector<mx::array> jvp(
         const std::vector<mx::array> &primals, const std::vector<mx::array> &tangents,
         const std::vector<int> &argnums) override {

@@ -11,10 +11,10 @@ namespace host {
 
 enum class Exponential { exp, sigmoid, softmax };
 
-/// f(x), of softmax along the last axis, by MLX's own polynomial, with vector instructions and all cores: the wheel's library for x86
-/// computes one number at a time, some ten times slower.
+/// Returns f(x), for softmax along the last axis, by MLX's polynomial, with vector instructions and all cores. The wheel's library for x86 computes
+/// one number at a time, some ten times slower.
 ///
-/// nil where MLX's is to be taken: on another device, for another dtype, for no number at all.
+/// Returns nil if MLX's own function must be used: on another device, for another dtype, or for an empty array.
 std::optional<mlx::core::array> exponential(Exponential f, const mlx::core::array &x, mlx::core::Stream s);
 
 }  // namespace host

@@ -1,9 +1,9 @@
-// How command buffers fail in MLX 0.32.2 on Metal, where nothing fails on a CPU. Line numbers are those of MLX 0.32.2
-// (commit 846d176 of 22 August 2026).
+// Simulates failures of command buffers as in MLX 0.32.2 on Metal. On a CPU nothing fails. Line numbers refer to MLX 0.32.2 (commit 846d176 of 22
+// August 2026).
 //
-// A command buffer's completion handler stores its error (metal/device.cpp:521). It is thrown, and cleared, where a stream is waited for
-// (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for it too, but the GPU has signalled the event
-// before the handler runs: `eval` can return, with arrays that count as evaluated.
+// A command buffer's completion handler stores its error (metal/device.cpp:521). The error is thrown and cleared when the stream is synchronized
+// (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for it too, but the GPU signals the event before the handler
+// runs. So `eval` can return with arrays that count as evaluated.
 
 #include "FailingCommandBuffers.h"
 
@@ -28,13 +28,14 @@ namespace failing {
 namespace {
 
 std::mutex mutex;
-/// Whether the rules are in force.
+/// Whether the rules apply.
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
 std::string message;
-/// The number of evaluations that had something to compute, each of which is a command buffer.
+/// The number of evaluations that computed something. Each counts as one command buffer.
 size_t buffers = 0;
-/// The number of buffers that failed, whether the error of the last is still to be thrown, and after how many evaluations.
+/// The number of failed buffers. `has_error` says whether the error of the last is pending, and `evaluations_until_error` after how many evaluations
+/// it is thrown.
 size_t failed_buffers = 0;
 bool has_error = false;
 size_t evaluations_until_error = 0;
@@ -47,7 +48,7 @@ void note(const std::string &fault) {
     faults[fault] += 1;
 }
 
-/// What a command buffer computes, and the buffers that are there before it.
+/// The arrays that a command buffer computes, and the arrays that exist before it.
 struct CommandBuffer {
     std::vector<mx::array> made, inputs;
 
@@ -71,8 +72,8 @@ struct CommandBuffer {
         }
     }
 
-    /// Fills the arrays that were made with NaN or zeros; integers become zeros, which are indices that exist. An array that is a view
-    /// of one that was there before stays. As this holds the inputs, no array that was made has taken their place.
+    /// Fills the computed arrays with NaN or zeros. Integers become zeros, which are valid indices. A view of an array that existed before is not
+    /// changed. This object holds the inputs, so no computed array has reused their memory.
     void fill_with_garbage(bool zeros) const {
         std::unordered_set<const void *> good;
         for (const auto &a : inputs) {
@@ -92,8 +93,8 @@ void throw_error() {
     throw std::runtime_error(rules.message);
 }
 
-/// Counts a command buffer, and throws the error that is due.
-/// \returns whether it fails.
+/// Counts a command buffer, and throws a pending error that is due.
+/// \returns whether the buffer fails.
 bool next_buffer_fails(const std::vector<mx::array> &outputs) {
     const std::lock_guard lock(mutex);
     buffers += 1;
@@ -122,7 +123,7 @@ bool next_buffer_fails(const std::vector<mx::array> &outputs) {
 void evaluate(const std::vector<mx::array> &outputs, const std::function<void()> &evaluate) {
     bool is_needed = false;
     for (const auto &a : outputs) {
-        // Not one that is being computed: whether that is done already depends on the machine.
+        // An array that is being computed does not count, because its state depends on the speed of the machine.
         is_needed = is_needed || a.status() == mx::array::Status::unscheduled;
     }
     if (!is_on || !is_needed || !next_buffer_fails(outputs)) {

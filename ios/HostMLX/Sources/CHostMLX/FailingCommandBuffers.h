@@ -1,4 +1,4 @@
-// Command buffers that fail as on Metal, called by CHostMLX.cpp; the C interface to it is in include/CHostMLX.h.
+// Command buffers that fail as on Metal. CHostMLX.cpp calls these functions, and include/CHostMLX.h has the C interface.
 
 #ifndef FAILING_COMMAND_BUFFERS_H
 #define FAILING_COMMAND_BUFFERS_H
@@ -10,15 +10,15 @@
 
 namespace failing {
 
-/// Calls `evaluate`, which computes `outputs`, as one command buffer. Where that buffer is one that fails, its arrays get garbage. Throws
-/// the error of an earlier one that is due.
+/// Calls `evaluate`, which computes `outputs`, as one command buffer. If that buffer fails, its arrays get garbage. Throws the pending error of an
+/// earlier buffer if it is due.
 void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<void()> &evaluate);
 
-/// Throws the error of a buffer that failed, where it is still to come; called when a stream was waited for.
+/// Throws the pending error of a failed buffer. It is called when a stream was synchronized.
 void throw_error_after_wait();
 
-/// Notes that data of an array was read which was never computed; mlx-swift dereferences a null pointer there.
-/// \returns zeros in its place, as many bytes as the array has.
+/// Counts a read of an array that was never computed, at which mlx-swift dereferences a null pointer.
+/// \returns zeros for all bytes of the array.
 const void *data_never_computed(const mlx::core::array &a);
 
 }  // namespace failing

@@ -1,4 +1,4 @@
-// libmlx resolves these three names in the executable first, and only then in the BLAS of its own wheel.
+// libmlx resolves these three names in the executable first, and then in the BLAS of its wheel.
 
 #include <algorithm>
 #include <bit>
@@ -28,7 +28,7 @@ bool has_tf32() {
 
 #ifdef HOST_OPENBLAS
 
-/// The nearest number with 10 bits of mantissa.
+/// Returns the nearest number with 10 bits of mantissa.
 static float tf32(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -52,8 +52,8 @@ void scipy_cblas_cgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int lda, const void *b,
     int ldb, const void *beta, void *c, int ldc);
 
-/// In parts of the longer side of c, each of which takes long enough to wake a thread for, and is so long that packing the other side
-/// again, which OpenBLAS does for each, takes little of it.
+/// Computes a product in parts of the longer side of c. Each part is long enough to be worth waking a thread. It is also so long that packing the
+/// other side again, which OpenBLAS does for each part, takes little of its time.
 static void product(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
@@ -80,7 +80,7 @@ static void product(
     });
 }
 
-/// `rows` × `columns` numbers of a matrix whose rows are `stride` apart, rounded to TF32; `stride` becomes `columns`.
+/// Returns `rows` × `columns` numbers of a matrix whose rows are `stride` apart, rounded to TF32. `stride` becomes `columns`.
 static std::vector<float> rounded(const float *x, int rows, int columns, int &stride) {
     std::vector<float> y(size_t(rows) * columns);
     for (int row = 0; row < rows; row++) {
@@ -96,7 +96,7 @@ void cblas_sgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
     constexpr int row_major = 101, transposed = 112;
-    // A product with a vector has a kernel of its own (metal/matmul.cpp), without TF32.
+    // A product with a vector has another kernel (metal/matmul.cpp), without TF32.
     if (order != row_major || m < 2 || n < 2 || !host::has_tf32()) {
         return product(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     }
@@ -119,7 +119,7 @@ void cblas_cgemm(
 
 }  // extern "C"
 
-// OpenBLAS's own threads spin while they wait: where another program takes one core, all stand still. Ours sleep.
+// OpenBLAS's own threads spin while they wait, and all wait if another program uses one core. The threads of Pool.h sleep instead.
 __attribute__((constructor)) static void set_up_threads() { scipy_openblas_set_num_threads(1); }
 
 #endif

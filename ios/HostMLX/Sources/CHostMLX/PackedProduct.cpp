@@ -27,7 +27,7 @@ extern "C" void scipy_cblas_sgemm(
 
 namespace {
 
-// As MLX has it, so that what is unpacked here and what `dequantize` gives are the same numbers.
+// As in MLX, multiplications and additions are not fused, so that unpacked weights equal those of `dequantize`.
 #pragma clang fp contract(off)
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -38,19 +38,19 @@ typedef float Floats __attribute__((vector_size(64)));
 
 using Mode = mx::QuantizationMode;
 
-/// A matrix W `[rows, columns]` in groups along its rows, somewhere in memory.
+/// A quantized matrix W `[rows, columns]` with groups along its rows.
 struct PackedMatrix {
     Mode mode;
     int bits, group_size;
     const uint8_t *codes;
-    /// Of a row of codes, in bytes; of a row of scales, in elements.
+    /// The stride of a row of codes, in bytes, and of a row of scales, in elements.
     ptrdiff_t codes_stride, scales_stride;
-    /// Affine: float32, with biases. Otherwise a float of 8 bits.
+    /// The scales: float32 for affine quantization, which has biases; otherwise floats of 8 bits.
     const void *scales;
     const float *biases;
 };
 
-/// E4M3: 4 bits of exponent, 3 of mantissa.
+/// Returns the values of E4M3 codes, with 4 bits of exponent and 3 of mantissa.
 std::array<float, 256> e4m3_values() {
     std::array<float, 256> values;
     for (int code = 0; code < 256; code++) {
@@ -62,20 +62,20 @@ std::array<float, 256> e4m3_values() {
 }
 const std::array<float, 256> e4m3 = e4m3_values();
 
-/// The factor of a group: 2 to the power of E8M0, or E4M3.
+/// Returns the factor of a group: 2 to the power of an E8M0 code, or an E4M3 value.
 float factor(const PackedMatrix &w, ptrdiff_t index) {
     const uint8_t scale = static_cast<const uint8_t *>(w.scales)[index];
     return w.mode == Mode::Nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
 }
 
-/// Into the clone of `unpack` that calls it, so that it is compiled for that CPU.
+/// Inlines a function into the clone of its caller, so that it is compiled for that CPU.
 #define INLINE __attribute__((always_inline)) inline
 
-/// Reads 16 codes of so many bits, the lowest bits first, the `last` ones of a group or others.
+/// Reads 16 codes of `bits` bits, the lowest bits first. `last` says whether they are the last ones of a group.
 template <int bits, bool last = true>
 INLINE void read_codes(const uint8_t *packed, Words &codes) {
     if constexpr (bits == 2) {
-        // One word has them all.
+        // One word has all the codes.
         uint32_t word;
         std::memcpy(&word, packed, sizeof word);
         Words shifts;
@@ -83,12 +83,12 @@ INLINE void read_codes(const uint8_t *packed, Words &codes) {
         codes = (Words{} + word) >> shifts & 3;
         return;
     }
-    // Two loads, of 8 and 4 bytes for example, take longer than one of 16. A group of 32 or more codes has these 16 bytes, from the
-    // codes on or, of the last codes, up to their end.
+    // Two loads, for example of 8 and 4 bytes, take longer than one of 16. A group of 32 or more codes has these 16 bytes: from the codes on, or, for
+    // the last codes, up to their end.
     constexpr int size = (bits & (bits - 1)) == 0 ? 2 * bits : 16, before = last ? size - 2 * bits : 0;
     Bytes bytes{};
     std::memcpy(&bytes, packed - before, size);
-    // Of each code the byte of its first bit, and that of its last, often the same.
+    // For each code, these are the byte of its first bit and the byte of its last bit, which are often the same.
     Quads quads;
     [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
         quads = (Quads)__builtin_shufflevector(
@@ -119,7 +119,7 @@ INLINE void unpack_affine(
     }
 }
 
-/// `count` weights of a row from the `begin`-th, whole groups.
+/// Unpacks `count` weights of a row from the `begin`-th on, in whole groups.
 FOR_EACH_CPU
 void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *out) {
     const uint8_t *codes = w.codes + row * w.codes_stride + begin / 8 * w.bits;
@@ -139,7 +139,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         const float scale = factor(w, group + start / w.group_size);
         for (int i = start; i < start + w.group_size; i += 16) {
             if (w.mode != Mode::Mxfp8) {
-                // Twice the numbers 0, ½, 1, 1½, 2, 3, 4, 6 are the nibbles of one integer.
+                // The nibbles of one integer are twice the numbers 0, ½, 1, 1½, 2, 3, 4 and 6.
                 Words four;
                 read_codes<4>(codes + i / 2, four);
                 const Words doubled = (Words{} + 0xC8643210u) >> ((four & 7) << 2) & 15;
@@ -155,7 +155,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
 
 // MARK: - Few rows of x
 
-/// The sum of 16 numbers, as INLINE functions neither take nor return vectors, which have other registers on each CPU.
+/// Sums 16 numbers. It is a macro because vectors use other registers on each CPU, so INLINE functions neither take nor return them.
 #define SUM(result, vector)                                             \
     float result;                                                       \
     {                                                                   \
@@ -167,40 +167,41 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         result = parts[0];                                              \
     }
 
-/// The number of rows of W that go together with this many of x, at most 4: their sums fit into the 16 registers of AVX2.
+/// Returns the number of rows of W that are processed together with at most `most` ≤ 4 rows of x. Their sums fit into the 16 registers of AVX2.
 constexpr int rows_at_once(int most) { return most > 1 ? 1 : 2; }
 
-/// The codes in a word of 32 bits of W. One that crosses from a word into the next is two fields of so many bits, as its number is the sum of both.
-/// Shifted by the bits that the word before has of its first code, all words have their first `whole` fields in the same places, and that of a
-/// first code is what belongs to it. What is left is one field up to the word's end, and in some words a code before that, the `extra` one.
+/// The codes in a 32-bit word of W. A code that crosses from one word into the next is treated as two fields, whose sum is its number. Words are
+/// shifted by the bits of their first code that are in the previous word. Then all words have their first `whole` fields in the same places, and the
+/// first field has the word's part of its code. After these comes one field up to the word's end, and, in some words, one more complete code before
+/// it, the `extra` one.
 template <int bits>
 struct Fields {
-    /// The words after which all of it repeats.
+    /// The number of words after which the pattern repeats.
     static constexpr int period = bits / std::gcd(bits, 32);
     static constexpr int whole = 31 / bits, most_shifted = bits - std::gcd(bits, 32);
     static constexpr int extra_bit = whole * bits - most_shifted, extra = 32 - extra_bit > bits, slots = whole + extra + 1;
 
     static constexpr int shift(int word) { return 32 * word % bits; }
     static constexpr bool has_extra(int word) { return extra && shift(word) == most_shifted; }
-    /// The first bit of the last field.
+    /// Returns the first bit of the last field.
     static constexpr int last_bit(int word) { return whole * bits - shift(word) + has_extra(word) * bits; }
 };
 
-/// x as it is multiplied with a block of W, 16 words: of these, the numbers that belong to the first field of each word come first, then those of
-/// the second, so that a mask gives 16 fields for 16 numbers of x. A field is taken where it is, times a power of two, by which its number is
-/// divided; the last one is shifted, as an integer has a sign there. A row's last block is its last 16 words, with zeros for those that the block
-/// before has too.
+/// x in the order for products with a block of W, which has 16 words. The numbers for the first field of each word come first, then those for the
+/// second, so that one mask gives 16 fields for 16 numbers of x. A field is not shifted, so it is multiplied by a power of two, by which the number
+/// of x is divided. Only the last field is shifted, because an integer has its sign there. A row's last block is its last 16 words, with zeros for
+/// words that are also in the block before.
 struct FewRows {
-    /// In the order of a vector in memory, for whole lines of a cache.
+    /// 16 numbers in the order of a vector, aligned to lines of the cache.
     struct alignas(64) Sixteen {
         float numbers[16] = {};
     };
 
-    /// The words of a row of W, and its blocks.
+    /// The number of words in a row of W, and the number of its blocks.
     int words, blocks;
-    /// [m, blocks, slots]
+    /// The numbers of x, [m, blocks, slots].
     std::vector<Sixteen> numbers;
-    /// Of the numbers whose codes begin in each word, [m, blocks].
+    /// The sums of the numbers whose codes begin in each word, [m, blocks].
     std::vector<Sixteen> sums;
 
     template <int bits>
@@ -228,8 +229,8 @@ struct FewRows {
     int first_word(int block) const { return std::max(0, std::min(block * 16, words - 16)); }
 };
 
-/// 16 numbers, one for each word of a block, of `groups` ones, the groups that it has codes of: two equal loads, of which the second may repeat
-/// some of the first's. `of_word`: the group of the i-th word.
+/// Loads 16 numbers, one for each word of a block, from one number for each of its `groups` groups. It makes two equal loads, the second of which may
+/// repeat some numbers of the first. `of_word` is the group of the i-th word.
 #define BY_WORD(result, numbers, groups, of_word)                                                             \
     {                                                                                                         \
         constexpr int size = int(std::bit_floor(unsigned(groups))), rest = groups - size;                     \
@@ -241,9 +242,9 @@ struct FewRows {
         }(std::make_integer_sequence<int, 16>());                                                             \
     }
 
-/// The rows of W from `row` on, as many as go together and are before `end`, times `count` ≤ `most` rows of x from `first` on, into `y`, whose rows
-/// are `rows` numbers long: by Σ (scale · code + bias) x = scale Σ code · x + bias Σ x over the codes of each word. The order of a sum does not
-/// depend on `most`: a row of x gives the same numbers whichever others come with it.
+/// Multiplies the rows of W from `row` on that are processed together, up to `end`, by `count` ≤ `most` rows of x from `first` on. The results go
+/// into `y`, whose rows have `rows` numbers. The formula is Σ (scale · code + bias) x = scale Σ code · x + bias Σ x, over the codes of each word. The
+/// order of a sum does not depend on `most`, so a row of x gives the same numbers with any other rows.
 template <int bits, int group_size, int most, bool is_short>
 INLINE void multiply_block(
     const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, const FewRows &x, int first, int count, float *y,
@@ -278,10 +279,10 @@ INLINE void multiply_block(
 #pragma unroll
         for (int r = 0; r < block; r++) {
             if (is_short) sixteen[r] = Words{};
-            // Of a row with less than a block.
+            // A short row has less than a block.
             std::memcpy(&sixteen[r], packed[r] + first_word * 4, is_short ? x.words * 4 : 64);
             shifted[r] = sixteen[r] << shifts;
-            // The rows after these: processors that fetch ahead stop at the end of a page of memory.
+            // The following rows are prefetched here, because automatic prefetching stops at the end of a memory page.
             __builtin_prefetch(packed[r] + first_word * 4 + block * w.codes_stride);
             __builtin_prefetch(scales[r] + group + block * w.scales_stride);
             __builtin_prefetch(biases[r] + group + block * w.scales_stride);
@@ -308,7 +309,7 @@ INLINE void multiply_block(
 #pragma unroll
             for (int slot = 0; slot < Fields::whole; slot++) add(slot);
         } else {
-            // Unrolled, the weights of several slots would not fit into the registers.
+            // If the loop were unrolled, the weights of several slots would not fit into the registers.
 #pragma clang loop unroll(disable)
             for (int slot = 0; slot < Fields::whole; slot++) add(slot);
         }
@@ -347,7 +348,7 @@ INLINE void multiply_block(
                 ((b < x.blocks - 1 ? add_block(b++, std::integral_constant<int, variant>()) : void()), ...);
             }(std::make_integer_sequence<int, Fields::period>());
         }
-        // A row ends with a group, as 16 · period words do.
+        // A row ends with a group, and so do 16 · period words.
         add_block(x.blocks - 1, std::integral_constant<int, Fields::period - 1>());
     }
     for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
@@ -382,7 +383,7 @@ INLINE void multiply_rows(
     }
 }
 
-/// y = x Wᵀ for the rows `first` ..< `end` of an affine W: x [m, columns], y [m, rows]
+/// Computes y = x Wᵀ for the rows `first` ..< `end` of an affine W: x [m, columns], y [m, rows].
 template <int bits>
 INLINE void multiply_groups(
     const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
@@ -419,17 +420,18 @@ FewRows few_rows(const float *x, int stride, int m, int columns, int bits) {
     }
 }
 
-/// The rows of x up to which this takes less time than unpacking W for OpenBLAS.
+/// The number of rows of x up to which this is faster than unpacking W for OpenBLAS.
 constexpr int few = 16;
 
 // MARK: - By OpenBLAS
 
 constexpr int row_major = 101, plain = 111, transposed = 112;
-/// The number of columns, or rows, of a part that are unpacked at a time: a tile stays in a core's own cache.
+/// The number of columns, or rows, of a part that are unpacked at a time, so that a tile stays in a core's own cache.
 constexpr int tile_length = 512;
 
-/// The bounds of the parts of a product, in rows or columns of W: a quarter of them, but 128 to 256, as OpenBLAS packs x again for each part.
-/// They are an even number, the last two of what is left, in multiples of `unit`, or one where that is no more than `unit`.
+/// Returns the bounds of the parts of a product, in rows or columns of W. A part has a quarter of them, but at least 128, and at most 256 because
+/// OpenBLAS packs x again for each part. The number of parts is even. The last two divide the rest, in multiples of `unit`; if the rest is at most
+/// `unit`, it is one part.
 std::vector<int> bounds(int count, int unit) {
     const int size = std::clamp((count / 4 + unit - 1) / unit * unit, 128, 256);
     std::vector<int> bounds{0};
@@ -443,17 +445,17 @@ std::vector<int> bounds(int count, int unit) {
     return bounds;
 }
 
-/// Whether a product is worth waking a thread for: unpacking a weight takes as long as multiplying it with some 16 rows, 0.3 ns.
+/// Returns whether a product is worth waking a thread. Unpacking a weight takes 0.3 ns, as long as multiplying it with some 16 rows.
 bool is_work(int outputs, int inputs, int m) { return int64_t(outputs) * inputs * (m + 16) > 1 << 23; }
 
-/// alpha a b, for a of few columns.
+/// The product alpha a b, for a with few columns.
 struct LowRank {
     /// A matrix for OpenBLAS, `transposed` or `plain`.
     struct Matrix {
         const float *data;
         int order, stride;
 
-        /// In `room` unless its rows or its columns lie in one piece each.
+        /// Copies the matrix into `room` unless its rows or its columns are contiguous.
         Matrix(const Rows &a, std::vector<float> &room) {
             const int rows = a.shape[0], columns = a.shape[1];
             const auto is = [](int count, ptrdiff_t step, int others, ptrdiff_t stride) {
@@ -473,7 +475,7 @@ struct LowRank {
     float alpha;
 };
 
-/// The terms that a product is added to. y has the sum already where that is `inPlace`.
+/// The terms to which a product is added. If `inPlace` is set, y already has the sum.
 struct Addends {
     std::optional<Rows> sum;
     bool inPlace = false;
@@ -481,7 +483,7 @@ struct Addends {
 
     bool none() const { return !sum && !lowRank; }
 
-    /// Writes them to the columns `first` ..< `first + count` of y [m, columns].
+    /// Writes the terms to the columns `first` ..< `first + count` of y [m, columns].
     void write(int first, int count, int m, float *y, int columns) const {
         if (sum && !inPlace) {
             for (int i = 0; i < m; i++) {
@@ -502,8 +504,8 @@ struct Addends {
     }
 };
 
-/// Calls `multiply(first, count, start, length, beta, tile)` for each tile of a product: the outputs of a part, and of all `inputs` so many
-/// at a time, which are summed in their order to what y [m, outputs] has there, `beta` 1, or to nothing. `tile` has room for their weights.
+/// Calls `multiply(first, count, start, length, beta, tile)` for each tile of a product. A tile has the outputs of a part, and some of the `inputs`.
+/// Tiles are summed in order: with `beta` 1 they are added to y [m, outputs], and with 0 they replace it. `tile` has room for their weights.
 template <class F>
 void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, float *y, F multiply) {
     const std::vector<int> parts = bounds(outputs, unit);
@@ -518,7 +520,7 @@ void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, 
     });
 }
 
-/// y = x Wᵀ + addends: x [m, columns], whose rows lie `stride` numbers apart, y [m, rows]
+/// Computes y = x Wᵀ + addends: x [m, columns], whose rows are `stride` numbers apart, y [m, rows].
 void by_rows(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
@@ -536,13 +538,13 @@ void by_rows(
     });
 }
 
-/// y = x W + addends: x [m, rows], whose rows lie `stride` numbers apart, y [m, columns]
+/// Computes y = x W + addends: x [m, rows], whose rows are `stride` numbers apart, y [m, columns].
 void by_columns(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     const int unit = w.group_size;
     by_tiles(columns, unit, rows, m, addends, y, [&](int first, int count, int start, int length, float beta, float *tile) {
         for (int row = 0; row < length; row++) {
-            // The part of a row is too short for a CPU to see where the next begins.
+            // The part of a row is too short for a CPU to predict where the next begins.
             const uint8_t *later = w.codes + (start + row + 8) * w.codes_stride + first / 8 * w.bits;
             const int bytes = count * w.bits / 8;
             for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later + byte);
@@ -556,7 +558,7 @@ void by_columns(
 
 class PackedProduct : public mx::UnaryPrimitive {
   public:
-    /// Of a product; its arrays are x, W, scales, biases if W has any, a and b, and the sum.
+    /// The options of a product. Its arrays are x, W, scales, biases if W has any, a and b, and the sum.
     struct Options {
         int group_size, bits;
         Mode mode;
@@ -587,7 +589,7 @@ class PackedProduct : public mx::UnaryPrimitive {
             scales.data<void>(), hasBiases ? inputs[3].data<float>() : nullptr};
         const int rows = w.shape(0), columns = scales.shape(1) * options.group_size;
         const int m = x.size() / x.shape(-1);
-        // The rows of a part of a matrix are read where they are.
+        // The rows of a slice of a matrix are read without a copy.
         const bool isRead = x.ndim() == 2 && x.strides(1) == 1 && x.strides(0) >= x.shape(1);
         const int stride = isRead ? int(x.strides(0)) : x.shape(-1);
         const auto added = sum ? std::make_optional(Rows(*sum, out.shape())) : std::nullopt;
@@ -608,7 +610,7 @@ class PackedProduct : public mx::UnaryPrimitive {
         throw std::runtime_error("[quantized_matmul] a product for the CPU");
     }
 
-    /// By x; W is constant.
+    /// Differentiates by x; W is constant.
     std::vector<mx::array> vjp(
         const std::vector<mx::array> &primals, const std::vector<mx::array> &cotangents,
         const std::vector<int> &argnums, const std::vector<mx::array> &) override {
@@ -639,7 +641,7 @@ class PackedProduct : public mx::UnaryPrimitive {
     const Options options;
 
   private:
-    /// Of x with the W of `inputs`.
+    /// Returns the product of x with the W of `inputs`.
     mx::array product(bool transpose, const mx::array &x, std::vector<mx::array> inputs, mx::Shape shape) {
         inputs[0] = x;
         Options options = this->options;
@@ -648,8 +650,8 @@ class PackedProduct : public mx::UnaryPrimitive {
     }
 };
 
-/// The primitive of a product on stream `s` that is not yet computed, to which `terms` may be added within it. Tracers are differentiated
-/// and compiled operation by operation.
+/// Returns the primitive of a product on stream `s` if it is not yet computed and can include `terms`. Tracers cannot, because they are
+/// differentiated and compiled operation by operation.
 const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::array *> terms, mx::Stream s) {
     if (y.status() != mx::array::Status::unscheduled || !y.has_primitive() || y.primitive().stream() != s) return nullptr;
     if (y.shape().empty() || y.size() / y.shape(-1) <= few || y.is_tracer()) return nullptr;
@@ -659,7 +661,7 @@ const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::ar
     return dynamic_cast<const PackedProduct *>(&y.primitive());
 }
 
-/// y with `terms` within it, of which the options tell.
+/// Returns y with `terms` included, as the options describe.
 mx::array closed(const mx::array &y, PackedProduct::Options options, const std::vector<mx::array> &terms) {
     auto inputs = y.inputs();
     inputs.insert(inputs.end(), terms.begin(), terms.end());
@@ -672,7 +674,7 @@ std::optional<mx::array> packed_product(
     const mx::array &x, const mx::array &w, const mx::array &scales, const std::optional<mx::array> &biases,
     bool transpose, int group_size, int bits, const std::string &mode, mx::Stream s) {
     if (s.device != mx::Device::cpu || x.dtype() != mx::float32 || x.ndim() < 1 || w.ndim() != 2) return std::nullopt;
-    // MLX says what is wrong with arrays that do not fit.
+    // MLX reports arrays that do not fit.
     const bool is_affine = mode == "affine";
     if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
     if (bits < 2 || bits > 8 || bits == 7) return std::nullopt;
@@ -711,7 +713,7 @@ std::optional<mx::array> packed_sum(
     const mx::array &y, const mx::array &a, const mx::array &b, float alpha, mx::Stream s) {
     const PackedProduct *product = open(y, {&a, &b}, s);
     if (!product || product->options.hasLowRank || product->options.hasSum) return std::nullopt;
-    // What has more columns is worth all cores by itself.
+    // A product with more columns is worth all cores separately.
     if (y.ndim() != 2 || a.ndim() != 2 || b.ndim() != 2 || a.shape(1) > 64) return std::nullopt;
     if (a.shape(0) != y.shape(0) || b.shape(1) != y.shape(1) || a.shape(1) != b.shape(0)) return std::nullopt;
     auto options = product->options;

@@ -16,13 +16,13 @@ namespace mx = mlx::core;
 namespace host {
 namespace {
 
-// The numbers of MLX's operations one by one.
+// Without fused multiplications and additions the numbers equal those of MLX's separate operations.
 #pragma clang fp contract(off)
 
-/// Numbers that go through the operations together: 20 intermediate results of so many stay in a core's first cache.
+/// The number of elements that go through the operations together. 20 intermediate results of this size stay in a core's first cache.
 constexpr int chunk = 256;
 
-/// Calls `f(first, count)` with the rows of each part, on all cores where that pays: `work` is what a number costs, in additions.
+/// Calls `f(first, count)` with the rows of each part, on all cores if that pays. `work` is the cost of a number, in additions.
 template <class F>
 void by_rows(int64_t rows, int64_t length, int64_t work, F f) {
     const int64_t some = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, length * work / 4));
@@ -75,23 +75,23 @@ namespace {
 
 // MARK: - Operations on single numbers
 
-/// The output may be an operand's own memory.
+/// The output may be in an operand's memory.
 #define EACH(statement)                                  \
     _Pragma("clang loop vectorize(assume_safety)")       \
     for (int i = 0; i < count; i++) statement
 
 enum class Operation { add, subtract, multiply, divide, maximum, square, rsqrt, negative, exp, sigmoid, tanh, sum, largest };
 
-/// Over a row: whoever takes the result takes it for each number of the row.
+/// Returns whether the operation reduces a row. Its result is used for each number of the row.
 bool is_reduction(Operation operation) { return operation == Operation::sum || operation == Operation::largest; }
 
-/// A result: of the operands before it, or where `a` is negative an array's numbers.
+/// A result of operands before it, or, if `a` is negative, the numbers of an array.
 struct Term {
     Operation operation{};
     int a = -1, b = -1;
     int leaf = -1;
-    /// The number of passes over the row that come before it, as a reduction is there only at the end of one; and whether a later one
-    /// reads it.
+    /// The number of earlier passes over the row, because a reduction is known only at the end of a pass. `isKept` says whether a later pass reads
+    /// the result.
     int pass = 0;
     bool isKept = false;
 
@@ -110,7 +110,7 @@ std::optional<Operation> operation(const mx::array &a) {
     return found->second;
 }
 
-/// The shape of the rows of numbers that a reduction over rows takes; nil for one over other axes.
+/// Returns the shape of the rows that a reduction takes; nil for a reduction over other axes.
 std::optional<mx::Shape> reduced(const mx::array &a) {
     mx::Shape shape = a.inputs()[0].shape(), one = shape;
     if (shape.empty()) return std::nullopt;
@@ -119,11 +119,11 @@ std::optional<mx::Shape> reduced(const mx::array &a) {
     return shape;
 }
 
-/// The sum or the maximum of the numbers so far, in 16 parts and the last ones of the row.
+/// The sum or the maximum of the numbers so far, in 16 parts and one for the last numbers of the row.
 struct Reduction {
     float parts[lanes], rest;
 
-    /// From the first number on, so that the maximum of a row that begins with one is not a number.
+    /// Begins with the first number, so that the maximum of a row that begins with NaN is NaN.
     void begin(Operation operation, float first) {
         rest = operation == Operation::sum ? 0 : first;
         std::fill_n(parts, lanes, rest);
@@ -136,9 +136,8 @@ struct Reduction {
     }
 };
 
-/// The terms of one pass, of `count` numbers of a row. `x[t]` is where the t-th term's numbers are, or go, `reductions[t]` what it has been
-/// reduced to; of an array whose numbers do not lie one after the other `at[leaf]` is where they begin, and `steps[leaf]` how far they lie
-/// apart.
+/// Computes the terms of one pass for `count` numbers of a row. `x[t]` is the place of the t-th term's numbers, and `reductions[t]` its reduction.
+/// For an array with strided numbers, `at[leaf]` is their beginning and `steps[leaf]` the stride.
 FOR_EACH_CPU
 void compute(
     const std::vector<Term> &terms, int pass, bool isFirst, const float *const *at, const int *steps, int count,
@@ -223,7 +222,7 @@ void compute(
     }
 }
 
-/// Of rows of a shape, one number or a row of numbers each.
+/// A fused operation on rows of a shape. The result has one number or a row of numbers for each row.
 class FusedPrimitive : public mx::UnaryPrimitive {
   public:
     FusedPrimitive(mx::Stream s, std::vector<Term> terms, mx::Shape shape)
@@ -250,7 +249,7 @@ class FusedPrimitive : public mx::UnaryPrimitive {
         const bool isOne = out.shape() != shape;
         int64_t size = 1;
         for (int n : shape) size *= n;
-        // One row is cut as if it were many.
+        // A single row is cut into several.
         const int64_t length = isFlat ? std::min<int64_t>(size, 16 * chunk) : shape.back();
         const int64_t rows = (size + length - 1) / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
@@ -274,13 +273,14 @@ class FusedPrimitive : public mx::UnaryPrimitive {
     const char *name() const override { return "HostFused"; }
 
   private:
-    /// The terms of one row after the other.
+    /// Computes the terms of rows, one row after another.
     struct Row {
         const std::vector<Term> &terms;
         const std::vector<int> &steps;
-        /// Of each array, where its numbers of the row begin.
+        /// The beginning of the row's numbers in each array.
         std::vector<const float *> starts, at;
-        /// Of each term, where its numbers of the row begin, and whether those of another chunk lie elsewhere; and where they lie.
+        /// The beginning of the row's numbers of each term, and the present place of its numbers. `isWhole` says whether each chunk has its own
+        /// place.
         std::vector<float *> row, x;
         std::vector<char> isWhole;
         std::vector<Reduction> reductions;
@@ -343,7 +343,7 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
     };
     mx::Shape shape = result.shape();
     bool isPossible = true, hasReductions = false;
-    /// The rows that all reductions take are those of the result, or the result has one number for each.
+    /// Checks that the rows of all reductions are those of the result, or that the result has one number for each row.
     const auto are_rows = [&](const std::optional<mx::Shape> &rows) {
         if (!rows || (hasReductions && *rows != shape)) return false;
         mx::Shape one = *rows;
@@ -352,7 +352,7 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
         shape = *rows;
         return hasReductions = true;
     };
-    // Operands before their results.
+    // Operands are visited before their results.
     const auto visit = [&](const auto &self, const mx::array &a) -> int {
         if (const auto known = places.find(a.id()); known != places.end()) return known->second;
         Term term;
@@ -445,7 +445,7 @@ std::optional<mx::array> rms_norm(const mx::array &x, const mx::array &weight, f
 
 namespace {
 
-/// cos and sin of position × frequency, the product in float32 as MLX has it, by their series within π / 4 of a multiple of π / 2.
+/// Computes cos and sin of position × frequency, by series within π / 4 of a multiple of π / 2. The product is in float32, as in MLX.
 FOR_EACH_CPU
 void turns(float position, const float *frequencies, int count, float *cos, float *sin) {
     for (int i = 0; i < count; i++) {
@@ -474,7 +474,7 @@ void turn(const float *x, int step, const float *cos, const float *sin, int half
 
 class RoPEPrimitive : public mx::UnaryPrimitive {
   public:
-    /// `offset`: nil where the third input has one for each of the first axis, or one for all.
+    /// `offset` is nil if the third input has the offsets, one for each index of the first axis or one for all.
     RoPEPrimitive(mx::Stream s, std::optional<int> offset) : UnaryPrimitive(s), offset(offset) {}
 
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {

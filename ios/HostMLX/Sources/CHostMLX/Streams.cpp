@@ -20,10 +20,10 @@ namespace {
 std::mutex gpu_stream_mutex;
 std::optional<mx::Stream> made_gpu_stream;
 
-/// The stream that stands for the GPU on this thread, once there is one, and the thread's default stream meanwhile.
+/// The stream that stands for the GPU on this thread, if any, and the thread's own default stream.
 thread_local std::optional<mx::Stream> instead_of_gpu, own;
 
-/// Whether the GPU is the default device of C++ by the rule, and whether nobody has made the CPU it.
+/// Whether the rule makes the GPU the default device of C++. `is_gpu_default` says whether the default was not changed to the CPU.
 std::atomic<bool> has_gpu_rule = false;
 std::atomic<bool> is_gpu_default = true;
 
@@ -36,8 +36,8 @@ std::optional<mx::Stream> gpu_stream() {
     return made_gpu_stream;
 }
 
-/// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the graph needs the stream's device, and
-/// import_function looks for a stream of that device (export.cpp:495).
+/// Makes a stream for a missing GPU. `mx::new_stream` refuses that, but the graph needs the stream's device, and import_function looks for a stream
+/// of that device (export.cpp:495).
 void make_gpu_stream() {
 #ifdef __linux__
     const std::lock_guard lock(gpu_stream_mutex);
@@ -46,7 +46,7 @@ void make_gpu_stream() {
     }
     try {
         mx::new_stream(mx::Device::gpu);
-    } catch (const std::exception &) {  // once it is listed
+    } catch (const std::exception &) {  // the stream is listed before the error
     }
     for (const auto &stream : mx::get_streams()) {
         if (stream.device == mx::Device::gpu) {
@@ -57,7 +57,7 @@ void make_gpu_stream() {
 }
 
 void enter() {
-    // Without a GPU MLX caches 32 MB of freed memory, as on no phone.
+    // Without a GPU MLX caches 32 MB of freed memory, unlike on a phone.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
     const bool is_gpu = gpu_is_default();
@@ -108,7 +108,7 @@ void refuse_gpu_work(const std::vector<mx::array> &outputs) {
             continue;
         }
         auto &primitive = a.primitive();
-        // The stream in the GPU's place counts as the GPU.
+        // The stream that stands for the GPU counts as the GPU.
         if (!is_load(primitive) && (instead_of_gpu == primitive.stream() || primitive.device() == mx::Device::gpu)) {
             throw std::runtime_error(std::string(primitive.name()) + " runs on the GPU, the default device");
         }

@@ -8,7 +8,7 @@ namespace host {
 /// Whether matrix products behave as on a GPU with neural accelerators.
 extern std::atomic<bool> rounds_to_tf32;
 
-/// Whether float32 matrix products round their operands to TF32: as above, unless MLX_ENABLE_TF32 is 0 (MLX's utils.h:163).
+/// Returns whether float32 matrix products round their operands to TF32: if `rounds_to_tf32` is set, unless MLX_ENABLE_TF32 is 0 (MLX's utils.h:163).
 bool has_tf32();
 
 }  // namespace host

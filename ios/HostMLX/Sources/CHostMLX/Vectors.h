@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-/// Compiles a function for several CPUs of a kind; the one that runs is chosen when the program starts.
+/// Compiles a function for several CPUs. The clone to run is chosen when the program starts.
 #if defined(__x86_64__) && defined(__linux__)
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -21,9 +21,9 @@ constexpr int lanes = 16;
 typedef float Floats __attribute__((vector_size(4 * lanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
 
-// Macros, as a vector of another CPU's size can't be given to a function.
+// These are macros, because a vector of another CPU's size can't be passed to a function.
 
-/// As simd/math.h of MLX has it: 2^(x / ln 2), the integer part by bits, the fraction by a polynomial of Cephes.
+/// Computes exp as MLX's simd/math.h does: 2^(x / ln 2), the integer part by bits, the fraction by a polynomial of Cephes.
 #define EXPONENTIAL(result, in)                                                              \
     Floats result;                                                                           \
     {                                                                                        \
@@ -43,7 +43,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         result = argument < -88.0f ? Floats{} : power;                                       \
     }
 
-/// Up to `lanes` numbers; those that are missing are −∞. A `memcpy` of any other size than a vector's is a call.
+/// Loads up to `lanes` numbers, and −∞ for missing ones. A `memcpy` of any other size than a vector's is a function call.
 #define LOAD(result, in, count)                                            \
     Floats result;                                                         \
     if (size_t(count) >= lanes) {                                          \
@@ -60,7 +60,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         std::memcpy(out, &value, sizeof(float) * size_t(count));           \
     }
 
-/// y[i] = FUNCTION(x[i]), one of those here; y may be x.
+/// Computes y[i] = FUNCTION(x[i]) with a function of this file. y may be x.
 #define EACH_VECTOR(FUNCTION, x, y, count)                                 \
     for (size_t each = 0; each < size_t(count); each += lanes) {           \
         LOAD(numbers, (x) + each, (count) - each)                          \
@@ -68,7 +68,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         STORE((y) + each, results, (count) - each)                         \
     }
 
-/// 1 / (1 + e^−x)
+/// Computes 1 / (1 + e^−x).
 #define SIGMOID(result, in)                                    \
     Floats result;                                             \
     {                                                          \

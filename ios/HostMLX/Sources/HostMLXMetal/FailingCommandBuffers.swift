@@ -1,19 +1,20 @@
-/// Command buffers that fail, each evaluation being one. `Sources/CHostMLX/FailingCommandBuffers.cpp` does it.
+/// A simulation of failing command buffers, in which each evaluation is one command buffer. `Sources/CHostMLX/FailingCommandBuffers.cpp` implements
+/// it.
 public struct FailingCommandBuffers: Sendable {
-    /// The number of the first that fails, from 1.
+    /// The number of the first command buffer that fails, from 1.
     public var first: Int
-    /// How many fail: after the error of one was thrown, the next does.
+    /// The number of command buffers that fail. The next one fails after the error of the last was thrown.
     public var count = 1
-    /// The evaluations that go through before one throws the error and computes nothing. Waiting for a stream throws it earlier. It is
-    /// thrown once. The buffer's arrays count as evaluated and hold `garbage`.
+    /// The number of later evaluations that succeed before one throws the error and computes nothing. Waiting for a stream throws the error earlier.
+    /// It is thrown once. The arrays of the failed buffer count as evaluated and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
-    /// Whether the evaluation throws the error itself and computes nothing, as where memory is refused. `item()` is then 0, and reading
-    /// the data of an array, which ends a process on Metal, is a fault.
+    /// Whether the failing evaluation itself throws the error and computes nothing, as when memory is refused. Then `item()` is 0. Reading the data
+    /// of an array counts as a fault, because it would end a process on Metal.
     public var isAtOnce = false
     public var message = hang
 
-    /// The contents of the arrays of a buffer that failed; integers are zeros.
+    /// The contents of the arrays of a failed buffer. Integers are zeros.
     public enum Garbage: Sendable, CaseIterable { case nan, zeros }
 
     public static let hang = description("Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)")

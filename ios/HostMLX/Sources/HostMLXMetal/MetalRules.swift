@@ -2,16 +2,16 @@ import CHostMLX
 import Foundation
 import MLX
 
-/// The behaviour of MLX 0.32.2 on Metal that a CPU does not show.
+/// Behaviour of MLX 0.32.2 on Metal that a CPU does not show.
 ///
-/// Everything is still computed on the CPU. `Sources/CHostMLX/FailingCommandBuffers.cpp` cites the lines of MLX.
+/// The CPU still computes everything. `Sources/CHostMLX/FailingCommandBuffers.cpp` cites the lines of MLX.
 public struct MetalRules: Sendable {
-    /// Matrix products in float32 round their operands to TF32, as on an A19 or an M5, unless the environment's `MLX_ENABLE_TF32`
-    /// is 0. Needs OpenBLAS, as on Linux.
+    /// Whether matrix products in float32 round their operands to TF32, as on an A19 or an M5, unless the environment variable `MLX_ENABLE_TF32` is
+    /// 0. It needs OpenBLAS, as on Linux.
     public var tf32 = false
-    /// The GPU is the default device of C++, and of Swift outside of `Device.withDefaultDevice`. Work for it fails.
+    /// Whether the GPU is the default device of C++, and of Swift outside of `Device.withDefaultDevice`. Work on it fails.
     public var gpuByDefault = false
-    /// Nil where no command buffer fails.
+    /// The command buffers that fail; nil if none does.
     public var failingBuffers: FailingCommandBuffers?
 
     public init(tf32: Bool = false, gpuByDefault: Bool = false, failingBuffers: FailingCommandBuffers? = nil) {
@@ -21,21 +21,21 @@ public struct MetalRules: Sendable {
     }
 }
 
-/// The events while HostMLX behaved like Metal.
+/// The events during a call of `withMetal`.
 public struct MetalReport: Sendable, Equatable {
-    /// Evaluations that had something to compute.
+    /// The number of evaluations that computed something.
     public var evaluations = 0
-    /// The faults that would have ended the process, with their counts.
+    /// The faults that would have ended the process on Metal, with their counts.
     public var faults = [String: Int]()
 }
 
-/// Runs `body` with HostMLX behaving like Metal by the rules. One call at a time in a process.
+/// Runs `body` while HostMLX behaves like Metal by the rules. A process makes one call at a time.
 ///
 /// - Returns: the result of `body`, or the error that it threw, and the report.
 public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
     result: Result<R, any Error>, report: MetalReport
 ) {
-    // Made before the rules are in force, so that it is the CPU's own.
+    // The stream is created before the rules apply, so that it belongs to the CPU.
     _ = Stream.cpu
     let failing = rules.failingBuffers
     let begun = (failing?.message ?? "").withCString { message in

@@ -17,7 +17,7 @@ public enum DType: Hashable, Sendable, CaseIterable {
     case complex64
     case float64
 
-    /// MLX's number of each type.
+    /// MLX's code of the type.
     var code: Int32 {
         switch self {
         case .bool: 0
@@ -67,7 +67,7 @@ public enum DType: Hashable, Sendable, CaseIterable {
         }
     }
 
-    /// Bytes an element takes.
+    /// The size of an element, in bytes.
     public var size: Int { host_dtype_size(code) }
 }
 
@@ -95,7 +95,7 @@ extension HasDType {
 }
 
 extension HasDType where Self: BinaryInteger {
-    /// The type of an integer beside an array of `dtype`: the array's, but never a truth value.
+    /// Returns an integer as an operand beside an array of `dtype`. It gets the array's type unless that is `bool`.
     fileprivate func asOperand(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? Self.dtype
         return MLXArray(self, dtype: dtype == .bool ? Self.dtype : dtype)
@@ -109,7 +109,7 @@ extension Bool: HasDType {
 extension Int: HasDType {
     public static var dtype: DType { .int64 }
 
-    /// Unlike an `Int64`, an `Int` beside no array is an `int32`.
+    /// Returns the operand as an array. Without an array beside it, an `Int` is an `int32`, unlike an `Int64`.
     public func asMLXArray(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? .int32
         return MLXArray(self, dtype: dtype == .bool ? .int32 : dtype)
@@ -184,7 +184,7 @@ extension Float32: HasDType {
 extension Float64: HasDType {
     public static var dtype: DType { .float64 }
 
-    /// A `Double` is a `float32` unless the array beside it says otherwise.
+    /// Returns the operand as an array. A `Double` is a `float32` unless the array beside it has another floating-point type.
     public func asMLXArray(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? .float32
         return MLXArray(self, dtype: dtype.isFloatingPoint ? dtype : .float32)
@@ -193,7 +193,7 @@ extension Float64: HasDType {
 
 /// An operand of an operation.
 public protocol ScalarOrArray {
-    /// The operand as an array: a scalar takes the type `dtype` where it can.
+    /// Returns the operand as an array. A scalar gets the type `dtype` if possible.
     func asMLXArray(dtype: DType?) -> MLXArray
 }
 
@@ -207,7 +207,7 @@ extension Array: ScalarOrArray where Element: HasDType {
     }
 }
 
-/// Both operands as arrays; a scalar takes the type of the array beside it.
+/// Returns both operands as arrays. A scalar gets the type of the array beside it.
 public func toArrays(_ a: some ScalarOrArray, _ b: some ScalarOrArray) -> (MLXArray, MLXArray) {
     switch (a as? MLXArray, b as? MLXArray) {
     case (let a?, let b?): (a, b)

@@ -15,7 +15,7 @@ public final class Device: Sendable, Hashable {
 
     private let index: Int32
 
-    /// Makes a device, whether the machine has it or not.
+    /// Creates a device, even if the machine does not have it.
     public init(_ deviceType: DeviceType, index: Int32 = 0) {
         if deviceType == .cpu { precondition(index == 0) }
         self.deviceType = deviceType
@@ -28,7 +28,7 @@ public final class Device: Sendable, Hashable {
     /// The current GPU.
     public static var gpu: Device { Stream.gpu.device }
 
-    /// The device that operations run on.
+    /// Returns the default device of operations.
     public static func defaultDevice() -> Device { Stream.defaultDevice }
 
     public static func withDefaultDevice<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
@@ -39,7 +39,7 @@ public final class Device: Sendable, Hashable {
         try await Stream.withDefaultDevice(device, body)
     }
 
-    /// Sets C++'s default device, and Swift's if nothing has asked for that before.
+    /// Sets C++'s default device, and also Swift's unless that has been used before.
     @available(
         *, deprecated,
         message: "use withDefaultDevice() -- this only works before any mlx resources are created"
@@ -64,7 +64,7 @@ extension Device: CustomStringConvertible {
     public var description: String { "Device(\(deviceType.rawValue), \(index))" }
 }
 
-/// A stream that is made when it is first asked for.
+/// A stream that is created at its first use.
 private final class StreamPromise: @unchecked Sendable {
     let device: Device
     private let lock = NSLock()
@@ -74,7 +74,7 @@ private final class StreamPromise: @unchecked Sendable {
 
     var current: Stream {
         if let made = lock.withLock({ made }) { return made }
-        // Outside of the lock, as whoever asks may hold `evalLock`.
+        // The stream is created outside of the lock, because the caller may hold `evalLock`.
         let new = Stream(device)
         return lock.withLock {
             made = made ?? new
@@ -83,7 +83,7 @@ private final class StreamPromise: @unchecked Sendable {
     }
 }
 
-/// The streams of a task. The default one is made at once.
+/// The streams of a task. The default stream is created at once.
 private final class StreamPair: Sendable {
     let cpu: StreamPromise
     let gpu: StreamPromise
@@ -96,8 +96,8 @@ private final class StreamPair: Sendable {
     }
 }
 
-/// A queue of work on a device. Every thread may use it, though not two at once. C++ has streams of its own for each thread, which only
-/// that thread may use.
+/// A queue of work on a device. Every thread may use it, but only one at a time. C++ has separate streams for each thread, which only that thread may
+/// use.
 public final class Stream: @unchecked Sendable, Equatable {
 
     let ctx: HostStream
@@ -119,7 +119,7 @@ public final class Stream: @unchecked Sendable, Equatable {
 
     public static var cpu: Stream { streams.cpu.current }
 
-    /// The stream of operations that name none.
+    /// The stream of operations without a stream argument.
     public static var defaultStream: Stream { streams.defaultStream.current }
 
     static var defaultDevice: Device { streams.defaultStream.device }
@@ -152,7 +152,7 @@ public final class Stream: @unchecked Sendable, Equatable {
         try await $localStreams.withValue(streams(device), operation: body)
     }
 
-    /// The current streams with another default. Only another GPU gets a new stream.
+    /// Returns the current streams with another default device. Only another GPU gets a new stream.
     private static func streams(_ device: Device) -> StreamPair {
         let isOtherGPU = device.deviceType == .gpu && device != streams.gpu.device
         return StreamPair(
@@ -160,7 +160,7 @@ public final class Stream: @unchecked Sendable, Equatable {
             defaultType: device.deviceType)
     }
 
-    /// Makes a stream. Without such a device the process ends.
+    /// Creates a stream. The process ends if the machine does not have the device.
     public init(_ device: Device) {
         initError()
         var stream = HostStream(device: device.deviceType.code, index: 0)
@@ -170,8 +170,8 @@ public final class Stream: @unchecked Sendable, Equatable {
         (ctx, self.device) = (stream, device)
     }
 
-    /// Makes a stream for the GPU of a machine that has none. Graphs on it can be built; to evaluate one is an error of MLX's. mlx-swift has
-    /// no such function.
+    /// Creates a stream for the GPU on a machine without one. Graphs on it can be built, but evaluating one is an error of MLX. mlx-swift has no such
+    /// function.
     public static func makeForMissingGPU() { host_make_gpu_stream() }
 
     /// Waits for the work on the stream.

@@ -1,26 +1,26 @@
-// The overloads are mlx-swift's.
+// The overloads are the same as in mlx-swift.
 // swift-format-ignore-file: AmbiguousTrailingClosureOverload
 
 import CHostMLX
 import Foundation
 
-/// Runs `body` with `handler` called for each of MLX's errors in it.
+/// Runs `body`, and calls `handler` for each error of MLX in it.
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () throws -> R
 ) rethrows -> R {
     try ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
 }
 
-/// Runs `body` with `handler` called for each of MLX's errors in it.
+/// Runs `body`, and calls `handler` for each error of MLX in it.
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
 ) async rethrows -> R {
     try await ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
 }
 
-/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+/// Runs `body`, and then throws the first error of MLX in it, if any.
 ///
-/// `body` may look earlier: ``ErrorBox/check()``.
+/// `body` can check for an error earlier with ``ErrorBox/check()``.
 public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
     let box = ErrorBox()
     let result = try withErrorHandler({ box.firstError = MLXError.caught($0) }, { try body(box) })
@@ -28,12 +28,12 @@ public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
     return result
 }
 
-/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+/// Runs `body`, and then throws the first error of MLX in it, if any.
 public func withError<R>(_ body: () throws -> R) throws -> R {
     try withError { _ in try body() }
 }
 
-/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+/// Runs `body`, and then throws the first error of MLX in it, if any.
 public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R {
     let box = ErrorBox()
     let result = try await withErrorHandler({ box.firstError = MLXError.caught($0) }, { try await body(box) })
@@ -41,7 +41,7 @@ public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R
     return result
 }
 
-/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+/// Runs `body`, and then throws the first error of MLX in it, if any.
 public func withError<R>(_ body: () async throws -> R) async throws -> R {
     try await withError { _ in try await body() }
 }
@@ -68,7 +68,7 @@ public final class ErrorBox: @unchecked Sendable {
         set { lock.withLock { first = first ?? newValue } }
     }
 
-    /// Throws the error, if there was one.
+    /// Throws the first error, if any.
     public func check() throws {
         if let firstError {
             throw firstError
@@ -79,7 +79,7 @@ public final class ErrorBox: @unchecked Sendable {
 private enum ErrorHandler {
     @TaskLocal static var handlers: [@Sendable (String) -> Void] = []
 
-    /// Directs the library's errors to the innermost handler; without one they end the program.
+    /// Passes the library's errors to the innermost handler. Without a handler an error ends the program.
     static let installed: Void = host_set_error_handler { message in
         let message = message.map { String(cString: $0) } ?? ""
         guard let handler = handlers.last else { fatalError(message) }

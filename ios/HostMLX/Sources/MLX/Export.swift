@@ -1,9 +1,9 @@
 import CHostMLX
 import Foundation
 
-/// Calls a function of a file with the positional and the named arguments; of a name given twice the first counts.
+/// Calls `body` with the positional and the named arguments of a function. If a name is given twice, the first counts.
 ///
-/// As in mlx-swift, an argument that failed is an error for the caller's handler, and the call is made without it.
+/// As in mlx-swift, a failed argument is an error for the caller's handler, and the call is made without it.
 private func withArguments<R>(
     _ arguments: KeyValuePairs<String, MLXArray>,
     _ body: (_ positional: HostVector?, _ names: UnsafePointer<UnsafePointer<CChar>?>, _ count: Int, HostVector?) -> R
@@ -19,7 +19,7 @@ private func withArguments<R>(
     }
 }
 
-/// Writes a function to a file when it is called with example arguments.
+/// Returns an exporter that writes a function to a file when it is called with example arguments.
 ///
 /// ```swift
 /// try exportFunction(to: url, f)(x, scale: y)
@@ -30,7 +30,7 @@ public func exportFunction(
     FunctionExporterSingle(url: url, shapeless: shapeless, f: f)
 }
 
-/// See ``exportFunction(to:shapeless:_:)``.
+/// An exporter of a function; see ``exportFunction(to:shapeless:_:)``.
 @dynamicCallable
 public final class FunctionExporterSingle {
     let url: URL
@@ -50,7 +50,7 @@ public final class FunctionExporterSingle {
     }
 }
 
-/// Reads a function that was written by ``exportFunction(to:shapeless:_:)`` or Python's `mx.export_function`.
+/// Reads a function that ``exportFunction(to:shapeless:_:)`` or Python's `mx.export_function` wrote.
 public func importFunction(from url: URL) throws -> ImportedFunction {
     try ImportedFunction(url: url)
 }

@@ -15,7 +15,7 @@ extension LoadSaveError: LocalizedError {
     }
 }
 
-/// The path of a file with the right extension.
+/// Returns the path of a file, which must have the right extension.
 private func path(_ url: URL, _ fileExtension: String) throws -> String {
     precondition(url.isFileURL)
     guard url.pathExtension == fileExtension else { throw LoadSaveError.unknownExtension(url.pathExtension) }
@@ -27,7 +27,7 @@ public func save(
     arrays: [String: MLXArray], metadata: [String: String] = [:], url: URL, stream: StreamOrDevice = .default
 ) throws {
     let path = try path(url, "safetensors")
-    // As in mlx-swift, an array that failed is an error for the caller's handler, and the file is written without it.
+    // As in mlx-swift, a failed array is an error for the caller's handler, and the file is written without it.
     let arrays = arrays.filter { succeeded($0.value) }
     _ = try withError {
         withVector(Array(arrays.values)) { values in
@@ -49,7 +49,7 @@ public func loadArrays(url: URL, stream: StreamOrDevice = .cpu) throws -> [Strin
     try loadArraysAndMetadata(url: url, stream: stream).0
 }
 
-/// Reads a `.safetensors` file.
+/// Reads the arrays and the metadata of a `.safetensors` file.
 public func loadArraysAndMetadata(
     url: URL, stream: StreamOrDevice = .cpu
 ) throws -> ([String: MLXArray], [String: String]) {

@@ -1,11 +1,11 @@
 import CHostMLX
 
 extension MLXArray {
-    /// The array with other elements in the place of some: `a.at[rows].add(values)`.
+    /// A view for changing some elements, as in `a.at[rows].add(values)`.
     public var at: ArrayAt { ArrayAt(array: self) }
 }
 
-/// What ``MLXArray/at`` gives, for its subscript.
+/// The value of ``MLXArray/at``, whose subscript selects elements.
 public struct ArrayAt {
     let array: MLXArray
 
@@ -14,13 +14,13 @@ public struct ArrayAt {
     }
 }
 
-/// The elements that ``ArrayAt`` names.
+/// The elements that the subscript of ``ArrayAt`` selects.
 public struct ArrayAtIndices {
     let array: MLXArray
     let operations: [MLXArrayIndexOperation]
     let stream: StreamOrDevice
 
-    /// The array with `values` added to these elements; where an index is named twice, both.
+    /// Returns the array with `values` added to these elements. If an index occurs twice, both values are added.
     public func add(_ values: some ScalarOrArray) -> MLXArray {
         guard operations.count == 1, case .array(let indices) = operations[0], indices.ndim == 1 else {
             fatalError("only one array of rows names what is added to")

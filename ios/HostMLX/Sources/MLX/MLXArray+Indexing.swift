@@ -57,7 +57,7 @@ public struct MLXEllipsisIndex: MLXArrayIndex, Sendable {
 }
 
 extension MLXArrayIndex where Self == MLXEllipsisIndex {
-    /// As many full ranges as it takes.
+    /// As many full ranges as needed.
     public static var ellipsis: Self { Self() }
 }
 
@@ -160,7 +160,7 @@ extension MLXArray {
         set { update(indices.map { $0.mlxArrayIndexOperation }, newValue, stream) }
     }
 
-    /// Makes this the array with other elements in the place of some, which ranges name.
+    /// Replaces the elements in the selected ranges.
     private func update(
         _ operations: [MLXArrayIndexOperation], _ elements: MLXArray, _ stream: StreamOrDevice
     ) {
@@ -190,16 +190,16 @@ extension MLXArray {
         }
     }
 
-    /// The index as an array; a negative one counts from the end.
+    /// Returns the index as an array. A negative index counts from the end.
     private func resolve(index: Int32, axis: Int) -> MLXArray {
         MLXArray(index < 0 ? index + dim(axis).int32 : index)
     }
 
-    /// The operations of mlx-swift in its order, so that a graph has the same primitives: a gather for everything up to
-    /// the last array of indices, then one slice, then one reshape that drops the axes of integers and adds new ones.
+    /// Returns a part of the array. It uses the same operations as mlx-swift in the same order, so that a graph has the same primitives: a gather for
+    /// everything up to the last array of indices, then one slice, then one reshape that drops the axes of integers and adds new ones.
     ///
-    /// Unlike NumPy, new axes are ignored if there is no integer to drop and not more indices than axes. And, as in
-    /// mlx-swift, the gather and the reshape go to the default stream.
+    /// Unlike in NumPy, new axes are ignored if there is no integer to drop and not more indices than axes. As in mlx-swift, the gather and the
+    /// reshape run on the default stream.
     private func part(_ operations: [MLXArrayIndexOperation], _ stream: StreamOrDevice) -> MLXArray {
         var (array, sizes) = (self, shape)
         let operations = Self.expandingEllipsis(operations, shape: sizes)
@@ -213,7 +213,7 @@ extension MLXArray {
             (array, dimensions) = gather(before.filter { !$0.isNewAxis }, first: gathersFirst)
             sizes = array.shape
 
-            // The gathered axis is a full range now.
+            // After the gather its axes are full ranges.
             let gathered = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: dimensions)
             let others =
                 (gathersFirst ? before.filter { !$0.isArrayOrIndex } : Array(before.prefix { !$0.isArrayOrIndex }))
@@ -254,12 +254,12 @@ extension MLXArray {
         return array.reshaped(shape + array.shape[axis...])
     }
 
-    /// The elements at the indices, one for each of the first axes: `[indices, slices, the other axes]` or, unless `first`,
-    /// `[slices, indices, the other axes]`, and the number of dimensions that the indices have.
+    /// Gathers the elements at the indices of the first axes. Returns `[indices, slices, other axes]` or, unless `first`, `[slices, indices, other
+    /// axes]`, and the number of dimensions of the indices.
     private func gather(_ operations: [MLXArrayIndexOperation], first: Bool) -> (MLXArray, Int) {
         let shape = shape.asInt32
         var indices: [MLXArray] = []
-        var slices: [Int] = []  // the operations that are one
+        var slices: [Int] = []  // the axes of slices
         var dimensions = 0
         for (axis, operation) in operations.enumerated() {
             switch operation {
@@ -280,7 +280,7 @@ extension MLXArray {
             }
         }
 
-        // Each index gets its place among the dimensions of the result.
+        // Each index is reshaped to its place among the dimensions of the result.
         let ones = Array(repeating: 1, count: dimensions + slices.count)
         func place(_ axis: Int, at position: Int) {
             var shape = ones
@@ -288,7 +288,7 @@ extension MLXArray {
             indices[axis] = indices[axis].reshaped(shape)
         }
         if !first {
-            // As in mlx-swift, for as many operations as there are slices: these come before the arrays.
+            // As in mlx-swift, this covers as many operations as there are slices, which come before the arrays.
             for axis in slices.indices {
                 place(axis, at: axis)
             }
@@ -316,13 +316,13 @@ extension MLXArray {
         return (gathered.reshaped(result), dimensions)
     }
 
-    /// Whether something else stands between two of the integers and arrays.
+    /// Returns whether another operation is between two integers or arrays.
     private static func areApart(_ operations: [MLXArrayIndexOperation]) -> Bool {
         let positions = operations.indices.filter { operations[$0].isArrayOrIndex }
         return positions.last.map { $0 - positions[0] >= positions.count } ?? false
     }
 
-    /// The operations with full ranges in place of an ellipsis.
+    /// Returns the operations with full ranges in place of an ellipsis.
     private static func expandingEllipsis(
         _ operations: [MLXArrayIndexOperation], shape: [Int]
     ) -> [MLXArrayIndexOperation] {

@@ -1,7 +1,7 @@
 import CHostMLX
 import Foundation
 
-/// The dimensions: `shape`, whose product must be `count`, or a vector.
+/// Returns the dimensions: `shape`, whose product must be `count`, or by default those of a vector.
 private func dims(_ shape: (some Collection<Int>)?, count: Int) -> [Int32] {
     guard let shape else { return [count.int32] }
     let total = shape.reduce(1, *)
@@ -24,10 +24,10 @@ private final class Finalizer {
 
 extension MLXArray {
 
-    /// An array over memory that stays the caller's until `finalizer` is called.
+    /// Creates an array that uses the caller's memory until it calls `finalizer`.
     ///
-    /// On a GPU the memory is used in place if its address and length are multiples of the page size. On the CPU it is
-    /// copied, unless the eight bytes before it hold its length (see `host_array_adopt`): then it is used in place.
+    /// On a GPU the memory is used in place if its address and length are multiples of the page size. On the CPU it is used in place if the eight
+    /// bytes before it hold its length (see `host_array_adopt`). Otherwise it is copied.
     public convenience init(
         rawPointer: UnsafeMutableRawPointer, _ shape: (some Collection<Int>)? = [Int]?.none, dtype: DType,
         finalizer: @escaping () -> Void
@@ -48,7 +48,7 @@ extension MLXArray {
         self.init(scalar: value, .int32)
     }
 
-    /// An `int32`.
+    /// Creates an `int32` scalar.
     public convenience init(_ value: Int) {
         precondition(
             Int32(exactly: value) != nil,
@@ -72,7 +72,7 @@ extension MLXArray {
         self.init(scalar: value, .float64)
     }
 
-    /// A scalar of the value's type; a `Double` becomes a `float32`.
+    /// Creates a scalar of the value's type. A `Double` becomes a `float32`.
     public convenience init<T: HasDType>(_ value: T) {
         if let double = value as? Double, Swift.abs(double) < Double(Float.greatestFiniteMagnitude) {
             self.init(Float(double))
@@ -91,7 +91,7 @@ extension MLXArray {
         self.init(scalar: (real, imaginary), .complex64)
     }
 
-    /// A scalar of type `dtype`, which the value must fit.
+    /// Creates a scalar of type `dtype`, which the value must fit.
     public convenience init<T: HasDType>(_ value: T, dtype: DType) {
         if T.dtype == dtype {
             self.init(scalar: value, dtype)
@@ -142,7 +142,7 @@ extension MLXArray {
         }
     }
 
-    /// Swift has no `Float16` on x86-64, and mlx-swift no such scalars there.
+    /// Creates a float16 scalar. On x86-64 Swift has no `Float16`, and mlx-swift no such scalars.
     private convenience init(float16 value: Float) {
         #if arch(x86_64)
             fatalError("dtype \(DType.float16) not supported")
@@ -161,7 +161,7 @@ extension MLXArray {
         self.init(value.withUnsafeBytes { newArray($0.baseAddress, dims(shape, count: value.count), T.dtype) })
     }
 
-    /// An `int32` array.
+    /// Creates an `int32` array.
     public convenience init(_ value: [Int], _ shape: (some Collection<Int>)? = [Int]?.none) {
         precondition(
             value.allSatisfy { Int32(exactly: $0) != nil },
@@ -169,7 +169,7 @@ extension MLXArray {
         self.init(value.asInt32, shape)
     }
 
-    /// A `float32` array.
+    /// Creates a `float32` array.
     public convenience init(converting value: [Double], _ shape: (some Collection<Int>)? = [Int]?.none) {
         self.init(value.map { Float($0) }, shape)
     }

@@ -2,8 +2,8 @@ infix operator ** : BitwiseShiftPrecedence
 infix operator .&& : LogicalConjunctionPrecedence
 infix operator .|| : LogicalDisjunctionPrecedence
 
-// A scalar operand takes the array's type, see ``ScalarOrArray``. Three forms of each operator, because one on any two
-// operands would be ambiguous with Swift's own.
+// A scalar operand gets the array's type; see ``ScalarOrArray``. Each operator has three forms, because one form for any two operands would be
+// ambiguous with Swift's own operators.
 
 extension MLXArray {
 

@@ -1,10 +1,10 @@
 import CHostMLX
 import Foundation
 
-/// An n-dimensional array, computed when it is needed.
+/// An n-dimensional array, which is evaluated lazily.
 public final class MLXArray {
 
-    /// The C++ array; nil after an operation that failed.
+    /// The C++ array; nil after a failed operation.
     var ctx: HostArray?
 
     init(_ ctx: HostArray?) {
@@ -12,20 +12,20 @@ public final class MLXArray {
         self.ctx = ctx
     }
 
-    /// An empty array, which no operation takes.
+    /// An empty array, which no operation accepts.
     public static var mlxNone: MLXArray { .init(nil) }
 
     deinit {
         host_array_free(ctx)
     }
 
-    /// Number of elements.
+    /// The number of elements.
     public var size: Int { host_array_size(ctx) }
 
-    /// Length of the first dimension.
+    /// The length of the first dimension.
     public var count: Int { dim(0) }
 
-    /// Bytes the elements take.
+    /// The size of the elements, in bytes.
     public var nbytes: Int { host_array_nbytes(ctx) }
 
     public var ndim: Int { host_array_ndim(ctx) }
@@ -43,7 +43,7 @@ public final class MLXArray {
         return (0..<ndim).map { Int(strides[$0]) }
     }
 
-    /// Length of a dimension; negative ones count from the last.
+    /// Returns the length of a dimension. A negative index counts from the last.
     public func dim(_ dim: Int) -> Int {
         Int(host_array_dim(ctx, resolve(axis: dim, ndim: ndim).int32))
     }
@@ -57,12 +57,12 @@ public final class MLXArray {
         asType(type.dtype, stream: stream)
     }
 
-    /// Computes the array now.
+    /// Evaluates the array.
     public func eval() {
         evalLock.withLock { host_array_eval(ctx) }
     }
 
-    /// Makes this the other array.
+    /// Replaces this array by another.
     public func _updateInternal(_ array: MLXArray) {
         withExtendedLifetime(array) { host_array_assign(&ctx, array.ctx) }
     }
@@ -76,17 +76,17 @@ public final class MLXArray {
 
 extension MLXArray {
 
-    /// The element of an array that has one.
+    /// Returns the element of an array of one element.
     public func item<T: HasDType>() -> T {
         item(T.self)
     }
 
-    /// The element of an array that has one, converted to `type`.
+    /// Returns the element of an array of one element, converted to `type`.
     public func item<T: HasDType>(_ type: T.Type) -> T {
         precondition(size == 1)
         eval()
 
-        // An integer from any integer type is read without an operation, and must fit.
+        // An integer is read from any integer type without an operation, and must fit.
         if dtype.isInteger, let integer = type as? any (BinaryInteger & HasDType).Type {
             func convert<I: BinaryInteger>(_ type: I.Type) -> I {
                 switch dtype {
@@ -108,7 +108,7 @@ extension MLXArray {
         return scalar(type)
     }
 
-    /// The first element of an evaluated array that holds elements of type `T`; 0 where the evaluation failed, as mlx-c leaves it.
+    /// Returns the first element of an evaluated array with elements of type `T`, or 0 if the evaluation failed, as in mlx-c.
     private func scalar<T>(_ type: T.Type) -> T {
         guard host_array_is_computed(ctx), let data = host_array_data(ctx) else {
             return withUnsafeTemporaryAllocation(of: T.self, capacity: 1) { zero in
@@ -119,7 +119,7 @@ extension MLXArray {
         return data.loadUnaligned(as: T.self)
     }
 
-    /// The elements in row-major order, converted to `type`.
+    /// Returns the elements in row-major order, converted to `type`.
     public func asArray<T: HasDType>(_ type: T.Type) -> [T] {
         guard type.dtype == dtype else { return asType(type).asArray(type) }
         eval()
@@ -131,16 +131,16 @@ extension MLXArray {
 
     /// Copies the elements of an evaluated array in row-major order.
     private func copy(to destination: UnsafeMutableRawPointer?) {
-        // mlx-swift's loop over the elements ends at the last one, which there must be.
+        // mlx-swift's loop over the elements ends at the last one, so there must be one.
         precondition(size > 0 || strides == packedStrides, "an empty array of shape \(shape) that is not contiguous")
         host_array_copy_bytes(ctx, destination)
     }
 
-    /// The way in which ``asData(access:)`` returns the bytes.
+    /// The way in which ``asData(access:)`` provides the bytes.
     public enum AccessMethod {
-        /// Contiguous, in a copy.
+        /// A contiguous copy.
         case copy
-        /// The array's own memory where that is contiguous; valid as long as the array.
+        /// The array's own memory if that is contiguous, valid as long as the array; otherwise a copy.
         case noCopyIfContiguous
         /// The array's own memory, laid out by the strides; valid as long as the array.
         case noCopy
@@ -154,7 +154,7 @@ extension MLXArray {
         public let dType: DType
     }
 
-    /// The bytes of the array.
+    /// Returns the bytes of the array.
     public func asData(access: AccessMethod = .copy) -> MLXArrayData {
         eval()
         let strides = strides
@@ -197,13 +197,13 @@ extension MLXArray: CustomStringConvertible {
 }
 
 extension MLXArray: Sequence {
-    /// The slices along the first dimension.
+    /// Returns an iterator over the slices along the first dimension.
     public func makeIterator() -> some IteratorProtocol<MLXArray> {
         (0..<dim(0)).lazy.map { self[$0] }.makeIterator()
     }
 }
 
-/// Something with arrays inside that ``compile(inputs:outputs:shapeless:_:)-(_,_,_,([MLXArray])->[MLXArray])`` traces.
+/// A type that contains arrays, which ``compile(inputs:outputs:shapeless:_:)-(_,_,_,([MLXArray])->[MLXArray])`` traces.
 public protocol Updatable {
     func innerState() -> [MLXArray]
 }

@@ -1,9 +1,9 @@
 import CHostMLX
 
-/// Fused operations: one kernel each on the GPU, plain operations elsewhere.
+/// Fused operations. Each is one kernel on the GPU, and plain operations elsewhere.
 public enum MLXFast {
 
-    /// Rotary positions of the first `dimensions`; `freqs` are periods in radians, `[dimensions / 2]`, in place of `base`.
+    /// Applies rotary position embedding to the first `dimensions`. `freqs` are periods in radians, `[dimensions / 2]`, in place of `base`.
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public static func RoPE(
         _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: Int,
@@ -17,7 +17,7 @@ public enum MLXFast {
         }
     }
 
-    /// The same from a position for each of the first axis: `offset`, int32.
+    /// Applies rotary position embedding with one offset, int32, for each index of the first axis.
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public static func RoPE(
         _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: MLXArray,
@@ -31,7 +31,7 @@ public enum MLXFast {
         }
     }
 
-    /// softmax(scale q kᵀ + mask) v of queries `[B, heads, n, D]`, keys and values `[B, kv_heads, N, D]`.
+    /// Returns softmax(scale q kᵀ + mask) v for queries `[B, heads, n, D]` and keys and values `[B, kv_heads, N, D]`.
     public static func scaledDotProductAttention(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: MLXArray?,
         stream: StreamOrDevice = .default
@@ -41,8 +41,8 @@ public enum MLXFast {
             queries: queries, keys: keys, values: values, scale: scale, mask: mode, stream: stream)
     }
 
-    /// The keys that a query sees: all, those of an array of truth values or of what is added to the scores, or those up to its own position,
-    /// where the queries are the last ones.
+    /// The keys to which a query attends: all; those in an array of Booleans, or of numbers that are added to the scores; or those up to its own
+    /// position, where the queries are the last positions.
     public enum ScaledDotProductAttentionMaskMode {
         case none
         case array(MLXArray)
@@ -53,7 +53,7 @@ public enum MLXFast {
         }
     }
 
-    /// The same with a way of masking.
+    /// Returns softmax(scale q kᵀ + mask) v with a mask mode.
     public static func scaledDotProductAttention(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: ScaledDotProductAttentionMaskMode,
         stream: StreamOrDevice = .default
@@ -66,7 +66,7 @@ public enum MLXFast {
         }
     }
 
-    /// x / √(mean(x²) + eps) · weight, over the last axis.
+    /// Returns x / √(mean(x²) + eps) · weight, over the last axis.
     public static func rmsNorm(_ x: MLXArray, weight: MLXArray, eps: Float, stream: StreamOrDevice = .default)
         -> MLXArray
     {

@@ -13,13 +13,13 @@ public enum Memory {
         public var peakMemory: Int
     }
 
-    /// Memory of living arrays.
+    /// The memory of living arrays.
     public static var activeMemory: Int { host_active_memory() }
 
-    /// Memory that was freed and is kept; always 0 on the CPU.
+    /// The memory in the cache of freed buffers; always 0 on the CPU.
     public static var cacheMemory: Int { host_cache_memory() }
 
-    /// The most that was active; set to anything to begin again.
+    /// The peak of the active memory. Setting it to any value resets it.
     public static var peakMemory: Int {
         get { host_peak_memory() }
         set { host_reset_peak_memory() }
@@ -29,12 +29,12 @@ public enum Memory {
         Snapshot(activeMemory: activeMemory, cacheMemory: cacheMemory, peakMemory: peakMemory)
     }
 
-    /// The most that is kept after it was freed.
+    /// The limit of the cache.
     public static var cacheLimit: Int {
         get {
             queue.sync {
                 if let limit = cacheLimitInUse { return limit }
-                // It can only be read by setting it.
+                // MLX returns the limit only when it is set.
                 let limit = host_set_cache_limit(cacheMemory)
                 _ = host_set_cache_limit(limit)
                 cacheLimitInUse = limit
@@ -49,13 +49,13 @@ public enum Memory {
         }
     }
 
-    /// Beyond this, MLX waits for running work before it begins more.
+    /// The limit above which MLX waits for running work before it begins more.
     public static var memoryLimit: Int {
         get { queue.sync { host_memory_limit() } }
         set { queue.sync { host_set_memory_limit(newValue) } }
     }
 
-    /// Gives back what is kept; on Linux also what the C library keeps.
+    /// Frees the cache, and on Linux also free memory that the C library holds.
     public static func clearCache() {
         evalLock.withLock { host_clear_cache() }
     }

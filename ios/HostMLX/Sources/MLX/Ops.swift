@@ -81,7 +81,7 @@ public func subtract(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: S
     call(host_subtract, a, b, stream)
 }
 
-/// `a` where `condition` holds, `b` elsewhere.
+/// Returns `a` where `condition` is true, and `b` elsewhere.
 public func which(
     _ condition: MLXArray, _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -111,7 +111,7 @@ public func clip(_ array: MLXArray, max: some ScalarOrArray, stream: StreamOrDev
     clip(array, nil, max.asMLXArray(dtype: array.dtype), stream)
 }
 
-/// Whether shapes and elements agree, a truth value.
+/// Returns whether shapes and elements are equal, as a Boolean array of one element.
 public func arrayEqual(
     _ array: MLXArray, _ other: some ScalarOrArray, equalNAN: Bool = false, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -190,7 +190,7 @@ public func argMax(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDe
     withExtendedLifetime(array) { MLXArray(host_argmax(array.ctx, HostOptionalInt(nil), keepDims, stream.ctx)) }
 }
 
-/// With `precise`, half-width input is summed in `float32`.
+/// Returns the softmax over `axes`. With `precise`, 16-bit input is summed in `float32`.
 public func softmax(
     _ array: MLXArray, axes: some Collection<Int>, precise: Bool = false, stream: StreamOrDevice = .default
 ) -> MLXArray { reduce(host_softmax, array, axes.asInt32, precise, stream) }
@@ -224,7 +224,7 @@ public func argSort(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLX
 
 // MARK: - Shapes
 
-/// One length may be -1.
+/// Changes the shape. One length may be -1, which is derived from the others.
 public func reshaped(_ array: MLXArray, _ newShape: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray
 { call(host_reshape_list, array, newShape.asInt32, stream) }
 
@@ -271,7 +271,7 @@ public func transposed(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .d
     transposed(array, axes: [axis], stream: stream)
 }
 
-/// Reverses the axes.
+/// Reverses the order of the axes.
 public func transposed(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_transpose, array, stream)
 }
@@ -286,12 +286,12 @@ public func broadcast(
     call(host_broadcast_to_list, array, shape.asInt32, stream)
 }
 
-/// The bytes as another type; the last axis grows or shrinks with the elements' size.
+/// Returns the bytes as another type. The length of the last axis changes with the size of an element.
 public func view(_ array: MLXArray, dtype: DType, stream: StreamOrDevice = .default) -> MLXArray {
     withExtendedLifetime(array) { MLXArray(host_view(array.ctx, dtype.code, stream.ctx)) }
 }
 
-/// The array in row-major (or column-major) order in memory.
+/// Returns the array in row-major (or column-major) order in memory.
 public func contiguous(_ a: MLXArray, allowColMajor: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
     withExtendedLifetime(a) { MLXArray(host_contiguous(a.ctx, allowColMajor, stream.ctx)) }
 }
@@ -302,7 +302,7 @@ public func concatenated(
     withVector(arrays) { MLXArray(host_concatenate($0, axis.int32, stream.ctx)) }
 }
 
-/// Joins along a new axis.
+/// Joins arrays along a new axis.
 public func stacked(
     _ arrays: some Collection<MLXArray>, axis: Int = 0, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -317,13 +317,13 @@ public func split(
     }
 }
 
-/// Two halves.
+/// Splits an array into two halves.
 public func split(_ array: MLXArray, axis: Int = 0, stream: StreamOrDevice = .default) -> (MLXArray, MLXArray) {
     let halves = split(array, parts: 2, axis: axis, stream: stream)
     return (halves[0], halves[1])
 }
 
-/// The pieces before, between and after `indices`.
+/// Returns the pieces before, between and after `indices`.
 public func split(
     _ array: MLXArray, indices: some Collection<Int>, axis: Int = 0, stream: StreamOrDevice = .default
 ) -> [MLXArray] {
@@ -332,12 +332,12 @@ public func split(
     }
 }
 
-/// `input`, computed only after the dependencies.
+/// Returns `input`, computed only after the dependencies.
 public func depends(input: MLXArray, dependencies: [MLXArray]) -> MLXArray {
     depends(inputs: [input], dependencies: dependencies)[0]
 }
 
-/// The inputs, computed only after the dependencies.
+/// Returns the inputs, computed only after the dependencies.
 public func depends(inputs: [MLXArray], dependencies: [MLXArray]) -> [MLXArray] {
     withVector(inputs) { inputs in
         withVector(dependencies) { arrays(consuming: host_depends(inputs, $0)) }
@@ -354,7 +354,7 @@ public func take(
     }
 }
 
-/// From the flattened array.
+/// Takes elements from the flattened array.
 public func take(_ array: MLXArray, _ indices: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_take, array.reshaped([-1], stream: stream), indices, stream)
 }
@@ -367,19 +367,19 @@ public func takeAlong(
     }
 }
 
-/// From the flattened array.
+/// Takes elements from the flattened array.
 public func takeAlong(_ array: MLXArray, _ indices: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     takeAlong(array.reshaped([-1], stream: stream), indices, axis: 0, stream: stream)
 }
 
 // MARK: - Products
 
-/// [..., m, k] by [..., k, n].
+/// Returns the product of [..., m, k] and [..., k, n].
 public func matmul(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_matmul, a, b, stream)
 }
 
-/// beta c + alpha a b.
+/// Returns beta c + alpha a b.
 public func addMM(
     _ c: some ScalarOrArray, _ a: some ScalarOrArray, _ b: some ScalarOrArray, alpha: Float = 1.0, beta: Float = 1.0,
     stream: StreamOrDevice = .default
@@ -400,7 +400,7 @@ public enum QuantizationMode: String, Codable, Sendable {
     case nvfp4
 }
 
-/// [rows, n] to `wq` [rows, n * bits / 32] of `uint32`, `scales` and `biases` [rows, n / groupSize].
+/// Quantizes [rows, n] into `wq` [rows, n * bits / 32] of `uint32`, and `scales` and `biases` [rows, n / groupSize].
 public func quantized(
     _ w: MLXArray, groupSize: Int? = nil, bits: Int? = nil, mode: QuantizationMode = .affine,
     globalScale: MLXArray? = nil, stream: StreamOrDevice = .default
@@ -414,7 +414,7 @@ public func quantized(
     return (parts[0], parts[1], parts.count > 2 ? parts[2] : nil)
 }
 
-/// The inverse of ``quantized(_:groupSize:bits:mode:globalScale:stream:)``.
+/// Returns the inverse of ``quantized(_:groupSize:bits:mode:globalScale:stream:)``.
 public func dequantized(
     _ w: MLXArray, scales: MLXArray, biases: MLXArray?, groupSize: Int? = nil, bits: Int? = nil,
     mode: QuantizationMode = .affine, globalScale: MLXArray? = nil, dtype: DType? = nil,
@@ -428,7 +428,7 @@ public func dequantized(
     }
 }
 
-/// x wᵀ (or x w) with a quantized `w`.
+/// Returns x wᵀ (or x w) with a quantized `w`.
 public func quantizedMM(
     _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool = true, groupSize: Int? = nil,
     bits: Int? = nil, mode: QuantizationMode = .affine, stream: StreamOrDevice = .default

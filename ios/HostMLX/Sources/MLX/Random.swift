@@ -2,7 +2,7 @@ import CHostMLX
 import Dispatch
 import Foundation
 
-/// Random numbers, from a key: the same key gives the same numbers.
+/// Random numbers from a key. Equal keys give equal numbers.
 public enum MLXRandom {
 
     public static func key(_ seed: UInt64) -> MLXArray {
@@ -144,7 +144,7 @@ public enum MLXRandom {
 
 // MARK: - State
 
-/// A key, or a state that gives a new key at each use.
+/// A key, or a state that returns a new key at each use.
 public protocol RandomStateOrKey {
     func asRandomKey() -> MLXArray
 }
@@ -160,7 +160,7 @@ extension MLXRandom {
         private var state: MLXArray
         private let lock = NSLock()
 
-        /// Seeded by the clock.
+        /// Creates a state that is seeded by the clock.
         public init() {
             state = MLXRandom.key(DispatchTime.now().uptimeNanoseconds)
         }
@@ -193,7 +193,7 @@ extension MLXRandom {
     @TaskLocal fileprivate static var taskState: MLXRandom.RandomState?
 }
 
-/// The key to use: `key`, or the next of the task's or the global state.
+/// Returns the key to use: `key`, or the next key of the task's or the global state.
 public func resolve(key: (some RandomStateOrKey)? = MLXArray?.none) -> MLXArray {
     key?.asRandomKey() ?? MLXRandom.taskState?.asRandomKey() ?? MLXRandom.globalState.next()
 }

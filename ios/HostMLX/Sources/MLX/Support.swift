@@ -1,10 +1,10 @@
 import CHostMLX
 import Foundation
 
-/// The version of the wheel's MLX. mlx-swift has no such name.
+/// The version of MLX in the wheel. mlx-swift has no such constant.
 public let hostMLXVersion = String(cString: host_version())
 
-/// Guards everything that evaluates or traces, as in mlx-swift.
+/// The lock that guards evaluation and tracing, as in mlx-swift.
 let evalLock = NSRecursiveLock()
 
 extension Sequence<Int> {
@@ -21,14 +21,14 @@ extension HostOptionalInt {
     }
 }
 
-/// `axis` counted from the front.
+/// Returns `axis`, counted from the front.
 func resolve(axis: Int, ndim: @autoclosure () -> Int) -> Int {
     axis < 0 ? axis + ndim() : axis
 }
 
 // MARK: - Calls on handles
 //
-// A handle is valid as long as its MLXArray, so the arrays are kept alive around each call.
+// A handle is valid as long as its MLXArray, so the arrays are kept alive during each call.
 
 typealias UnaryOperation = (HostArray?, HostStream) -> HostArray?
 typealias BinaryOperation = (HostArray?, HostArray?, HostStream) -> HostArray?
@@ -41,7 +41,7 @@ func call(_ operation: BinaryOperation, _ a: MLXArray, _ b: MLXArray, _ stream: 
     withExtendedLifetime((a, b)) { MLXArray(operation(a.ctx, b.ctx, stream.ctx)) }
 }
 
-/// A binary operation on operands of which one may be a scalar.
+/// Calls a binary operation on operands, one of which may be a scalar.
 func call(
     _ operation: BinaryOperation, _ a: some ScalarOrArray, _ b: some ScalarOrArray, _ stream: StreamOrDevice
 ) -> MLXArray {
@@ -51,7 +51,7 @@ func call(
 
 typealias Reduction = (HostArray?, UnsafePointer<Int32>?, Int, Bool, HostStream) -> HostArray?
 
-/// A reduction over `axes`, or over all of them.
+/// Calls a reduction over `axes`, or over all axes.
 func reduce(
     _ operation: Reduction, _ a: MLXArray, _ axes: [Int32]?, _ keepDims: Bool, _ stream: StreamOrDevice
 ) -> MLXArray {
@@ -60,7 +60,7 @@ func reduce(
 
 typealias Scan = (HostArray?, Int32, Bool, Bool, HostStream) -> HostArray?
 
-/// A cumulative operation along `axis`, or over the flattened array.
+/// Calls a cumulative operation along `axis`, or over the flattened array.
 func scan(
     _ operation: Scan, _ a: MLXArray, _ axis: Int?, _ reverse: Bool, _ inclusive: Bool, _ stream: StreamOrDevice
 ) -> MLXArray {
@@ -72,7 +72,7 @@ func scan(
 
 typealias ListOperation = (HostArray?, UnsafePointer<Int32>?, Int, HostStream) -> HostArray?
 
-/// An operation that takes axes or a shape.
+/// Calls an operation that takes axes or a shape.
 func call(_ operation: ListOperation, _ a: MLXArray, _ list: [Int32], _ stream: StreamOrDevice) -> MLXArray {
     withExtendedLifetime(a) { MLXArray(operation(a.ctx, list, list.count, stream.ctx)) }
 }
@@ -97,23 +97,23 @@ func withVector<R>(_ arrays: some Collection<MLXArray>, _ body: (HostVector?) th
     return try body(vector)
 }
 
-/// A C++ vector of the arrays, to be freed; nil (and an error reported) where one of them is empty.
+/// Returns a C++ vector of the arrays, which the caller frees. If one of them is empty, reports an error and returns nil.
 func newVector(_ arrays: some Collection<MLXArray>) -> HostVector? {
     withExtendedLifetime(arrays) { host_vector_new(arrays.map { $0.ctx }, arrays.count) }
 }
 
-/// Whether the operation that made the array succeeded; if not, that is an error here, too.
+/// Returns whether the operation that created the array succeeded. If not, it reports an error again.
 func succeeded(_ array: MLXArray) -> Bool {
     _ = array.ndim
     return array.ctx != nil
 }
 
-/// The arrays of a C++ vector.
+/// Returns the arrays of a C++ vector.
 func arrays(in vector: HostVector?) -> [MLXArray] {
     (0..<host_vector_count(vector)).map { MLXArray(host_vector_get(vector, $0)) }
 }
 
-/// The arrays of a C++ vector, which is freed.
+/// Returns the arrays of a C++ vector, and frees it.
 func arrays(consuming vector: HostVector?) -> [MLXArray] {
     defer { host_vector_free(vector) }
     return arrays(in: vector)
@@ -136,7 +136,7 @@ func withCStrings<R>(_ strings: [String], _ body: (UnsafePointer<UnsafePointer<C
     }
 }
 
-/// The text of a C string made by malloc, which is freed.
+/// Returns the text of a C string from malloc, and frees it.
 func string(consuming text: UnsafeMutablePointer<CChar>?) -> String {
     defer { free(text) }
     return text.map { String(cString: $0) } ?? ""
@@ -152,7 +152,7 @@ private final class FunctionBox {
     }
 }
 
-/// `function` for a C++ call, which takes it over.
+/// Returns `function` as a closure for a C++ call, which takes ownership of it.
 func newClosure(_ function: @escaping ([MLXArray]) -> [MLXArray]) -> HostClosure {
     HostClosure(
         context: Unmanaged.passRetained(FunctionBox(function)).toOpaque(),

@@ -3,19 +3,19 @@ import Foundation
 
 // MARK: - Evaluation
 
-/// Computes the arrays.
+/// Evaluates the arrays.
 public func eval(_ arrays: MLXArray...) {
     eval(arrays)
 }
 
-/// Computes the arrays.
+/// Evaluates the arrays.
 public func eval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_eval(vector) }
     }
 }
 
-/// Begins to compute the arrays.
+/// Begins to evaluate the arrays.
 public func asyncEval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_async_eval(vector) }
@@ -24,7 +24,7 @@ public func asyncEval(_ arrays: some Collection<MLXArray>) {
 
 // MARK: - Differentiation
 
-/// The function's values, and the products of its Jacobian with the tangents.
+/// Returns the function's values, and the products of its Jacobian with the tangents.
 public func jvp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     tangents: some Collection<MLXArray>
@@ -39,7 +39,7 @@ public func jvp(
     return (arrays(consuming: values), arrays(consuming: derivatives))
 }
 
-/// The function's values, and the products of the cotangents with its Jacobian, one for each primal.
+/// Returns the function's values, and the products of the cotangents with its Jacobian, one for each primal.
 public func vjp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     cotangents: some Collection<MLXArray>
@@ -56,7 +56,7 @@ public func vjp(
 
 // MARK: - Compilation
 
-/// A function that is traced once for each kind of arguments, and its operations fused.
+/// A function that is traced once for each kind of arguments, with fused operations.
 private final class CompiledFunction: @unchecked Sendable {
     private let lock = NSLock()
     private let function: ([MLXArray]) -> [MLXArray]
@@ -74,7 +74,7 @@ private final class CompiledFunction: @unchecked Sendable {
         self.shapeless = shapeless
     }
 
-    /// The name of the compiled code.
+    /// The identifier of the compiled code.
     private var id: UInt { UInt(bitPattern: Unmanaged.passUnretained(self).toOpaque()) }
 
     deinit {
@@ -110,12 +110,12 @@ private func update(_ arrays: [MLXArray], _ newArrays: some Sequence<MLXArray>) 
     }
 }
 
-/// The first result, or something in its place after an error.
+/// Returns the first result, or a placeholder after an error.
 private func first(_ results: [MLXArray]) -> MLXArray {
     results.first ?? MLXArray(0)
 }
 
-/// `f`, traced and fused; arrays that it reads or changes besides its arguments are in `inputs` and `outputs`.
+/// Returns `f`, traced and with fused operations. `inputs` and `outputs` have the arrays that it reads or changes besides its arguments.
 public func compile(
     inputs: [any Updatable] = [], outputs: [any Updatable] = [], shapeless: Bool = false,
     _ f: @escaping ([MLXArray]) -> [MLXArray]

@@ -2,10 +2,10 @@ import Foundation
 import MLX
 import Testing
 
-/// All tests, one after the other: some watch the memory of the process.
+/// All tests, which run one after the other because some measure the memory of the process.
 @Suite(.serialized) enum AllTests {}
 
-/// Whether the arrays agree in shape and to 1e-5 in their elements.
+/// Expects that the arrays agree in shape, and in their elements to 1e-5.
 func expectClose(
     _ array: MLXArray, _ expected: [Float], _ shape: [Int]? = nil, sourceLocation: SourceLocation = #_sourceLocation
 ) {

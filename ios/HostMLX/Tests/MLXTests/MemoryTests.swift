@@ -8,14 +8,14 @@
 
     private let pageSize = Int(getpagesize())
 
-    /// Bytes of memory of this process that is not a file's.
+    /// Returns the process's anonymous memory, in bytes.
     private func anonymousMemory() throws -> Int {
         let status = try String(contentsOfFile: "/proc/self/status", encoding: .utf8)
         let line = try #require(status.split(separator: "\n").first { $0.hasPrefix("RssAnon:") })
         return try #require(Int(line.filter { $0.isNumber })) * 1024
     }
 
-    /// A file of `count` ones in `float32`, mapped behind an anonymous page whose last word is the length.
+    /// Maps a file of `count` ones in `float32` after an anonymous page whose last word is the length.
     private func mapOnes(_ count: Int, lengthWord: Int? = nil) throws -> UnsafeMutableRawPointer {
         let file = TemporaryFile("bin")
         let block = [Float](repeating: 1, count: 1 << 16).withUnsafeBytes { Data($0) }
@@ -71,7 +71,7 @@
             }
 
             @Test func anyMemoryWillDo() throws {
-                // Nothing is mapped before the page.
+                // No memory is mapped before this page.
                 let bytes = pageSize
                 let base = try #require(
                     mmap(nil, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))
@@ -81,7 +81,7 @@
                 #expect(MLXArray(rawPointer: isolated, [bytes / 4], dtype: .int32) {}[0].item(Int.self) == 7)
                 munmap(isolated, bytes)
 
-                // The word before is something else, or the memory not aligned: copied, and released at once.
+                // If the word before the memory is not the length, or the memory is not aligned, it is copied and released at once.
                 for (pointer, length) in [
                     (try mapOnes(1 << 16, lengthWord: 3), 1 << 16), (try mapOnes(1 << 16) + 64, 16),
                 ] {

@@ -3,7 +3,7 @@ import HostMLXMetal
 import MLX
 import Testing
 
-/// Metal's behaviour in HostMLX: what `withMetal` changes, and that it changes nothing else.
+/// Checks that `withMetal` changes HostMLX as described and in no other way.
 @Suite(.serialized) struct MetalBehaviour {
     #if os(Linux)
         @Test func productsRoundTheirOperandsToTF32() throws {
@@ -72,7 +72,7 @@ import Testing
                 #expect(view.item(Float.self) == 2)
                 Stream.cpu.synchronize()
                 #expect(throws: MLXError.caught(FailingCommandBuffers.hang)) { try errors.check() }
-                // Once only, and nothing more fails.
+                // The error is thrown once, and nothing else fails.
                 #expect(
                     throws: Never.self,
                     performing: {
@@ -136,7 +136,7 @@ import Testing
             try withError { Device.withDefaultDevice(.cpu) { eval(a + 1) } }
         }
         #expect(throws: Never.self) { try inside.result.get() }
-        // C++ copies what it differentiates by on its own default device.
+        // C++ copies the primals on its own default device.
         let differentiated = withMetal(.init(gpuByDefault: true)) {
             try withError {
                 Device.withDefaultDevice(.cpu) { eval(vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1) }

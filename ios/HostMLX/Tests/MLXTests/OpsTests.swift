@@ -90,7 +90,7 @@ extension AllTests {
             [2, 3, 4, 5, 6, 8].flatMap { bits in [32, 64, 128].map { (.affine, bits, $0) } }
             + [(.mxfp4, 4, 32), (.mxfp8, 8, 32), (.nvfp4, 4, 16)]
 
-        /// In every format; with rows and columns that don't fill the parts of a product, and with parts of a matrix.
+        /// Products in every format, with rows and columns that don't fill the tiles of a product, and with parts of a matrix.
         @Test(arguments: formats.indices) func quantizedProducts(_ index: Int) throws {
             let (mode, bits, groupSize) = Self.formats[index]
             let w = MLXRandom.normal([410, 1408], key: MLXRandom.key(0))
@@ -113,7 +113,7 @@ extension AllTests {
                     let dy = MLXRandom.normal([m, rows.count], key: MLXRandom.key(2))
                     let (_, dx) = vjp({ [product($0[0], transpose: true)] }, primals: [x], cotangents: [dy])
                     let (_, y) = jvp({ [product($0[0], transpose: true)] }, primals: [x * 2], tangents: [x])
-                    // Sums in another order.
+                    // The sums are in another order.
                     for (ours, theirs) in [
                         (product(x, transpose: true), matmul(x, dense.T)),
                         (product(dy, transpose: false), matmul(dy, dense)), (dx[0], matmul(dy, dense)),
@@ -127,7 +127,7 @@ extension AllTests {
             }
         }
 
-        /// A row has its numbers to the last bit, with whichever others it comes.
+        /// A row's results do not depend, to the last bit, on the other rows.
         @Test(arguments: [2, 3, 4, 5, 6, 8]) func fewRowsOfAQuantizedProductDoNotDependOnEachOther(bits: Int) {
             let q = quantized(MLXRandom.normal([301, 640], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             func product(_ x: MLXArray) -> MLXArray {
@@ -140,7 +140,7 @@ extension AllTests {
             }
         }
 
-        /// All rows of W on several threads, and so few at a time that they are computed on the caller's.
+        /// All rows of W on several threads, and so few rows at a time that the caller's thread computes them.
         @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 128]) func threadsDoNotChangeAQuantizedProduct(
             bits: Int, groupSize: Int
         ) {
@@ -156,7 +156,7 @@ extension AllTests {
             }
         }
 
-        /// x as rows of a wider matrix, transposed, and as one row for all.
+        /// x as rows of a wider matrix, transposed, and as one broadcast row.
         @Test(arguments: [2, 3, 4, 6]) func aQuantizedProductReadsItsOperandWhereItIs(bits: Int) {
             let q = quantized(MLXRandom.normal([96, 128], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             let numbers = MLXRandom.normal([160, 192], key: MLXRandom.key(1))
@@ -179,7 +179,7 @@ extension AllTests {
             }
         }
 
-        /// A product that is added to something is one operation with it, and takes the memory of that only where nobody else has it.
+        /// A product and an addition are one operation. It reuses the addend's memory only if nothing else holds the addend.
         @Test(arguments: [true, false], [2, 3, 4]) func sumsOfAQuantizedProduct(transpose: Bool, bits: Int) {
             let q = quantized(MLXRandom.normal([320, 192], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             let dense = dequantized(q.wq, scales: q.scales, biases: q.biases, groupSize: 32, bits: bits)
@@ -217,7 +217,7 @@ extension AllTests {
                 eval(sums.map { $0.0 })
                 for (i, (ours, theirs)) in sums.enumerated() {
                     #expect(ours.shape == theirs.shape)
-                    // Sums in another order.
+                    // The sums are in another order.
                     let error = ((ours - theirs).square().sum() / theirs.square().sum()).sqrt()
                     #expect(error.item(Float.self) < 2e-6, "sum \(i) of \(m) rows")
                 }
@@ -225,7 +225,7 @@ extension AllTests {
             }
         }
 
-        /// Measured in turns, and the least of each taken, so that what else runs on the machine does not count.
+        /// The products take turns, and the minimum of each time counts, so that other work on the machine has no effect.
         @Test func unpackingTakesAsLongForAnyBits() {
             let x = MLXRandom.normal([1, 1024], key: MLXRandom.key(0))
             let widths = [4, 2, 3, 5, 6, 8]
@@ -262,7 +262,7 @@ extension AllTests {
             let e = exp(x).asArray(Float.self)
             let s = sigmoid(x).asArray(Float.self)
             for (i, value) in values.enumerated() {
-                // MLX's polynomial is of x / ln 2, which is rounded; below -88 it gives 0.
+                // MLX's polynomial uses x / ln 2, which is rounded. Below -88 it returns 0.
                 let exact = value < -88 ? 0 : Float(Double(value).exponential)
                 let bar = 5e-7 + 1.2e-7 * min(abs(value), 88)
                 #expect(e[i] == exact || abs(e[i] - exact) <= bar * exact, "exp(\(value)) is \(e[i])")
@@ -281,14 +281,14 @@ extension AllTests {
             }
             let here = MLXArray([0.1, -0.4, 0.7] as [Float])
             let gradients = vjp(f, primals: [here], cotangents: [MLXArray(Float(1))]).1
-            // By central differences in double precision.
+            // The expected values are central differences in double precision.
             expectClose(gradients[0], [2.684_175_6, 1.628_591, 4.977_070_5])
             let along = MLXArray([1, 2, -3] as [Float])
             expectClose(
                 jvp(f, primals: [here], tangents: [along]).1[0], [2.684_175_6 + 2 * 1.628_591 - 3 * 4.977_070_5], [])
         }
 
-        /// Fewer numbers than parts that are worth a thread.
+        /// A product with only one result cannot be divided among threads by its results.
         @Test func oneLongProduct() {
             let ones = MLXArray.ones([1, 1 << 23])
             expectClose(matmul(ones, ones.T), [8_388_608], [1, 1])

@@ -2,10 +2,10 @@ import Foundation
 import MLX
 import Testing
 
-/// Operations that HostMLX computes over all cores, compared with the same operations one by one.
+/// Compares operations that HostMLX fuses and computes on all cores with the same operations one by one.
 extension AllTests {
     @Suite struct RowTests {
-        /// Every operation that is fused, on numbers along rows, columns and both.
+        /// A function with every fused operation, on operands that vary along rows, columns and both.
         private let f: ([MLXArray]) -> [MLXArray] = { x in
             let (a, row, column, scalar) = (x[0], x[1], x[2], x[3])
             let sigma = sigmoid(a * column) - exp(-abs(row)) / (scalar + a.square())
@@ -17,7 +17,7 @@ extension AllTests {
             let a = MLXRandom.normal(shape, key: MLXRandom.key(1))
             let row = MLXRandom.normal([shape[shape.count - 1]], key: MLXRandom.key(2))
             let column = MLXRandom.normal(Array(shape.dropLast()) + [1], key: MLXRandom.key(3))
-            // Of one shape, broadcast, and not in one piece.
+            // The inputs have one shape, are broadcast, or are not contiguous.
             for inputs in [
                 [a, a + 1, a - 1, MLXArray(Float(0.5))], [a, row, column, MLXArray(Float(0.5))],
                 [a.swappedAxes(0, 1), a.swappedAxes(0, 1), MLXArray(Float(2)), MLXArray([0.25] as [Float])],
@@ -29,7 +29,7 @@ extension AllTests {
             #expect(!f([a, row, column, MLXArray(Float(0.5))])[0].asArray(Float.self).contains { $0.isNaN })
         }
 
-        /// Softmax of masked rows, and its derivative: sums and maxima of whole rows between the operations on single numbers.
+        /// Softmax of masked rows and its derivative: sums and maxima of whole rows between elementwise operations.
         @Test(arguments: [[1, 1], [7, 300], [300, 7], [3, 5, 1_000], [2, 3, 40, 130]])
         func fusedReductionsOverRows(shape: [Int]) {
             let x = MLXRandom.normal(shape, key: MLXRandom.key(1)) * 4
@@ -49,22 +49,22 @@ extension AllTests {
                 (compile(g)([y, dy])[0], g([y, dy])[0]),
             ] {
                 #expect(fused.shape == plain.shape)
-                // A sum of 1,000 numbers in another order: some units in the last place of numbers up to 4.
+                // Sums of 1,000 numbers in another order differ by some units in the last place of numbers up to 4.
                 #expect((fused - plain).abs().max().item(Float.self) < 2e-6)
             }
             #expect(compile(f)([x, mask])[0].asArray(Float.self) == compile(f)([x, mask])[0].asArray(Float.self))
-            // One number a row.
+            // One operand has one number per row.
             let one = MLXRandom.normal(Array(shape.dropLast()) + [1], key: MLXRandom.key(3))
             let largest: ([MLXArray]) -> [MLXArray] = { [maximum($0[0], $0[1].max(axis: -1, keepDims: true))] }
             let total: ([MLXArray]) -> [MLXArray] = { [$0[0] * $0[0] + exp($0[1]).sum(axis: -1, keepDims: true)] }
             #expect(compile(largest)([one, x])[0].asArray(Float.self) == largest([one, x])[0].asArray(Float.self))
             let (fused, plain) = (compile(total)([one, y])[0], total([one, y])[0])
             #expect(fused.shape == plain.shape)
-            // Of up to 1,000 numbers of 1 to 3.
+            // The sums have up to 1,000 numbers from 1 to 3.
             #expect(((fused - plain) / plain).abs().max().item(Float.self) < 2e-6)
         }
 
-        /// A reduction over another axis is read from memory.
+        /// A reduction over another axis is not fused.
         @Test func reductionsOverColumnsAreNotFused() {
             let x = MLXRandom.normal([6, 6], key: MLXRandom.key(1))
             let f: ([MLXArray]) -> [MLXArray] = { [$0[0] - $0[0].sum(axis: 0, keepDims: true) + $0[0].max()] }
@@ -75,7 +75,7 @@ extension AllTests {
             let x = MLXRandom.normal([4, 100], key: MLXRandom.key(1))
             let g = compile { (x: [MLXArray]) in [x[0] * 2 + x[0]] }
             let y = g([x])[0]
-            // The memory of what nobody reads any more may be the result's.
+            // The result may reuse the memory of arrays that are no longer needed.
             let z = g([g([x])[0]])[0]
             eval(y, z)
             #expect(y.asArray(Float.self) == (x * 2 + x).asArray(Float.self))
@@ -106,7 +106,7 @@ extension AllTests {
             }
         }
 
-        /// Against MLX's own, which a function that is differentiated has.
+        /// Compares rotations with MLX's own, which differentiated functions use.
         @Test(arguments: [0, 16_000]) func rotations(offset: Int) {
             let x = MLXRandom.normal([1, 3, 40, 24], key: MLXRandom.key(1))
             let frequencies = MLXArray((0..<8).map { Float(pow(10_000.0, Double($0) / 8)) })
@@ -121,7 +121,7 @@ extension AllTests {
             }
         }
 
-        /// From a position for each of the first axis, as from each by itself.
+        /// Rotations with one offset for each index of the first axis equal separate rotations.
         @Test func rotationsOfSeveral() {
             let x = MLXRandom.normal([3, 4, 2, 24], key: MLXRandom.key(1))
             let frequencies = MLXArray((0..<8).map { Float(pow(10_000.0, Double($0) / 8)) })
@@ -138,7 +138,7 @@ extension AllTests {
             }
         }
 
-        /// In place where nobody else has the array.
+        /// Elements are replaced in place only if nothing else holds the array.
         @Test func replacedElements() {
             let x = MLXArray.zeros([2, 4, 3])
             let other = x[.ellipsis]

@@ -2,12 +2,12 @@ import Foundation
 import MLX
 import Testing
 
-/// A value that one thread makes and another reads.
+/// A value that one thread writes and another reads.
 private final class Box<Value>: @unchecked Sendable {
     var value: Value?
 }
 
-/// Runs `body` on a thread of its own, waits for its end, and returns the result.
+/// Runs `body` on another thread, and returns its result.
 private func onAnotherThread<R>(_ body: @escaping @Sendable () throws -> R) throws -> R {
     let (box, ended) = (Box<Result<R, any Error>>(), DispatchSemaphore(value: 0))
     Thread.detachNewThread {
@@ -18,7 +18,7 @@ private func onAnotherThread<R>(_ body: @escaping @Sendable () throws -> R) thro
     return try #require(box.value).get()
 }
 
-/// Every thread may use Swift's streams, and C++'s belong to one: MLX 0.32.2, stream.cpp:20, and mlx-swift's Stream.swift.
+/// Checks that every thread may use Swift's streams, while each of C++'s belongs to one thread (MLX 0.32.2, stream.cpp:20; mlx-swift's Stream.swift).
 extension AllTests {
     @Suite struct ThreadTests {
         private func expectNoStream(sourceLocation: SourceLocation = #_sourceLocation, _ body: () throws -> Void) {
@@ -43,7 +43,7 @@ extension AllTests {
                 box.value = vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1[0]
             }
             expectNoStream { eval(try #require(box.value)) }
-            // A derivative that was evaluated is an array like others.
+            // An evaluated derivative is an ordinary array.
             try onAnotherThread {
                 let a = MLXArray([1, 2] as [Float])
                 let gradient = vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1[0]
@@ -61,7 +61,7 @@ extension AllTests {
             try onAnotherThread { function.value = try importFunction(from: path) }
             let imported = try #require(function.value)
             expectNoStream { eval(try imported(MLXArray.ones([2]))) }
-            // Once they are read, others may call it.
+            // After the arrays in it are read, other threads may call it.
             try onAnotherThread {
                 let imported = try importFunction(from: path)
                 eval(try imported(MLXArray.zeros([2])))

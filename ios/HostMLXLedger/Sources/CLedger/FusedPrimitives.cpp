@@ -44,11 +44,11 @@ struct FunctionFile {
 
 }  // namespace
 
-/// One fused primitive, whose output is like its first input: MLX does not export their classes, but makes them from files.
+/// Creates a fused primitive whose output is like its first input. MLX does not export the classes of these primitives, but creates them from files.
 static mx::array fused(const char *name, const std::string &state, const std::vector<mx::array> &inputs) {
     FunctionFile file;
     const uint64_t out = inputs.size() + 1;
-    file.text(mx::version()).put<int32_t>(1).put(false).text("");  // the last one: metadata
+    file.text(mx::version()).put<int32_t>(1).put(false).text("");  // the last one is metadata
     file.put<uint64_t>(0).ids(inputs.size());
     file.put<uint64_t>(inputs.size());
     for (const auto &in : inputs) {

@@ -1,4 +1,4 @@
-// The fused operations of `mx::fast` as primitives, in a graph for a GPU that is not there: MLX makes plain operations of them.
+// The fused operations of `mx::fast` as primitives, in a graph for a missing GPU, for which MLX would create plain operations.
 
 #ifndef FUSED_PRIMITIVES_H
 #define FUSED_PRIMITIVES_H

@@ -1,6 +1,6 @@
-// The rules of the ledger: for each primitive, the buffers that its `eval_gpu` takes on Metal and the kernels that it
-// encodes. File names and lines are those of MLX 0.32.2 (commit 846d176 of 22 August 2026), below mlx/backend unless they
-// say otherwise. Views share the function that lays them out between all backends, so MLX's own is called.
+// The rules of the ledger: for each primitive, the buffers that its `eval_gpu` allocates on Metal and the kernels that it encodes. Comments cite
+// files and lines of MLX 0.32.2 (commit 846d176 of 22 August 2026), below mlx/backend unless they name another folder. All backends share the
+// function that lays out a view, so MLX's own is called.
 
 #include "Recorder.h"
 
@@ -22,7 +22,7 @@ namespace {
 
 using Arrays = std::vector<mx::array>;
 
-/// The arguments of a rule: the primitive of `arr` with its inputs, and the outputs to be filled.
+/// The arguments of a rule: the primitive of `arr` with its inputs, and the outputs to fill.
 struct Call {
     Recorder &recorder;
     mx::array &arr;
@@ -51,7 +51,7 @@ struct Call {
 
 // MARK: Layouts
 
-/// common/utils.cpp:20: the shape and strides of an array of several arrays' axes, contiguous ones joined.
+/// common/utils.cpp:20: the common shape and the strides of several arrays, with contiguous axes joined.
 std::pair<mx::Shape, std::vector<mx::Strides>> collapse(
     const mx::Shape &shape, const std::vector<mx::Strides> &strides) {
     mx::Shape joined;
@@ -98,7 +98,7 @@ mx::array contiguous_copy(const Call &call, const mx::array &a) {
     return copy;
 }
 
-/// The same, kept until the command buffer is complete.
+/// Makes a contiguous copy that is kept until the command buffer is complete.
 mx::array temporary_copy(const Call &call, const mx::array &a) {
     auto copy = contiguous_copy(call, a);
     call.recorder.temporary(copy);
@@ -116,7 +116,7 @@ void copy(const Call &call, const mx::array &in, mx::array &out, mx::CopyType ty
     }
 }
 
-/// A kernel that copies `from` into a part of `to`, whose elements are as many.
+/// Records a kernel that copies `from` into a part of `to` with as many elements.
 void copy_into(const Call &call, const mx::array &from, mx::array &to) {
     if (from.size() == 0) {
         return;
@@ -139,7 +139,7 @@ void as_type(const Call &call) {
     copy(call, in, call.out(), vector_or_general(in.flags().contiguous));
 }
 
-/// gpu/primitives.cpp:156: `in` is a copy there too, so that nothing is donated.
+/// gpu/primitives.cpp:156: `in` is a copy there too, so nothing is donated.
 void full(const Call &call) {
     auto in = call.in()[0];
     const auto type = in.data_size() == 1 ? mx::CopyType::Scalar : vector_or_general(in.flags().contiguous);
@@ -152,7 +152,7 @@ void contiguous(const Call &call) {
     auto &out = call.out();
     bool fits = in.flags().row_contiguous;
     if (!fits && in.flags().col_contiguous) {
-        // Whether this primitive takes columns, too, only its comparison with another one tells.
+        // Only a comparison with another primitive shows whether this one also accepts column-major order.
         static const mx::array columns = mx::contiguous(mx::zeros({2, 2}), true);
         fits = call.arr.primitive().is_equivalent(columns.primitive());
     }
@@ -163,7 +163,7 @@ void contiguous(const Call &call) {
     }
 }
 
-/// metal/copy.cpp:216 and common/common.cpp:109: a view where the strides allow it.
+/// metal/copy.cpp:216 and common/common.cpp:109: a view if the strides allow it.
 void reshape(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -219,7 +219,7 @@ void view_as(const Call &call) {
     out.copy_shared_buffer(flat, out.strides(), flat.flags(), out.size());
 }
 
-/// metal/slicing.cpp:14: a copy an input.
+/// metal/slicing.cpp:14: one copy for each input.
 void concatenate(const Call &call) {
     call.allocate(call.out());
     for (const auto &in : call.in()) {
@@ -227,7 +227,7 @@ void concatenate(const Call &call) {
     }
 }
 
-/// metal/indexing.cpp:733: a copy of the input, unless it is donated, and one of the update, which may be added instead.
+/// metal/indexing.cpp:733: a copy of the input unless it is donated, and a copy of the update, or its addition.
 void slice_update(const Call &call) {
     const auto &in = call.in()[0];
     const auto &update = call.in()[1];
@@ -254,7 +254,7 @@ void pad(const Call &call) {
 /// common/common.cpp:90: written by the CPU.
 void number_of_elements(const Call &call) { call.allocate(call.out()); }
 
-/// Only the CPU reads files: no kernel.
+/// The CPU reads files, so there is no kernel.
 void load(const Call &call) { call.allocate(call.out()); }
 
 // MARK: Element by element
@@ -267,7 +267,7 @@ void unary(const Call &call) {
     }
 }
 
-/// metal/unary.cpp:150: integers are round already.
+/// metal/unary.cpp:150: integers need no rounding.
 void round(const Call &call) {
     if (mx::issubdtype(call.in()[0].dtype(), mx::inexact)) {
         unary(call);
@@ -297,7 +297,7 @@ void select(const Call &call) {
     }
 }
 
-/// metal/compiled.cpp:257 and common/compiled.cpp:78, :168: one kernel, however its inputs lie.
+/// metal/compiled.cpp:257 and common/compiled.cpp:78, :168: one kernel for any layout of its inputs.
 void compiled(const Call &call) {
     call.recorder.fused(call.primitive<mx::Compiled>().lib_name());
     const auto &out = call.out();
@@ -318,7 +318,7 @@ void compiled(const Call &call) {
 
     size_t o = 0;
     const mx::array *like = nullptr;
-    for (const auto &x : call.in()) {  // :126, :153: written over, where an input is not needed any more
+    for (const auto &x : call.in()) {  // :126, :153: overwrites an input that is no longer needed
         if (o < call.outputs.size() && !is_scalar(x) && x.is_donatable() && x.itemsize() == call.outputs[o].itemsize() &&
             (contiguous || (x.flags().row_contiguous && x.size() == call.outputs[o].size()))) {
             call.outputs[o++].copy_shared_buffer(x);
@@ -361,7 +361,7 @@ void random_bits(const Call &call) {
 
 enum class Reduction { all, rows, columns, general };
 
-/// common/reduce.cpp:29: how an array is reduced, and the lengths and strides of the joined axes, smallest stride last.
+/// common/reduce.cpp:29: the kind of reduction, and the lengths and strides of the joined axes, with the smallest stride last.
 struct Plan {
     Reduction kind;
     mx::Shape shape;
@@ -498,7 +498,7 @@ void reduce(const Call &call) {
     }
     switch (plan.kind) {
     case Reduction::all:
-        // metal/reduce.cpp:330: 4 elements a thread (REDUCE_N_READS), 1,024 threads; else in two passes.
+        // metal/reduce.cpp:330: 4 elements per thread (REDUCE_N_READS) and 1,024 threads; otherwise two passes.
         if (in.size() <= 4 * 1024) {
             call.recorder.kernel("reduce", {in}, {out});
         } else {
@@ -525,7 +525,8 @@ void arg_reduce(const Call &call) {
     call.recorder.kernel("arg_reduce", {call.in()[0]}, {call.out()});
 }
 
-/// An output with the layout of `x`, in its place if it can be; or else in a copy of it. Returns what is read.
+/// Gives the output the layout of `x`, in the memory of `x` if possible; without `keeps_layout`, that of a contiguous copy. Returns the array that
+/// the kernel reads.
 mx::array in_place_or_like(const Call &call, const mx::array &x, bool keeps_layout) {
     auto &out = call.out();
     if (!keeps_layout) {
@@ -577,7 +578,7 @@ void scan(const Call &call) {
     const auto axis = std::get<1>(call.primitive<mx::Scan>().state());
     auto in = call.in()[0];
     auto &out = call.out();
-    // `in` is a second reference there too: nothing is donated.
+    // `in` is a second reference there too, so nothing is donated.
     if (in.flags().contiguous && in.strides()[axis] != 0) {
         out.set_data(call.recorder.take(in.data_size() * out.itemsize()), in.data_size(), in.strides(), in.flags());
     } else {
@@ -589,7 +590,7 @@ void scan(const Call &call) {
 
 // MARK: Indexing
 
-/// metal/indexing.cpp:57, :441: reads as much as it writes.
+/// metal/indexing.cpp:57, :441: the kernel reads as much as it writes.
 void gather(const Call &call) {
     auto &out = call.out();
     call.allocate(out);
@@ -623,7 +624,7 @@ struct Operand {
     mx::array array;
 };
 
-/// metal/matmul.cpp:27: a matrix with a unit stride is taken as it is, others are copied.
+/// metal/matmul.cpp:27: a matrix with a unit stride is used directly, and others are copied.
 Operand check_transpose(const Call &call, const mx::array &a, bool is_vector) {
     const auto rows = a.strides()[a.ndim() - 2];
     const auto columns = a.strides()[a.ndim() - 1];
@@ -644,8 +645,8 @@ int next_power_of_2(int n) {
     return power;
 }
 
-/// Whether products of a few rows are products of vectors, which read the transposed matrix once for five of them
-/// (metal/matmul.cpp:1299, on GPUs without neural accelerators).
+/// Returns whether a product of a few rows uses a kernel for vectors, which reads the transposed matrix once for five rows (metal/matmul.cpp:1299, on
+/// GPUs without neural accelerators).
 bool is_wide_gemv(
     const Call &call, const mx::array &a, const mx::array &b, int64_t m, int64_t n, int64_t k,
     const std::vector<mx::Strides> &strides_of_batches) {
@@ -679,7 +680,7 @@ void matmul(const Call &call) {
     const auto [a_transposed, a] = check_transpose(call, a_in, m == 1);
     const auto [b_transposed, b] = check_transpose(call, b_in, n == 1);
 
-    // Batches of rows by one matrix are one product (matmul.cpp:1492, :1659).
+    // Batches of rows with one matrix are one product (matmul.cpp:1492, :1659).
     auto batch = static_cast<int64_t>(out.size()) / (m * n);
     const double flop = 2.0 * static_cast<double>(batch * m) * static_cast<double>(n * k);
     const auto strides_of_batches = [](const mx::array &x) {
@@ -732,7 +733,7 @@ mx::array contiguous_matrix(const Call &call, const mx::array &x) {
     return fits ? x : temporary_copy(call, x);
 }
 
-/// The number of rows from which on it is a product of matrices (metal/quantized.cpp:85, except Ultras).
+/// Returns the number of rows from which a kernel for matrices is used (metal/quantized.cpp:85, except for Ultras).
 int rows_of_matrix(int generation, int64_t k, int64_t n) {
     const std::array<int, 3> rows = generation >= 17   ? std::array{33, 25, 13}
                                     : generation >= 15 ? std::array{13, 15, 13}
@@ -741,7 +742,7 @@ int rows_of_matrix(int generation, int64_t k, int64_t n) {
     return k <= 2048 && n <= 2048 ? rows[0] : k <= 4096 && n <= 4096 ? rows[1] : rows[2];
 }
 
-/// The number of parts of k, so that there are 512 tiles of 32 × 32 (metal/quantized.cpp:1134).
+/// Returns the number of parts of k, chosen for 512 tiles of 32 × 32 (metal/quantized.cpp:1134).
 int64_t parts_of_matrix(int64_t m, int64_t n, int64_t k, int group_size) {
     const int64_t tiles = ((m + 31) / 32) * ((n + 31) / 32);
     const int64_t group = std::max(group_size, 32);
@@ -778,7 +779,7 @@ void quantized_matmul(const Call &call) {
     if (shape.size() == 1) {
         shape.insert(shape.begin(), 1);
     }
-    // Parts of k in x's type, and their sum along their axis.
+    // The parts of k have x's type, and are summed along their axis.
     const auto run_in_parts = [&](const char *kind, int64_t parts, int axis) {
         shape.insert(shape.begin() + axis, static_cast<int>(parts));
         const auto partial = call.temporary(shape, x.dtype());
@@ -800,7 +801,7 @@ void quantized_matmul(const Call &call) {
     run_in_parts("qvm", k > 8192 ? 32 : 8, static_cast<int>(shape.size()) - 2);  // :627
 }
 
-/// metal/quantized.cpp:231: both ways.
+/// metal/quantized.cpp:231: quantizing and dequantizing.
 void quantize(const Call &call) {
     const bool dequantizes = std::get<4>(call.primitive<mx::fast::Quantize>().state());
     const auto contiguous = [&](const mx::array &x) { return x.flags().row_contiguous ? x : temporary_copy(call, x); };
@@ -892,7 +893,7 @@ void attention(const Call &call) {
     const auto unless = [&](bool fits, const mx::array &a) { return fits ? a : temporary_copy(call, a); };
 
     const bool query_stays = is_vector ? query_fits(q_in) : rows_fit(q_in);
-    // q·kᵀ and p·v of the keys that are seen: blocks of others are passed over (steel_attention.h).
+    // The products q·kᵀ and p·v cover the visible keys. Blocks of other keys are skipped (steel_attention.h).
     const double rows = q_in.shape(2), keys = call.in()[1].shape(2);
     const double seen = causal ? rows * keys - rows * (rows - 1) / 2 : rows * keys;
     const double flop = 2.0 * q_in.shape(0) * q_in.shape(1) * seen * (q_in.shape(3) + call.in()[2].shape(3));
@@ -914,7 +915,7 @@ void attention(const Call &call) {
         const mx::array q = query_stays ? q_in : contiguous_copy(call, q_in);
         const auto k = unless(keys_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(keys_fit(call.in()[2]), call.in()[2]);
-        // :849: `q` is a second reference to an input that stays, so only a copy is written over.
+        // :849: `q` is a second reference to an input that stays, so only a copy is overwritten.
         if (!query_stays && q.flags().row_contiguous && q.size() == out.size()) {
             out.copy_shared_buffer(q);
         } else {
@@ -1001,7 +1002,7 @@ const std::unordered_map<std::string, Rule> &rules() {
               "Remainder", "RightShift", "Subtract"}) {
             table[name] = binary;
         }
-        // Named after what they compute (primitives.h).
+        // These primitives are named after their computation (primitives.h).
         for (const char *name : {"And", "Or", "Sum", "Prod", "Min", "Max"}) {
             table[name] = reduce;
         }
@@ -1019,7 +1020,7 @@ void apply_rule(Recorder &recorder, mx::array &arr, Arrays &outputs) {
     const mx::Primitive &primitive = arr.primitive();
     std::string name = primitive.name();
     name = name.substr(0, name.find(' '));
-    if (typeid(primitive) == typeid(mx::Compiled)) {  // its name is that of its operations
+    if (typeid(primitive) == typeid(mx::Compiled)) {  // its name consists of its operations
         name = "Compiled";
     }
     const auto rule = rules().find(name);

@@ -1,12 +1,11 @@
-// A ledger of what MLX would do on a phone's GPU.
+// Records the work that MLX would do on a phone's GPU.
 //
-// The arrays that Swift made and `.mlxfn` files made are MLX's own, unevaluated graphs. While a ledger records, an
-// evaluation walks the graph in MLX's order and applies, to each primitive, what its `eval_gpu` does on Metal: which
-// buffers it takes, which input it writes over, which kernels it encodes. Outputs become arrays with the layout and the
-// length of buffer that they would have there, whose contents are zeros (or the values, when recording beside
-// computing). As these arrays are counted by MLX's own references, they live and die with the real ones.
+// Swift code and `.mlxfn` files create MLX's own unevaluated graphs. While a ledger records, an evaluation walks the graph in MLX's order, and
+// applies to each primitive the effects of its `eval_gpu` on Metal: the buffers that it allocates, the input that it overwrites, and the kernels that
+// it encodes. Outputs become arrays with the layout and the length of buffer that they would have there. Their contents are zeros, or the values if
+// these are computed too. MLX's own references count these arrays, so their lifetimes equal those of real ones.
 //
-// File names and lines are those of MLX 0.32.2 (commit 846d176 of 22 August 2026).
+// Comments cite files and lines of MLX 0.32.2 (commit 846d176 of 22 August 2026).
 
 #include "Recorder.h"
 
@@ -43,7 +42,7 @@ struct Adopted {
     bool is_wired = false;
 };
 
-// State that outlives a recording.
+// This state outlives a recording.
 std::unordered_map<const void *, Adopted> adopted_buffers;
 size_t adopted_bytes = 0;
 size_t memory_limit = SIZE_MAX;
@@ -55,13 +54,13 @@ constexpr size_t page_size = 16384;
 struct Counted {
     std::shared_ptr<Recorder> recorder;
     Block *block;
-    /// The bytes of an array that MLX allocated; 0 where the ledger made the buffer.
+    /// The bytes of an array that MLX allocated; 0 if the ledger created the buffer.
     size_t tracked;
 };
 
-/// The recorder whose buffer the next allocation of this thread is.
+/// The recorder that provides the next allocation of this thread.
 thread_local Recorder *taking = nullptr;
-// MLX's threads free buffers while another one holds `mutex` and waits for them, so these have a mutex of their own.
+// MLX's threads free buffers while another thread holds `mutex` and waits for them, so these have another mutex.
 std::mutex counted_mutex;
 std::unordered_map<const void *, Counted> counted_buffers;
 std::atomic<size_t> counted_count = 0;
@@ -91,7 +90,7 @@ std::optional<Counted> forget_buffer(const void *place) {
 
 // MARK: Memory
 
-/// A buffer of Metal's, or what stands in for one.
+/// A buffer of Metal, or its substitute.
 struct Block {
     size_t length;
 };
@@ -101,7 +100,7 @@ class Recorder::Allocator {
    public:
     explicit Allocator(bool metal) : metal_(metal) {}
 
-    /// - Parameter others: active memory that is not the ledger's.
+    /// - Parameter others: active memory outside of the ledger.
     Block *take(size_t size, size_t others, HostLedgerCounts &counts) {
         if (metal_ && size > page_size) {  // allocator.cpp:124
             size = page_size * ((size + page_size - 1) / page_size);
@@ -151,13 +150,13 @@ Recorder::Recorder(HostLedgerRules rules) : rules(rules), allocator_(new Allocat
 
 Recorder::~Recorder() = default;
 
-/// Bytes of arrays that are MLX's own on this machine: what was there before, and scalars that MLX makes.
+/// Returns the bytes of arrays that MLX itself allocated on this machine: earlier arrays, and scalars that MLX creates.
 size_t Recorder::foreign() const {
     const size_t active = foreign_override_.value_or(mx::get_active_memory());
     return active > tracked_ ? active - tracked_ : 0;
 }
 
-/// Looks whether the memory is at a peak.
+/// Updates the peaks of memory.
 void Recorder::mark() {
     const size_t active = allocator_->active() + foreign();
     counts.peak_active_bytes = std::max(counts.peak_active_bytes, active);
@@ -166,8 +165,8 @@ void Recorder::mark() {
     peak_ = std::max(peak_, active + adopted_bytes);
 }
 
-/// A place for `length` bytes of zeros, which take memory only once they are written. As in the CPU's allocator, a
-/// word with the size precedes them: `buffer_size` reads it.
+/// Returns memory for `length` bytes of zeros, which take physical memory only when they are written. As in the CPU's allocator, a word with the size
+/// precedes them, which `buffer_size` reads.
 static void *map_zeros(size_t length) {
     const size_t bytes = length + sizeof(size_t);
     void *place = bytes <= 4096 ? std::calloc(1, bytes)
@@ -218,7 +217,7 @@ void Recorder::track(mx::array &a) {
     count_buffer(a.buffer().ptr(), {shared_from_this(), block, bytes});
 }
 
-/// Takes back a buffer that MLX freed.
+/// Takes back a buffer that MLX has freed.
 void Recorder::give(Block *block, size_t tracked) {
     tracked_ -= tracked;
     alive_--;
@@ -230,8 +229,8 @@ void Recorder::give(Block *block, size_t tracked) {
 #ifdef __linux__
 namespace {
 
-/// MLX's allocator, which gives the ledger's buffers where the ledger takes one, and gives them back to it. MLX donates no buffer
-/// but its allocator's.
+/// A replacement of MLX's allocator, which returns the ledger's buffers when the ledger allocates, and gives them back to it. MLX donates only
+/// buffers of its allocator.
 class LedgerAllocator : public mx::allocator::Allocator {
    public:
     mx::allocator::Buffer malloc(size_t size) override {
@@ -265,9 +264,9 @@ class LedgerAllocator : public mx::allocator::Allocator {
 
 }  // namespace
 
-/// libmlx resolves this name in the executable first, as it does the BLAS's. (On a Mac a library finds its own.)
+/// libmlx resolves this name in the executable first, like the names of BLAS. (On a Mac a library uses its own.)
 mx::allocator::Allocator &mx::allocator::allocator() {
-    static auto *allocator = new LedgerAllocator;  // arrays that live to the end are freed by it
+    static auto *allocator = new LedgerAllocator;  // it frees arrays that live until the end
     return *allocator;
 }
 #endif
@@ -310,8 +309,8 @@ void Recorder::kernel(
     name_kernel(kind, inputs, outputs);
 }
 
-/// Metal compiles a kernel when it is used for the first time: one for each operation, type and layout. The names here
-/// tell these apart; MLX's own also tell apart block sizes and alignments.
+/// Names a kernel. Metal compiles a kernel at its first use, one for each operation, type and layout. The names here distinguish these. MLX's own
+/// names also distinguish block sizes and alignments.
 void Recorder::name_kernel(const char *kind, const References &inputs, const References &outputs) {
     std::string name = encoded_ + ' ' + kind;
     const auto add = [&](const mx::array &a) {
@@ -340,7 +339,7 @@ void Recorder::touch(const mx::array &a) {
     if (encoding_.used.insert(a.buffer().ptr()).second) {
         encoding_.elements += a.data_size();
     }
-    // Metal holds a buffer in memory, all of it, while a command buffer uses it.
+    // Metal keeps a whole buffer in memory while a command buffer uses it.
     auto adopted = adopted_buffers.find(a.buffer().ptr());
     if (adopted != adopted_buffers.end() && !adopted->second.is_wired) {
         adopted->second.is_wired = true;
@@ -364,8 +363,7 @@ void Recorder::commit(bool counted) {
     }
 }
 
-/// Takes the oldest command buffer whose completion handlers have not run, and runs them: they end its task and free its
-/// arrays (metal/eval.cpp:64).
+/// Runs the completion handlers of the oldest command buffer whose handlers have not run. They end its task and free its arrays (metal/eval.cpp:64).
 void Recorder::run_oldest_handlers() {
     CommandBuffer done = std::move(running_.front());
     running_.pop_front();
@@ -373,8 +371,7 @@ void Recorder::run_oldest_handlers() {
     active_tasks_ -= done.counted;
 }
 
-/// Runs the handlers of the command buffers that the GPU has finished, except of the last `late` with kernels and those after
-/// them.
+/// Runs the handlers of finished command buffers, except for the last `late` buffers with kernels and later ones.
 void Recorder::run_handlers(size_t late) {
     size_t behind = std::count_if(running_.begin(), running_.end(), [&](const CommandBuffer &buffer) {
         return buffer.serial <= finished_ && buffer.operations > 0;
@@ -389,8 +386,8 @@ void Recorder::run_handlers(size_t late) {
     }
 }
 
-/// Has the GPU finish the command buffers up to `serial`, whose event is waited for. Handlers run on another thread, and late
-/// ones have not run by then.
+/// Marks the command buffers up to `serial` as finished, because their event is waited for. Handlers run on another thread, and late handlers have
+/// not run yet.
 void Recorder::finish(size_t serial) {
     finished_ = std::max(finished_, serial);
     run_handlers(rules.late_handlers);
@@ -436,7 +433,7 @@ int max_tape_width() {
 
 bool is_unscheduled(const mx::array &a) { return a.status() == mx::array::Status::unscheduled; }
 
-/// transforms.cpp:109-225: the order in which `eval_impl` evaluates, last first.
+/// transforms.cpp:109-225: the order of evaluation in `eval_impl`, the last array first.
 std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     std::unordered_map<std::uintptr_t, int> degree;
     std::stack<std::pair<std::reference_wrapper<mx::array>, int>> stack;
@@ -514,7 +511,7 @@ std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     return tape;
 }
 
-/// Writes a contiguous array's elements where the other one's layout says.
+/// Copies the elements of a contiguous array into the layout of another.
 void copy_elements(const char *&source, char *destination, const mx::array &out, int axis) {
     const auto item = static_cast<int64_t>(out.itemsize());
     if (axis == static_cast<int>(out.ndim())) {
@@ -529,7 +526,7 @@ void copy_elements(const char *&source, char *destination, const mx::array &out,
 
 }  // namespace
 
-/// The values of a primitive, computed on the side, so that its inputs keep their references.
+/// Computes the values of a primitive separately, so that its inputs keep their references.
 std::vector<mx::array> Recorder::compute(mx::array &arr) {
     std::vector<mx::Shape> shapes;
     std::vector<mx::Dtype> dtypes;
@@ -554,7 +551,7 @@ void Recorder::encode(mx::array &arr) {
         values = compute(arr);
     }
     {
-        // metal/eval.cpp:37: a tracer's inputs are held, so that none is written over.
+        // metal/eval.cpp:37: a tracer's inputs are held, so that none is overwritten.
         std::vector<mx::array> held;
         if (arr.is_tracer()) {
             held = arr.inputs();
@@ -563,7 +560,7 @@ void Recorder::encode(mx::array &arr) {
         encoded_ = arr.primitive().name();
         apply_rule(*this, arr, outputs);
         for (size_t i = 0; i < values.size(); i++) {
-            // A view has its values already. A file's contents come without a kernel.
+            // A view already has its values, and a file's contents need no kernel.
             const auto shares = [&](const mx::array &in) {
                 return in.data_shared_ptr() == outputs[i].data_shared_ptr();
             };
@@ -604,8 +601,8 @@ void Recorder::hold(mx::array &arr) {
     }
 }
 
-/// transforms.cpp:271-285. `wait_for_one` sleeps while two tasks or more are active (scheduler.h:55). With one it returns
-/// at once, and the loop around it polls until that task is complete or memory is free.
+/// transforms.cpp:271-285: waits while memory is short. `wait_for_one` sleeps while two or more tasks are active (scheduler.h:55). With one task it
+/// returns at once, and the loop around it polls until that task is complete or memory is free.
 void Recorder::back_pressure() {
     const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
     if (active_tasks_ > rules.run_ahead || (above_limit() && active_tasks_ > 0)) {
@@ -696,7 +693,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
     }
 }
 
-/// array.cpp:145: an array of an `async_eval` waits for all that this evaluation committed.
+/// array.cpp:145: an array of an `async_eval` waits for all command buffers of that evaluation.
 void Recorder::wait(mx::array &a) {
     if (is_unscheduled(a)) {
         return evaluate({a}, false);
@@ -826,7 +823,7 @@ class Hooks final : public host::LedgerHooks {
     }
 
    private:
-    /// Runs `f` on the recorder, and remembers why it failed.
+    /// Runs `f` on the recorder, and stores the error if it fails.
     template <class F>
     static void on_recorder(F &&f) {
         std::lock_guard lock(mutex);
@@ -842,7 +839,7 @@ class Hooks final : public host::LedgerHooks {
     }
 };
 
-/// Never destroyed: arrays that live to the end are released by it.
+/// The hooks are never destroyed, because they release arrays that live until the end.
 [[maybe_unused]] const auto *registered = host::ledger_hooks = new Hooks;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The interface for a rule of the ledger, and the recorder behind it.
+// The recorder of the ledger, with its interface for rules.
 
 #ifndef RECORDER_H
 #define RECORDER_H
@@ -36,16 +36,16 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
     // MARK: For the rules
 
-    /// A buffer of at least `size` bytes, which goes back to the ledger when MLX frees it.
+    /// Returns a buffer of at least `size` bytes, which the ledger gets back when MLX frees it.
     Allocation take(size_t size);
-    /// Encodes a kernel. `gathered`: the bytes read, where they are not all of the inputs.
+    /// Records a kernel. `gathered` is the number of bytes read, if the kernel does not read its whole inputs.
     void kernel(
         const char *kind, const References &inputs,
         const References &outputs, double flop = 0,
         double gathered = 0);
     /// Keeps an array until the command buffer is complete (device.cpp:471).
     void temporary(mlx::core::array a);
-    /// Names the kernels that follow, which are of fused operations, by their library.
+    /// Sets the name of the following kernels, which belong to fused operations, to that of their library.
     void fused(std::string name) { encoded_ = std::move(name); }
 
     // MARK: For the hooks
@@ -103,12 +103,12 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     size_t committed_ = 0;
     /// The last command buffer that the GPU has finished.
     size_t finished_ = 0;
-    /// Arrays of asynchronous evaluations, and the last command buffer of each.
+    /// The arrays of asynchronous evaluations, with the last command buffer of each.
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;
-    /// The Metal kernels that were used, by a name that tells them apart, and how many since the last boundary.
+    /// The names of the Metal kernels used so far. `first_since_boundary_` is the number of first uses since the last boundary.
     std::unordered_set<std::string> kernel_names_;
     size_t first_since_boundary_ = 0;
-    /// The primitive that is encoded, for the names of its kernels, and whether the CPU computes it.
+    /// The present primitive, for the names of its kernels. `is_on_cpu_` says whether the CPU computes it.
     std::string encoded_;
     bool is_on_cpu_ = false;
 };

@@ -2,10 +2,9 @@ import CLedger
 import Foundation
 import MLX
 
-/// The cost of some work on a GPU that this machine does not have.
+/// The costs of some work on a GPU that this machine does not have.
 ///
-/// A ledger follows the arrays that the work evaluates, in MLX's order and by MLX's rules for Metal; see
-/// `docs/ledger.md` for what is counted and what is not.
+/// A ledger follows the arrays that the work evaluates, in MLX's order and by MLX's rules for Metal. `docs/ledger.md` says which costs are counted.
 ///
 /// ```swift
 /// let ledger = try Ledger.record { step() }
@@ -13,87 +12,86 @@ import MLX
 /// ```
 public struct Ledger: Codable, Sendable, Equatable {
 
-    /// A kind of kernel.
+    /// The totals of one kind of kernel.
     public struct Kind: Codable, Sendable, Equatable {
         public var kernels = 0
-        /// Floating-point operations of matrix products; a multiplication and an addition are two.
+        /// The floating-point operations of matrix products. A multiplication and an addition are two.
         public var flop = 0.0
         public var readBytes = 0.0
         public var writtenBytes = 0.0
     }
 
-    /// Evaluations that the caller waits for: round trips to the GPU.
+    /// The evaluations for which the caller waits, which are round trips to the GPU.
     public var evals = 0
-    /// Evaluations that are only begun.
+    /// The evaluations that are only begun.
     public var asyncEvals = 0
-    /// Waits for an array of an evaluation that was only begun, and calls of `Stream.synchronize()`.
+    /// The waits for an array of an evaluation that was only begun, and the calls of `Stream.synchronize()`.
     public var waits = 0
     public var commandBuffers = 0
-    /// The most command buffers that were committed and whose completion handlers had not run.
+    /// The largest number of committed command buffers whose completion handlers had not run.
     public var mostInFlight = 0
 
     public var kinds: [String: Kind] = [:]
 
-    /// Buffers that were not in the cache, which the system has to make and to fill with zeros.
+    /// The buffers that were not in the cache, so that the system must allocate them and fill them with zeros.
     public var newBuffers = 0
     public var newBufferBytes = 0.0
 
-    /// The most that arrays and MLX's cache take, without adopted (mapped) memory.
+    /// The peak memory of arrays and MLX's cache, in bytes, without adopted (mapped) memory.
     public var peakBytes = 0
-    /// The most that arrays take, without the cache and adopted memory.
+    /// The peak memory of arrays, in bytes, without the cache and adopted memory.
     public var peakActiveBytes = 0
-    /// The most buffers of arrays that are alive, without those from before the recording.
+    /// The largest number of buffers in use by arrays, without those from before the recording.
     public var peakArrays = 0
 
-    /// Waits for memory while one command buffer is active, during which `eval` polls and keeps a core busy.
+    /// The waits for memory while one command buffer is active. `eval` then polls and keeps a core busy.
     public var spins = 0
     /// The work of the GPU during these waits.
     public var spinning = Kind()
 
-    /// Kernels that are used for the first time, and so are compiled.
+    /// The kernels that are used for the first time and so are compiled.
     public var firstKernels = 0
-    /// The most of them between two calls of `boundary()`.
+    /// The largest number of these between two calls of `boundary()`.
     public var mostFirstKernels = 0
 
-    /// Arrays made of memory that the caller owns, such as a mapped file.
+    /// The arrays that use the caller's memory, such as a mapped file.
     public var mappings = 0
-    /// That memory as far as kernels are given it, in bytes: Metal holds all of a buffer while one uses a part of it.
+    /// The bytes of such memory that kernels use. Metal keeps a whole buffer in memory while a kernel uses a part of it.
     public var wiredBytes = 0.0
 
-    /// Kernels that the GPU runs.
+    /// The number of kernels that the GPU runs.
     public var kernels: Int { kinds.values.reduce(0) { $0 + $1.kernels } }
-    /// Floating-point operations of matrix products.
+    /// The floating-point operations of matrix products.
     public var flop: Double { kinds.values.reduce(0) { $0 + $1.flop } }
-    /// Bytes that kernels read, each of their inputs once.
+    /// The bytes that kernels read, with each input counted once.
     public var readBytes: Double { kinds.values.reduce(0) { $0 + $1.readBytes } }
     public var writtenBytes: Double { kinds.values.reduce(0) { $0 + $1.writtenBytes } }
 }
 
 // MARK: - Time
 
-/// A GPU's time for each part of the work; by default between the values known of iPhones with an A15 to A17.
+/// A GPU's time for each part of the work. The defaults are between the known values of iPhones with an A15 to A17.
 public struct LedgerTime: Codable, Sendable, Equatable {
-    /// A round trip: the caller wakes up, encodes, and the GPU starts; 100 to 300 µs.
+    /// The time of a round trip, in which the caller wakes up, encodes, and the GPU starts: 100 to 300 µs.
     public var secondsPerEval = 200e-6
-    /// Between the starts of two kernels that depend on each other; 4 to 8 µs.
+    /// The time between the starts of two dependent kernels: 4 to 8 µs.
     public var secondsPerKernel = 6e-6
-    /// The bytes that kernels read and write.
+    /// The rate at which kernels read and write memory.
     public var bytesPerSecond = 80e9
-    /// Of matrix products of 16-bit numbers and of 4-bit ones by 16-bit ones; 0.8 to 1.8 TFLOPS.
+    /// The rate of matrix products of 16-bit numbers, and of 4-bit by 16-bit numbers: 0.8 to 1.8 TFLOPS.
     public var flopPerSecond = 1.2e12
 
     public init() {}
 }
 
 extension Ledger {
-    /// Seconds by a model in which nothing overlaps:
-    /// evals · t_eval + kernels · t_kernel + bytes / bandwidth + FLOP / throughput.
+    /// Returns the seconds by a model in which nothing overlaps: evals · t_eval + kernels · t_kernel + bytes / bandwidth + FLOP / throughput.
     public func seconds(_ time: LedgerTime = LedgerTime()) -> Double {
         Double(evals + waits) * time.secondsPerEval + Double(kernels) * time.secondsPerKernel
             + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
     }
 
-    /// Seconds during which `eval` polls, if the GPU has all of what it waits for still before it: no more than these.
+    /// Returns an upper bound of the seconds during which `eval` polls, for a GPU that has not begun the work that it waits for.
     public func secondsSpinning(_ time: LedgerTime = LedgerTime()) -> Double {
         Double(spinning.kernels) * time.secondsPerKernel + spinning.readBytes / time.bytesPerSecond
             + spinning.flop / time.flopPerSecond
@@ -102,24 +100,23 @@ extension Ledger {
 
 // MARK: - Rules
 
-/// The machine that a ledger reckons with.
+/// The properties of the machine that a ledger assumes.
 public struct LedgerRules: Codable, Sendable, Equatable {
 
-    /// Metal's allocator: whole pages of 16 KiB for what is longer than one, and a cache of freed buffers. Otherwise the
-    /// CPU's: exact sizes and no cache.
+    /// Whether the allocator is Metal's, with whole pages of 16 KiB for buffers longer than one page, and a cache of freed buffers. Otherwise it is
+    /// the CPU's, with exact sizes and no cache.
     public var isMetal: Bool
-    /// A command buffer is committed after more kernels than this …
+    /// The number of kernels above which a command buffer is committed.
     public var operationsPerBuffer: Int
-    /// … or when it uses buffers with more elements than this, in units of 2²⁰.
+    /// The number of elements in its buffers, in units of 2²⁰, above which a command buffer is committed.
     public var megaElementsPerBuffer: Int
-    /// Command buffers that are not complete while the next one is encoded. Their inputs are held: the memory of a GPU
-    /// that is that far behind.
+    /// The number of incomplete command buffers while the next one is encoded. Their inputs stay in memory.
     public var runAhead: Int
-    /// The generation of the GPU's architecture, as 15 in `applegpu_g15p`.
+    /// The generation of the GPU's architecture, such as 15 for `applegpu_g15p`.
     public var generation: Int
-    /// The number of command buffers that are complete when an `eval` returns, but whose completion handlers have not run. A
-    /// handler ends a task and frees its arrays, on another thread. MLX waits for handlers only where it waits for a task, and
-    /// in `Stream.synchronize()`, for all. Without such a wait they run when as many more command buffers are committed.
+    /// The number of complete command buffers whose completion handlers have not run when an `eval` returns. A handler ends a task and frees its
+    /// arrays, on another thread. MLX waits for handlers only when it waits for a task, and in `Stream.synchronize()`, where it waits for all.
+    /// Without such a wait they run when as many more command buffers are committed.
     public var lateHandlers: Int
 
     public init(
@@ -134,27 +131,27 @@ public struct LedgerRules: Codable, Sendable, Equatable {
         self.lateHandlers = lateHandlers
     }
 
-    /// An iPhone (MLX's metal/device.cpp:604) whose GPU completes nothing before it must: the encoder is ahead by the
-    /// 10 tasks that MLX allows (transforms.cpp:25), or until `memoryLimit` or an `eval` makes it wait.
+    /// The rules of an iPhone (MLX's metal/device.cpp:604) whose GPU completes nothing before it must. The encoder is ahead by the 10 tasks that MLX
+    /// allows (transforms.cpp:25), or until `memoryLimit` or an `eval` makes it wait.
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
 
-    /// An iPhone whose GPU completes each command buffer as soon as it is committed: the least that arrays take.
+    /// The rules of an iPhone whose GPU completes each command buffer as soon as it is committed. With these, arrays take the least memory.
     public static var fastPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0, lateHandlers: 0)
     }
-    /// One like `phone` with one late command buffer: what arrays take where handlers run at once.
+    /// The rules of `phone` with one late command buffer. They give the memory of arrays if handlers run at once.
     public static var strictPhone: LedgerRules { inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
-    /// An iPhone whose handlers run 0.5 to 3 ms after their command buffer: up to 36 of MLX's command buffers are in flight then.
+    /// The rules of an iPhone whose handlers run 0.5 to 3 ms after their command buffer. Then up to 36 of MLX's command buffers are in flight.
     public static var slowPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, lateHandlers: 24)
     }
-    /// An iPad with an M chip, or a Mac with one that is no Max or Ultra (device.cpp:608).
+    /// The rules of an iPad with an M chip, or a Mac with an M chip other than a Max or Ultra (device.cpp:608).
     public static var strictPad: LedgerRules { inEnvironment(operationsPerBuffer: 40, megaElementsPerBuffer: 40) }
-    /// A Mac with a Max or an Ultra (device.cpp:612).
+    /// The rules of a Mac with a Max or an Ultra (device.cpp:612).
     public static var strictMac: LedgerRules { inEnvironment(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
 
-    /// - Parameter operationsPerBuffer: unless `MLX_MAX_OPS_PER_BUFFER` is set.
+    /// - Parameter operationsPerBuffer: the number of kernels unless `MLX_MAX_OPS_PER_BUFFER` is set.
     private static func inEnvironment(
         operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int = 10, lateHandlers: Int = 1
     ) -> LedgerRules {
@@ -164,7 +161,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
             megaElementsPerBuffer: megaElementsPerBuffer, runAhead: runAhead, lateHandlers: lateHandlers)
     }
 
-    /// MLX's CPU, where each operation is complete before the next begins.
+    /// The rules of MLX's CPU, where each operation is complete before the next begins.
     public static let cpu = LedgerRules(
         isMetal: false, operationsPerBuffer: 0, megaElementsPerBuffer: .max >> 32, runAhead: 0)
 
@@ -179,7 +176,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
 
 // MARK: - Recording
 
-/// Why nothing was recorded.
+/// The reason why nothing was recorded.
 public struct LedgerError: LocalizedError, Sendable, Equatable {
     public var message: String
     public var errorDescription: String? { message }
@@ -187,15 +184,14 @@ public struct LedgerError: LocalizedError, Sendable, Equatable {
 
 extension Ledger {
 
-    /// Records what `body` evaluates.
+    /// Records the costs of the evaluations in `body`.
     ///
-    /// Without `compute` nothing is computed: whatever is evaluated becomes zeros at once, which may be read, and a
-    /// graph on the GPU's stream needs no GPU. With it the values are also computed, for which they must be on the CPU's
-    /// stream. One ledger is recorded at a time.
+    /// Without `compute` nothing is computed. Evaluated arrays become zeros at once, which may be read, and a graph on the GPU's stream needs no GPU.
+    /// With `compute` the values are also computed, so they must be on the CPU's stream. One ledger is recorded at a time.
     ///
     /// - Parameters:
-    ///   - device: the default device inside `body`. The rules are applied to what is on the CPU's stream too, if it is the CPU.
-    ///   - trace: called for each primitive, in the order of evaluation, with the number of elements of its output.
+    ///   - device: the default device in `body`. If it is the CPU, the rules also apply to work on the CPU's stream.
+    ///   - trace: called for each primitive in the order of evaluation, with the number of elements in its output.
     public static func record(
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
         trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () throws -> Void
@@ -210,7 +206,7 @@ extension Ledger {
         return try recording.end()
     }
 
-    /// Whether this system can record: only on Linux can an executable stand in for MLX's allocator.
+    /// Whether this system can record. Only on Linux can an executable replace MLX's allocator.
     public static var isAvailable: Bool {
         #if os(Linux)
             true
@@ -219,14 +215,13 @@ extension Ledger {
         #endif
     }
 
-    /// Begins the counts of the recording again: what came before is not in them, but for the arrays that it left and the kernels that it
-    /// used first.
+    /// Resets the counts of the recording. Arrays from before stay counted, and kernels used before do not count as first used.
     public static func restart() { host_ledger_restart() }
 
     /// Marks a point at which the work may pause, for `mostFirstKernels`.
     public static func boundary() { host_ledger_boundary() }
 
-    /// The same, of work that suspends.
+    /// Records the costs of the evaluations in an asynchronous `body`.
     public static func record(
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
         trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () async throws -> Void
@@ -242,7 +237,7 @@ extension Ledger {
     }
 }
 
-/// A recording that has begun.
+/// A recording in progress.
 private final class Recording {
     private let trace: ((String, Int) -> Void)?
 
@@ -287,7 +282,7 @@ private final class Recording {
         return ledger
     }
 
-    /// Throws the message, which is freed.
+    /// Throws the message, and frees it.
     private static func check(_ message: UnsafeMutablePointer<CChar>?) throws {
         guard let message else { return }
         defer { free(message) }

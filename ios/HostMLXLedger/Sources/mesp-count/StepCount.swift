@@ -6,22 +6,22 @@ import HostMLXLedger
 @testable import MeSPSelfCheck
 @testable import MeSPSentences
 
-/// The cost of a step of a bundle for the GPU on a phone, counted without one: see docs/ledger.md.
+/// The costs on a phone of a step with a bundle for the GPU, counted without a GPU. See docs/ledger.md.
 struct StepCount: Encodable {
     let type = "count"
     let evals, kernels, readBytes, writtenBytes, newBuffers, newBufferBytes: Int
     let tflop: Double
     let modelledSeconds: Double
-    /// With MLX's own command buffers, whose arrays go as they are complete: MLX's arrays and its cache, without the process and mapped
-    /// weights, and the planner's prediction for them.
+    /// The peak memory of MLX's arrays and its cache, without the process and mapped weights, with MLX's default command buffers, and the planner's
+    /// prediction for it. Here arrays are freed when their command buffer is complete.
     let ledgerPeakBytes, predictedPeakBytes: Int
-    /// The number of times that `eval` polls instead of sleeping, and an upper bound of the seconds.
+    /// The number of command buffers, and the number of waits in which `eval` polls. `spinningSeconds` is an upper bound of their time.
     let commandBuffers, spins: Int
     let spinningSeconds: Double
-    /// The same with the trainer's command buffers. In `fast` each is complete at once. In `strict` each is complete when it must be,
-    /// and the last one's handlers are late. In `slow` those of many are late.
+    /// The same counts with the trainer's command buffers. In `fast` each is complete at once. In `strict` each is complete when it must be, and the
+    /// last one's handlers are late. In `slow` the handlers of many are late.
     let fast, strict, slow: Short
-    /// Kernels that the steps before and this one compile, and the most from one block to the next.
+    /// The number of kernels that this step and the one before compile. `mostFirstKernels` is the largest number from one block to the next.
     let firstKernels, mostFirstKernels: Int
 
     struct Short: Encodable {
@@ -36,7 +36,7 @@ struct StepCount: Encodable {
         }
     }
 
-    /// - Throws: `MeSPError` as a run would, and of a bundle for the CPU; `LedgerError`.
+    /// - Throws: `MeSPError` as a run does, and for a bundle for the CPU; `LedgerError`.
     init(_ settings: RunSettings) throws {
         setenv(MLXSupport.commandBufferVariable, "\(LedgerRules.phone.operationsPerBuffer)", 1)
         let (ledger, predicted) = try record(settings, .phone)
@@ -56,7 +56,7 @@ struct StepCount: Encodable {
     }
 }
 
-/// Records the second step, as the first also makes what stays, and returns the planner's prediction for its arrays too.
+/// Records the second step, because the first one also creates arrays that stay. Returns the ledger and the planner's prediction for its arrays.
 private func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Ledger, predicted: Int) {
     var predicted = 0
     let ledger = try Ledger.record(rules: rules) {

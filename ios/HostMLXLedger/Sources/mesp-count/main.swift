@@ -1,4 +1,4 @@
-// mesp-count SETTINGS.json: counts what a step takes on a phone's GPU, and prints it as one line of JSON. mesp train --dry-run and
+// mesp-count SETTINGS.json: counts the costs of a step on a phone's GPU, and prints them as one line of JSON. mesp train --dry-run and
 // tools/bench.py drive it.
 // mesp-count --version: prints its version and MLX's, which the Python package compares with its own.
 

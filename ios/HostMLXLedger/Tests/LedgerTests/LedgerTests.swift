@@ -5,16 +5,16 @@ import Testing
 
 @testable import MLX
 
-/// Page-long pieces: 16 KiB, in float32.
+/// The size of a page, 16 KiB; `pageOfFloats` is the number of float32 in it.
 private let page = 16384
 private let pageOfFloats = 4096
 
-/// Records `body` with its inputs made before: what is counted is only what `body` evaluates.
+/// Records the evaluations in `body`.
 private func count(_ rules: LedgerRules = .phone, _ body: () throws -> Void) throws -> Ledger {
     try Ledger.record(rules: rules, body)
 }
 
-/// Kernels by kind.
+/// Returns the number of kernels by kind.
 private func kernels(_ body: () throws -> [MLXArray]) throws -> [String: Int] {
     try count { eval(try body()) }.kinds.mapValues { $0.kernels }
 }
@@ -33,7 +33,7 @@ struct LedgerTests {
             let x = floats(4)
             let y = exp(x)
             eval(y)
-            eval(y)  // is there already
+            eval(y)  // is evaluated already
             #expect(exp(y).sum().item(Float.self) == 0)
             let z = exp(x)
             asyncEval([z])
@@ -55,7 +55,7 @@ struct LedgerTests {
         #expect(ledger.evals == 0)
         #expect(ledger.commandBuffers == 0)
         #expect(ledger.kernels == 0)
-        // A kernel reads what the CPU wrote.
+        // A kernel reads an array that the CPU wrote.
         let both = try count { eval(exp(exp(floats(4), stream: .cpu))) }
         #expect(both.evals == 1)
         #expect(both.commandBuffers == 1)
@@ -70,7 +70,7 @@ struct LedgerTests {
         #expect(ledger.flop == 2 * 64 * 32 * 128)
         #expect(ledger.kinds["gemm"]?.readBytes == Double(4 * (64 * 32 + 32 * 128)))
         #expect(ledger.kinds["gemm"]?.writtenBytes == Double(4 * 64 * 128))
-        // The sum is written over the product, and reads a row of 128 many times from the cache.
+        // The sum overwrites the product, and reads a row of 128 many times from the GPU's cache.
         #expect(ledger.kinds["binary"]?.readBytes == Double(4 * (64 * 128 + 128)))
         let time = LedgerTime()
         let seconds = 200e-6 + 2 * 6e-6 + (ledger.readBytes + ledger.writtenBytes) / 80e9 + ledger.flop / 1.2e12
@@ -120,7 +120,7 @@ struct LedgerTests {
 
     // MARK: - Order and donation, against MLX on the CPU
 
-    /// A graph that is the same for the same seed: probes that depend on others before them.
+    /// Returns a random graph of probes that depend on earlier ones. Equal seeds give equal graphs.
     private func randomGraph(seed: UInt64) -> [MLXArray] {
         var state = seed
         func random(_ bound: Int) -> Int {
@@ -151,7 +151,7 @@ struct LedgerTests {
         #expect(order == expected)
     }
 
-    /// Sums of arrays of one size, some of which are needed again: what is donated depends on the order.
+    /// Returns random sums of arrays of one size, some of which are needed again. The order determines which are donated.
     private func randomSums(seed: UInt64) -> [MLXArray] {
         var state = seed
         func random(_ bound: Int) -> Int {
@@ -202,17 +202,17 @@ struct LedgerTests {
             eval(x)
             withExtendedLifetime(source) {}
         }
-        // 45 kernels: more than 20 are 21, twice, and 3; the first result beside x, then always in its place.
+        // 45 kernels make command buffers of 21, 21 and 3. The first result is beside x, and later results overwrite it.
         #expect(ledger.commandBuffers == 3)
         #expect(ledger.newBuffers == 2)
         #expect(ledger.peakArrays == 2)
         #expect(ledger.peakActiveBytes - baseline() == 2 * 4 * page)
     }
 
-    /// The arrays that were alive before: those of tests and of MLX itself.
+    /// Returns the memory of arrays that existed before: those of tests and of MLX itself.
     private func baseline() -> Int { Memory.activeMemory }
 
-    /// 42 products, each of the one before, in two command buffers; `x` and `w` are held by the caller.
+    /// Evaluates 42 products, each of the previous one, in two command buffers. `x` and `w` are held by the caller.
     private func products(_ body: () -> Void = {}) {
         let x = floats(64, 64)
         let w = floats(64, 64)
@@ -224,16 +224,16 @@ struct LedgerTests {
 
     @Test func inputsAreHeldUntilTheirBufferIsComplete() throws {
         let before = baseline()
-        // A page each. The encoder far ahead: x, w and 42 products.
+        // Each array takes a page. With the encoder far ahead there are x, w and 42 products.
         let ahead = try count(.phone) { products() }
         #expect(ahead.commandBuffers == 3)
         #expect(ahead.peakArrays == 44)
         #expect(ahead.peakBytes - before == 44 * page)
-        // Otherwise 21 are held when the first buffer is complete, which leaves the last of them; 21 more are made.
+        // Otherwise 21 products are held until the first buffer is complete, and then only the last of them. 21 more are created.
         let none = try count(.fastPhone) { products() }
         #expect(none.peakArrays == 24)
         #expect(none.peakActiveBytes - before == 24 * page)
-        // 20 of the freed are in the cache and serve again: only one more is new.
+        // 20 freed buffers in the cache are reused, so only one more is new.
         #expect(none.newBuffers == 24)
         #expect(none.newBuffers == ahead.newBuffers - 20)
     }
@@ -245,7 +245,7 @@ struct LedgerTests {
             x = nil
             eval(results)
         }
-        // The second reads x last, but the first one's command buffer, which is not complete, still holds it.
+        // The second operation is the last to read x, but the first one's command buffer is incomplete and still holds it.
         #expect(try count(.phone, body).newBuffers == 3)
         let each = LedgerRules(isMetal: true, operationsPerBuffer: 0, megaElementsPerBuffer: 40, runAhead: 0)
         #expect(try count(each, body).newBuffers == 2)
@@ -258,8 +258,8 @@ struct LedgerTests {
             for _ in 0..<(21 * 20) { y = matmul(y, x) }
             eval(y)
         }
-        // After the eleventh buffer the first must be complete, and 20 products are free: its inputs but for x. From then
-        // on the 21 inputs of each of 11 buffers are held, the newest product and x.
+        // After the eleventh buffer the first must be complete, which frees 20 products: its inputs except x. From then on the 21 inputs of each of
+        // 11 buffers, the newest product and x are held.
         #expect(ledger.peakArrays == 21 * 11 + 2)
     }
 
@@ -271,8 +271,8 @@ struct LedgerTests {
             Memory.memoryLimit = Memory.activeMemory + 30 * page
             products()
         }
-        // The first buffer has x, w and 21 products. Of the next, the eighth product is the 31st page: the encoder
-        // waits until the first buffer is complete.
+        // The first buffer has x, w and 21 products. The eighth product of the next buffer is the 31st page. There the encoder waits until the first
+        // buffer is complete.
         #expect(ledger.peakArrays == 31)
         #expect(ledger.peakActiveBytes - before == 31 * page)
     }
@@ -281,7 +281,7 @@ struct LedgerTests {
 
     @Test func theLastBuffersArraysOutliveAnEvaluation() throws {
         let before = baseline()
-        /// Of two products, none of which is needed any more, after `eval` and `clearCache`, and their factor.
+        /// Returns the number of living arrays after `eval` and `clearCache`: the factor, and those of two unneeded products that are still held.
         func alive(_ rules: LedgerRules, then: () -> Void = {}) throws -> Int {
             var alive = 0
             _ = try count(rules) {
@@ -295,9 +295,9 @@ struct LedgerTests {
             return alive / page
         }
         #expect(try alive(.phone) == 1)
-        // The first is an input of the second, and that of the evaluation's end: their handlers have not run.
+        // The first product is an input of the second, and the second is an input of the evaluation's end. Their handlers have not run.
         #expect(try alive(.strictPhone) == 3)
-        // They have when the next command buffer is committed.
+        // The handlers run when the next command buffer is committed.
         #expect(try alive(.strictPhone) { eval(arange(4, dtype: .int32)) } == 1)
     }
 
@@ -319,11 +319,11 @@ struct LedgerTests {
             synchronized = Memory.activeMemory - before
             withExtendedLifetime(x) {}
         }
-        // x, and a product of each evaluation whose handlers have not run.
+        // x, and one product of each evaluation whose handlers have not run, are alive.
         #expect(alive == (1 + min(late, 6)) * page)
         #expect(synchronized == page)
         #expect(ledger.waits == 1)
-        // With that of `synchronize`, seven command buffers.
+        // With the one of `synchronize` there are seven command buffers.
         #expect(ledger.mostInFlight == min(max(late, 1), 7))
     }
 
@@ -338,11 +338,11 @@ struct LedgerTests {
             }.peakArrays
         }
         #expect(try peak(limited: false) == 88)
-        // The two tasks of the first 42 products are waited for when x, w and a product are above what those hold.
+        // The encoder waits for the two tasks of the first 42 products when x, w and one more product exceed the limit.
         #expect(try peak(limited: true) == 47)
     }
 
-    /// A task in each evaluation, and the buffer that ends it; above ten tasks, one more that the wait commits.
+    /// Each evaluation has a task and a buffer that ends it. Above ten tasks the wait commits one more buffer.
     @Test func elevenTasksAreLate() throws {
         let ledger = try count(rules(lateHandlers: .max)) {
             let x = floats(64, 64)
@@ -364,7 +364,8 @@ struct LedgerTests {
             Memory.memoryLimit = Memory.activeMemory + 25 * page
             products()
         }
-        // Where the first buffer is committed after 21 products, there is something to wait for at the 24th; after 41, all are there.
+        // If the first buffer is committed after 21 products, the encoder can wait for it at the 24th. If it is committed after 41, all products are
+        // alive.
         #expect(ledger.peakArrays == [3: 26, 2: 43, 1: 44][buffers])
     }
 
@@ -377,7 +378,7 @@ struct LedgerTests {
                 products()
             }
         }
-        // One buffer runs when memory is short, and its 21 products are waited for.
+        // One buffer runs when memory is short, and the encoder waits for its 21 products.
         let short = try ledger(pages: 30)
         #expect(short.spins == 1)
         #expect(short.spinning.kernels == 21)
@@ -385,7 +386,7 @@ struct LedgerTests {
         let time = LedgerTime()
         #expect(abs(short.secondsSpinning() - 21 * time.secondsPerKernel) < 23e-6)
         #expect(try ledger(pages: 60).spins == 0)
-        // With several it sleeps until memory is free.
+        // With several buffers it sleeps until memory is free.
         let limits = try count(
             LedgerRules(isMetal: true, operationsPerBuffer: 4, megaElementsPerBuffer: 40, runAhead: 10)
         ) {
@@ -403,7 +404,7 @@ struct LedgerTests {
             Ledger.boundary()
             eval(exp(x), exp(y), exp(x.asType(.bfloat16)))  // a copy, and exp of another type
             Ledger.boundary()
-            eval(log(x[0..., ..<32]), exp(x))  // log of what has gaps
+            eval(log(x[0..., ..<32]), exp(x))  // log of an array with gaps
         }
         #expect(ledger.firstKernels == 5)
         #expect(ledger.mostFirstKernels == 2)
@@ -431,7 +432,7 @@ struct LedgerTests {
             }.newBuffers - one
         }
         #expect(try newBuffers(after: 3 * page, 3 * page) == 0)
-        #expect(try newBuffers(after: 3 * page, 2 * page + 4) == 0)  // is three pages, too
+        #expect(try newBuffers(after: 3 * page, 2 * page + 4) == 0)  // also three pages
         #expect(try newBuffers(after: 4 * page, 3 * page) == 0)  // less than two pages more
         #expect(try newBuffers(after: 5 * page, 3 * page) == 1)
         #expect(try newBuffers(after: 3 * page, 4 * page) == 1)
@@ -486,7 +487,7 @@ struct LedgerTests {
         #expect(try kernels { [x.asType(.bfloat16)] } == ["copy": 1])
         #expect(try kernels { [concatenated([x, x, x])] } == ["copy": 3])
         #expect(try kernels { [MLXArray.zeros([4])] } == ["copy": 1])
-        // The gradient by a part is written over zeros.
+        // The gradient of a slice is written into zeros.
         #expect(try kernels { vjp({ [$0[0][1...]] }, primals: [x], cotangents: [floats(3, 6)]).1 } == ["copy": 2])
         #expect(try kernels { [x.take(MLXArray([1, 2]), axis: 0)] } == ["gather": 1])
         #expect(try kernels { [MLXRandom.split(key: MLXRandom.key(1)).0] } == ["random": 1])  // the halves are views
@@ -506,7 +507,7 @@ struct LedgerTests {
         #expect(try kernels { [softmax(floats(8, 32).T, axis: -1)] } == ["copy": 1, "softmax": 1])
         #expect(try kernels { [logSumExp(floats(8, 32), axis: -1)] } == ["logsumexp": 1])
         #expect(try kernels { [argMax(floats(8, 32), axis: -1)] } == ["arg_reduce": 1])
-        // Partial results: 32 of each column.
+        // Each column has 32 partial results.
         #expect(try count { eval(floats(257, 5000).sum(axis: 0)) }.kinds["reduce"]?.writtenBytes == 4 * 33 * 5000)
     }
 
@@ -521,19 +522,20 @@ struct LedgerTests {
         #expect(try product(floats(1, 256), floats(256, 64)) == ["gemv": 1])
         #expect(try product(floats(64, 64).T, floats(128, 64).T) == ["gemm": 1])
         #expect(try product(floats(64, 128)[0..., .stride(by: 2)], floats(64, 128)) == ["copy": 1, "gemm": 1])
-        // Eight products of 16 rows are one of 128, of which k is long enough; by eight matrices they are eight.
+        // Eight products of 16 rows with one matrix are one product of 128 rows, whose k is long enough to split. With eight matrices they are eight
+        // products.
         #expect(try product(floats(8, 16, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(8, 16, 256), floats(8, 256, 64)) == ["gemm": 1])
         #expect(try kernels { [addMM(floats(64), floats(64, 64), floats(64, 128)[0..., ..<64])] } == ["gemm": 1])
-        // 256 / 16 iterations, 2 · 2 tiles of 32: four parts in float32, and the product.
+        // 256 / 16 iterations and 2 · 2 tiles of 32 give four parts in float32, and the product.
         let inParts = try count { eval(matmul(floats(64, 256), floats(256, 64))) }
         #expect(inParts.flop == 2 * 64 * 64 * 256)
         #expect(inParts.kinds["gemm"]?.writtenBytes == 65536)
-        // One product of two vectors: its parts, their sum and a copy.
+        // A product of two vectors has its parts, their sum and a copy.
         #expect(try product(floats(1, 64), floats(64, 1)) == ["gemv": 1, "reduce": 1, "copy": 1])
     }
 
-    /// 2 to 15 rows in 16 bits by a transposed matrix are products of vectors, from the 15th generation on.
+    /// From the 15th generation on, 2 to 15 rows of 16-bit numbers and a transposed matrix are multiplied as vectors.
     @Test func productsOfAFewRows() throws {
         func product(
             _ rows: Int, _ dtype: DType = .bfloat16, columns: Int = 256, transpose: Bool = true, generation: Int = 15,
@@ -556,7 +558,7 @@ struct LedgerTests {
         #expect(try product(2, .float16, adds: true) == ["gemv": 1])
         #expect(try product(16) == inParts)
         #expect(try product(15, .float32) == inParts)
-        #expect(try product(15, columns: 258) == inParts)  // no multiple of four
+        #expect(try product(15, columns: 258) == inParts)  // not a multiple of four
         #expect(try product(15, transpose: false) == inParts)
         #expect(try product(15, generation: 14) == inParts)
     }
@@ -586,7 +588,7 @@ struct LedgerTests {
             }
         }
         let w = [2048, 1024]
-        // 64 tiles of 32 × 32: eight parts of k, and their sum.
+        // 64 tiles of 32 × 32 give eight parts of k, and their sum.
         let inParts = try ledger([13, 1024], w)
         #expect(counts(inParts) == ["qmm": 1, "reduce": 1])
         #expect(inParts.kinds["qmm"]?.writtenBytes == Double(8 * 13 * 2048 * 4))
@@ -594,17 +596,17 @@ struct LedgerTests {
         #expect(counts(try ledger([12, 1024], w)) == ["qmv": 1])
         #expect(counts(try ledger([32, 1024], w, generation: 17)) == ["qmv": 1])
         #expect(counts(try ledger([14, 1024], w, generation: 14)) == ["qmm": 1, "reduce": 1])
-        // More than 256 tiles are enough.
+        // More than 256 tiles are not split.
         #expect(counts(try ledger([160, 1024], w)) == ["qmm": 1])
         #expect(counts(try ledger([2, 32, 1024], [2] + w)) == ["qmm": 1])
-        // As many parts as groups of 64, and four, which ten groups are not divided by, are two.
+        // The first has as many parts as groups of 64. The second would have four parts, which do not divide ten groups, so it has two.
         #expect(try ledger([256, 896], [128, 896]).kinds["qmm"]?.writtenBytes == Double(14 * 256 * 128 * 4))
         #expect(try ledger([256, 640], [448, 640]).kinds["qmm"]?.writtenBytes == Double(2 * 256 * 448 * 4))
         #expect(counts(try ledger([4, 2048], w, transpose: false)) == ["qmm": 1])
-        // Eight parts of k, whose sum is a reduction of short columns.
+        // k has eight parts, whose sum is a reduction of short columns.
         #expect(counts(try ledger([1, 2048], w, transpose: false)) == ["qvm": 1, "reduce": 1])
         #expect(counts(try ledger([3, 2048], [2048, 192], transpose: false)) == ["qvm": 1, "reduce": 1])
-        // A column slice is copied three times.
+        // A slice of columns needs three copies.
         #expect(counts(try ledger([32, 512], w, slice: true)) == ["copy": 3, "qmm": 1, "reduce": 1])
         #expect(
             try kernels {
@@ -612,7 +614,7 @@ struct LedgerTests {
             } == ["copy": 1, "dequantize": 1])
     }
 
-    /// The kernels of 4 bits, which read fewer bytes; groups of 128 make fewer parts.
+    /// Other bits use the same kernels as 4 bits and read fewer bytes. Groups of 128 give fewer parts.
     @Test func quantizedProductsOfFewBits() throws {
         func ledger(
             _ x: [Int], bits: Int, groupSize: Int = 64, transpose: Bool = true, rows: Int = 2048
@@ -640,7 +642,7 @@ struct LedgerTests {
             }
             #expect(counts(try ledger(x, bits: 2, groupSize: 128, transpose: transpose)) == counts(four))
         }
-        // As many parts of k as a row has groups: 16 of 64, and eight of 128.
+        // k has as many parts as a row has groups: 16 of 64, and eight of 128.
         for (groupSize, parts) in [(64, 16), (128, 8)] {
             let inParts = try ledger([32, 1024], bits: 2, groupSize: groupSize, rows: 512)
             #expect(inParts.kinds["qmm"]?.writtenBytes == Double(parts * 32 * 512 * 4))
@@ -648,7 +650,7 @@ struct LedgerTests {
     }
 
     @Test func adoptedMemoryIsActiveButNotInThePeak() throws {
-        // As MemoryTests maps it: pages behind a word with their length.
+        // As in MemoryTests, the pages follow a word with their length.
         let bytes = 64 * page
         let base = UnsafeMutableRawPointer.allocate(byteCount: 2 * page + bytes, alignment: page)
         let data = base + page
@@ -670,7 +672,7 @@ struct LedgerTests {
 
     private let eps = bytes(of: Float(1e-6))
 
-    /// Kernels by kind of an operation on arrays that are views or not, and that the caller holds or not.
+    /// Records a fused operation on evaluated inputs.
     private func fused(
         _ name: String, _ state: Data, _ inputs: @autoclosure () -> [MLXArray], _ shape: [Int]
     ) throws -> Ledger {
@@ -696,7 +698,7 @@ struct LedgerTests {
     @Test func norms() throws {
         let whole = try fused("RMSNorm", eps, [floats(4, 64), floats(64)], [4, 64])
         #expect(counts(whole) == ["rms_norm": 1])
-        #expect(whole.newBuffers == 2)  // in the place of its input
+        #expect(whole.newBuffers == 2)  // overwrites its input
         let held = floats(4, 64)
         #expect(try fused("RMSNorm", eps, [held, floats(64)], [4, 64]).newBuffers == 2)
         let columns = try fused("RMSNorm", eps, [floats(64, 4).T, floats(64)], [4, 64])
@@ -711,9 +713,9 @@ struct LedgerTests {
             counts(try fused("RoPE", state(dims), [x, MLXArray(Int32(0))], x.shape))
         }
         #expect(try rope(64, floats(1, 2, 16, 64)) == ["rope": 1])
-        // Heads and sequence exchanged are read as they are.
+        // Arrays with heads and sequence exchanged are read without a copy.
         #expect(try rope(64, floats(1, 16, 2, 64).transposed(0, 2, 1, 3)) == ["rope": 1])
-        // Of a part of the dimensions, or of another layout, a copy is turned.
+        // For a part of the dimensions, or another layout, a copy is rotated.
         #expect(try rope(32, floats(1, 2, 16, 64).transposed(0, 1, 2, 3)[0..., 0..., ..<8]) == ["copy": 1, "rope": 1])
         #expect(try rope(64, floats(2, 16, 64, 2).transposed(0, 3, 1, 2)) == ["copy": 1, "rope": 1])
     }
@@ -727,16 +729,16 @@ struct LedgerTests {
         }
         let full = try attention(floats(1, 4, 32, 64), floats(1, 2, 32, 64))
         #expect(counts(full) == ["attention": 1])
-        // Each of 32 rows of 4 heads sees the keys up to its own: 528 pairs, in two products of 64.
+        // Each of 32 rows of 4 heads attends to the keys up to its own: 528 pairs, in two products of 64.
         #expect(full.flop == 540_672)
-        // Rows of q that are not contiguous are copied; other transpositions are not.
+        // Rows of q that are not contiguous are copied. Other transpositions are not.
         #expect(
             counts(try attention(floats(1, 32, 4, 64).transposed(0, 2, 1, 3), floats(1, 2, 32, 64)))
                 == ["attention": 1])
         #expect(
             counts(try attention(floats(1, 4, 64, 32).transposed(0, 1, 3, 2), floats(1, 2, 32, 64)))
                 == ["copy": 1, "attention": 1])
-        // A few rows: one kernel, or two where there are many keys for several heads.
+        // A few rows need one kernel, or two if there are many keys for several heads.
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4095, 64))) == ["attention": 1])
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4096, 64))) == ["attention": 2])
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 4, 4096, 64))) == ["attention": 1])
@@ -747,8 +749,8 @@ struct LedgerTests {
 
 private func bytes<T>(of value: T) -> Data { withUnsafeBytes(of: value) { Data($0) } }
 
-/// A file with a function of one primitive, as MLX writes it for a GPU (export.cpp:846): a machine without one
-/// replaces these primitives by plain operations when it traces them, and so cannot write it.
+/// Writes a file with a function of one primitive, as MLX does for a GPU (export.cpp:846). Without a GPU, MLX replaces these primitives by plain
+/// operations while tracing, and so cannot write the file.
 private func functionFile(_ name: String, _ state: Data, _ inputs: [MLXArray], _ shape: [Int]) throws -> URL {
     func list(_ items: [Data]) -> Data { items.reduce(bytes(of: UInt64(items.count)), +) }
     func text(_ text: String) -> Data { list(text.utf8.map { bytes(of: $0) }) }
@@ -760,7 +762,7 @@ private func functionFile(_ name: String, _ state: Data, _ inputs: [MLXArray], _
     var tape = ids.map { $0 + bytes(of: false) + bytes(of: false) }  // inputs have no primitive and no data
     tape.append(
         result + bytes(of: true) + list(ids)
-            + bytes(of: Int32(0)) + bytes(of: Int32(1)) + bytes(of: Int32(0))  // the stream: of device 1, the GPU
+            + bytes(of: Int32(0)) + bytes(of: Int32(1)) + bytes(of: Int32(0))  // the stream of device 1, the GPU
             + text(name) + state + bytes(of: UInt64(0)) + array(shape, inputs[0].dtype))
     let file =
         text(String(cString: probe_mlx_version())) + bytes(of: Int32(1)) + bytes(of: false) + text("") + list([])

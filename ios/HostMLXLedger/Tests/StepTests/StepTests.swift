@@ -7,12 +7,12 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPSelfCheck
 
-/// The memory of the demo bundle for the GPU on Metal, by the ledger's strictest rules.
+/// Compares the memory and the kernels of steps with the demo bundle for the GPU, by the ledger's strict rules.
 @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
 final class StepTests {
     private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
         .appendingPathComponent("../../../MeSPTrainer/Demo-GPU.mesp").standardizedFileURL
-    /// The same without functions.
+    /// The demo bundle for the GPU without its functions.
     private let bare: URL
     private static let demoForTheCPU = demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp")
     private typealias Change = (inout RunSettings) -> Void
@@ -37,7 +37,7 @@ final class StepTests {
         return settings
     }
 
-    /// The second step.
+    /// Records the second step.
     private func step(
         _ settings: RunSettings, _ rules: LedgerRules = .strictPhone, keepsCache: Bool = false
     ) throws -> (Ledger, Planner, Plan) {
@@ -77,7 +77,7 @@ final class StepTests {
         }
     }
 
-    /// The formulas in their place take less in the forward pass than a block's backward pass, which is the peak.
+    /// Without functions, the formulas' forward pass takes less memory than a block's backward pass, which is the peak.
     @Test func aPlanWithoutFunctionsLacksTheirGraphsAlone() throws {
         let settings = try settings(256)
         let planners = try [Self.demo, bare].map { Planner(try ModelBundle(url: $0).manifest, settings) }
@@ -86,13 +86,13 @@ final class StepTests {
         #expect(planners[1].peak(plan) < planners[0].peak(plan))
     }
 
-    /// With MLX's own command buffers a core would poll for most of the step.
+    /// With MLX's default command buffers a core would poll for most of the step.
     @Test func waitsForMemorySleep() throws {
         let (ledger, _, _) = try step(settings(256))
         #expect(ledger.secondsSpinning() < 0.01 * ledger.seconds())
     }
 
-    /// Each file is mapped once in a run, and each of the arrays on disk.
+    /// A run maps each file, and each array on disk, only once.
     @Test(arguments: RunSettings.Offload.allCases) func aStepMapsNothing(_ offload: RunSettings.Offload) throws {
         let (ledger, _, _) = try step(settings { $0.offload = offload })
         #expect(ledger.mappings == 0)
@@ -110,7 +110,7 @@ final class StepTests {
         #expect(try mappings(tokens: 9) == mappings(tokens: 1))
     }
 
-    /// A round trip to the GPU takes longer than a block's kernels.
+    /// A token should need one evaluation, because a round trip to the GPU takes longer than a block's kernels.
     @Test(arguments: [0, 0.8] as [Float]) func aTokenIsOneEvaluation(_ temperature: Float) throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             var request = Generator.Request(prompt: [1, 2, 3])
@@ -118,7 +118,7 @@ final class StepTests {
             var tokens = 0
             try Generator(ModelBundle(url: Self.demo)).generate(request) { _ in
                 tokens += 1
-                // The first compile kernels.
+                // The first tokens compile kernels.
                 if tokens == 4 { Ledger.restart() }
             }
         }
@@ -137,7 +137,7 @@ final class StepTests {
         #expect(mapped.values.allSatisfy { $0 == 1 })
     }
 
-    /// A kernel that gathers rows would have Metal hold the whole file in memory.
+    /// With a kernel that gathers rows, Metal would keep the whole file in memory.
     @Test func noKernelReadsTheEmbedding() throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let bundle = try ModelBundle(url: Self.demo)
@@ -153,7 +153,7 @@ final class StepTests {
         #expect(ledger.kernels == 0)
     }
 
-    /// A pause waits for the kernels that a block or the head compiles.
+    /// A pause waits until a block or the head has compiled its kernels.
     @Test(arguments: [true, false]) func theFirstStepCompilesFewKernelsBetweenBoundaries(_ hasFunctions: Bool) throws {
         let (ledger, _, _) = try step(settings { $0.bundle = (hasFunctions ? Self.demo : bare).path })
         #expect(ledger.firstKernels <= 80)
@@ -170,7 +170,7 @@ final class StepTests {
         #expect(ledger.firstKernels > 30 && ledger.mostFirstKernels <= 30)
     }
 
-    /// `qvm_split_k` takes up to three rows, as they are.
+    /// `qvm_split_k` takes up to three rows without a copy.
     @Test(arguments: 1...4, [128, 96]) func productsOfFewRowsCopyNothing(_ rows: Int, _ columns: Int) throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let words = MLXArray.zeros([1024, columns / 8], dtype: .uint32)
@@ -183,11 +183,11 @@ final class StepTests {
             eval(dx)
             #expect(dx.shape == [rows, columns])
         }
-        // Three arrays of zeros, the product, and for few rows the sum of its parts.
+        // The kernels are three arrays of zeros, the product, and for few rows the sum of its parts.
         #expect(ledger.kernels == (rows < 4 ? 5 : 4))
     }
 
-    /// Of a bundle for the CPU on Apple's devices, where Metal's allocator gives out whole pages and keeps freed buffers.
+    /// The prediction for a bundle for the CPU covers Apple's devices, where Metal's allocator allocates whole pages and keeps freed buffers.
     @Test(arguments: [128, 256], RunSettings.Offload.allCases)
     func thePredictionOnACPUCoversMetalsAllocator(_ length: Int, _ offload: RunSettings.Offload) throws {
         let rules = LedgerRules(isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)

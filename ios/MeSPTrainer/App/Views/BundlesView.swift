@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The bundles on the phone, and the way to bring in more.
+/// The bundles on the phone, with the ways to add more.
 struct BundlesView: View {
     @Environment(AppModel.self) private var model
     @State private var choosesBundle = false
@@ -40,7 +40,7 @@ struct BundlesView: View {
                     }
                 } footer: {
                     Text(
-                        "Get a model from the Hugging Face Hub below, or from Files with +: a folder in MLX's 4-bit format. Bundles that mesp-export has written also come by AirDrop."
+                        "Get a model from the Hugging Face Hub below, or with + from Files, as a folder in MLX's 4-bit format. Bundles from mesp-export can also arrive by AirDrop."
                     )
                 }
                 DownloadSection()
@@ -62,7 +62,7 @@ struct BundlesView: View {
     }
 }
 
-/// A bundle or a model from the Hub: by name, with what there is to know before it is downloaded.
+/// The download of a bundle or a model from the Hub, by its name. It shows the facts to know before the download.
 private struct DownloadSection: View {
     @Environment(AppModel.self) private var model
 
@@ -116,7 +116,7 @@ private struct DownloadSection: View {
             Text("From the Hugging Face Hub")
         } footer: {
             Text(
-                "A bundle, or a model in MLX's 4-bit format such as those of mlx-community. Each file is checked, a model is rewritten into a bundle, and its download is deleted. A download continues while you use other apps. If it stops, the next one starts from what is there."
+                "A bundle, or a model in MLX's 4-bit format such as those of mlx-community. Each file is checked. A model is rewritten into a bundle, and its download is deleted. A download continues while you use other apps. If it stops, the next download continues it."
             )
         }
     }

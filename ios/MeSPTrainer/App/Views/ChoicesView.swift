@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The answers that the person took, each with the one that it was taken over.
+/// The choices of the person: each answer that they took, with the one that they did not take.
 struct ChoicesView: View {
     @Environment(AppModel.self) private var model
 

@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The base model beside the fine-tuned one, and MeSP, MeBP and MeZO on this phone beside the paper's figures.
+/// Comparisons: the base model with the fine-tuned model, and MeSP, MeBP and MeZO on this phone with the paper's figures.
 struct CompareView: View {
     @Environment(AppModel.self) private var model
     @State private var steps = 5
@@ -18,7 +18,7 @@ struct CompareView: View {
                     LabeledContent("Model", value: model.form.bundle?.name ?? String(localized: "None"))
                     LabeledContent("Tokens in a sequence", value: model.form.settings.seqLen.formatted())
                     LabeledContent("Rank", value: model.form.settings.rank.formatted())
-                    Stepper("\(steps) steps a method", value: $steps, in: 1...50)
+                    Stepper("\(steps) steps per method", value: $steps, in: 1...50)
                     if let method = benchmark.running {
                         ProgressView("\(method.name): step \(model.controller.log.lastStep) of \(steps)")
                         Button("Stop", systemImage: "stop.fill", role: .destructive) { work?.cancel() }
@@ -32,7 +32,7 @@ struct CompareView: View {
                         ProblemLabel(problem.localized)
                     }
                 } footer: {
-                    Text("Length, rank and model are those of a new run. Let the phone cool down before.")
+                    Text("Length, rank and model are the settings of a new run. Let the phone cool down first.")
                 }
                 if !benchmark.rows.isEmpty {
                     Section {
@@ -46,10 +46,10 @@ struct CompareView: View {
                             }
                         }
                     } header: {
-                        Text("This phone and the paper’s")
+                        Text("This phone and the paper")
                     } footer: {
                         Text(
-                            "The paper’s figures are of MeSP on an iPhone 17 Pro with 4-bit weights at rank 8. Peaks here are of the whole app."
+                            "The paper’s figures are for MeSP on an iPhone 17 Pro with 4-bit weights at rank 8. Peaks here include the whole app."
                         )
                     }
                 }
@@ -67,7 +67,7 @@ private struct BenchmarkRow: View {
     var body: some View {
         VStack(alignment: .leading, spacing: 4) {
             Text(row.method.name).font(.headline)
-            // Three columns where large type leaves room for them.
+            // The three columns are used if the text size leaves room for them.
             ViewThatFits(in: .horizontal) {
                 Grid(alignment: .trailing, horizontalSpacing: 16) {
                     GridRow {
@@ -119,7 +119,8 @@ private struct BenchmarkRow: View {
             Figure(id: 1, name: "Before the run", here: row.footprintBeforeBytes.bytes, paper: nil),
             Figure(id: 2, name: "Predicted", here: row.predictedPeakBytes.bytes, paper: nil),
             Figure(id: 3, name: "Time of a step", here: String(localized: "\(seconds) s"), paper: nil),
-            Figure(id: 4, name: "Time of MeBP’s", here: row.timeOfMebp?.times, paper: row.paperTimeOfMebp?.times),
+            Figure(
+                id: 4, name: "Time relative to MeBP", here: row.timeOfMebp?.times, paper: row.paperTimeOfMebp?.times),
         ]
     }
 }

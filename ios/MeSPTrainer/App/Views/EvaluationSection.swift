@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The scores of the base model and the fine-tuned one on the records of a file.
+/// The scores of the base model and the fine-tuned model on the records of a file.
 struct EvaluationSection: View {
     @Environment(AppModel.self) private var model
     @State private var runID: StoredRun.ID?
@@ -25,7 +25,7 @@ struct EvaluationSection: View {
             } else {
                 Button("Measure on a File", systemImage: "checklist") { choosesFile = true }
                     .disabled(!model.isFree || (run == nil && model.form.bundle == nil))
-                    // Not of the section, which would have it once a row.
+                    // The modifier is on a button, because a section would apply it to each of its rows.
                     .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) {
                         result in
                         switch result {
@@ -52,7 +52,7 @@ private struct ScoreRows: View {
 
     private var name: LocalizedStringKey {
         switch score.kind {
-        case .perplexity: "Perplexity a token, lower is better"
+        case .perplexity: "Perplexity per token, lower is better"
         case .accuracy: "Right choices"
         case .exactMatch: "Right answers"
         }

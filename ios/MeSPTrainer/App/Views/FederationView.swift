@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// Training a model together with others, whose texts stay with them.
+/// Training a model together with other people. Everybody's text stays on their device.
 struct FederationView: View {
     @Environment(AppModel.self) private var model
     @State private var asks = false
@@ -13,13 +13,13 @@ struct FederationView: View {
         Form {
             Section {
                 TextField("Address", text: $federation.address).plainWords()
-                TextField("Name of this device, or nothing", text: $federation.name).plainWords()
+                TextField("Name of this device (optional)", text: $federation.name).plainWords()
                 LabeledContent("Model", value: model.form.bundle?.name ?? "")
             } header: {
                 Text("Server")
             } footer: {
                 Text(
-                    "The address of a Flower SuperLink begins with https and ends with its port. You train the model and the text that are chosen for a new run."
+                    "The address of a Flower SuperLink begins with https and ends with its port. Training uses the model and the text that you have chosen for a new run."
                 )
             }
             .disabled(federation.isOn)
@@ -53,7 +53,7 @@ struct FederationView: View {
     }
 }
 
-/// Bytes received and sent.
+/// A round, with the bytes received and sent.
 private struct RoundRow: View {
     let round: Federation.Round
 
@@ -63,9 +63,9 @@ private struct RoundRow: View {
             if let problem = round.problem {
                 ProblemLabel(problem.localized).font(.caption)
             } else if let bytesUp = round.bytesUp {
-                Text("\(round.bytesDown.bytes) came, \(bytesUp.bytes) went").font(.caption).foregroundStyle(.secondary)
+                Text("\(round.bytesDown.bytes) received, \(bytesUp.bytes) sent").font(.caption).foregroundStyle(.secondary)
             } else {
-                Text("\(round.bytesDown.bytes) came").font(.caption).foregroundStyle(.secondary)
+                Text("\(round.bytesDown.bytes) received").font(.caption).foregroundStyle(.secondary)
             }
         }
         .accessibilityElement(children: .combine)

@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// A sentence beside a symbol. The symbol alone has the color, so that the text stays legible.
+/// A sentence with a symbol. Only the symbol is tinted, so that the text stays legible.
 struct TintedLabel: View {
     let text: String
     let systemImage: String
@@ -20,7 +20,7 @@ struct TintedLabel: View {
     }
 }
 
-/// A problem that occurred, or prevents an action.
+/// A problem that occurred, or that prevents an action.
 struct ProblemLabel: View {
     let text: String
 
@@ -29,7 +29,7 @@ struct ProblemLabel: View {
     var body: some View { TintedLabel(text, systemImage: "exclamationmark.triangle.fill", tint: .orange) }
 }
 
-/// Notices on a person's data, a row each.
+/// Notices about a person's data, one row each.
 struct NoticeRows: View {
     let notices: [String]
 
@@ -38,7 +38,7 @@ struct NoticeRows: View {
     }
 }
 
-/// A menu at the end of a row, for those who do not know that rows can be swiped.
+/// A menu at the end of a row, for people who do not know that rows can be swiped.
 struct RowMenu: View {
     let name: String
     let delete: () -> Void
@@ -77,17 +77,17 @@ extension StoredRun.Status {
 }
 
 extension Int {
-    /// As a size, in units of a thousand.
+    /// The number of bytes as text, in decimal units.
     var bytes: String { formatted(.byteCount(style: .file)) }
 }
 
 extension Double {
-    /// As a multiple.
+    /// The number as a multiple, such as “1.25×”.
     var times: String { "\(formatted(.number.precision(.fractionLength(2))))×" }
 }
 
 extension URL {
-    /// Runs `body` with access to what the person chose outside of the app's folders.
+    /// Runs `body` with access to a file that the person chose outside of the app's folders.
     @MainActor func accessed(_ body: () async -> Void) async {
         let granted = startAccessingSecurityScopedResource()
         await body()

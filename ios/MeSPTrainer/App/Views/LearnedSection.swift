@@ -20,7 +20,7 @@ struct LearnedSection: View {
                     Button("Show Two Examples", systemImage: "text.quote") { model.showExamples(of: run) }
                         .disabled(!model.isFree)
                 }
-                // On one row: a section's own task would run once for each.
+                // The task is on one row, because a section's task would run once for each row.
                 Button("Try It", systemImage: "text.bubble") { model.openChat(with: run) }
                     .task(id: run.id) { await examples.load(run) }
             } header: {

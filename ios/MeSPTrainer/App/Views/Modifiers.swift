@@ -1,7 +1,7 @@
 import SwiftUI
 
 extension View {
-    /// With the keys of a number, where keys are on the screen.
+    /// Shows a number pad for typing, where the keyboard is on the screen.
     func numberPad() -> some View {
         #if os(iOS)
             keyboardType(.decimalPad)
@@ -10,7 +10,7 @@ extension View {
         #endif
     }
 
-    /// With a key that ends typing: a number pad has no Return.
+    /// Adds a key that ends typing, because a number pad has no Return key.
     func doneKey(_ action: @escaping () -> Void) -> some View {
         #if os(iOS)
             toolbar {
@@ -24,7 +24,7 @@ extension View {
         #endif
     }
 
-    /// For names that autocorrection would change.
+    /// Disables autocorrection, which would change names.
     func plainWords() -> some View {
         #if os(iOS)
             autocorrectionDisabled().textInputAutocapitalization(.never)
@@ -33,7 +33,7 @@ extension View {
         #endif
     }
 
-    /// With a small title, where titles are large.
+    /// Shows a small title, where titles are large.
     func inlineTitle() -> some View {
         #if os(iOS)
             navigationBarTitleDisplayMode(.inline)
@@ -42,7 +42,7 @@ extension View {
         #endif
     }
 
-    /// Over the whole screen.
+    /// Covers the whole screen.
     func coversScreen() -> some View {
         #if os(iOS)
             ignoresSafeArea().statusBarHidden()
@@ -51,7 +51,7 @@ extension View {
         #endif
     }
 
-    /// The device does not go to sleep by itself while `wanted`.
+    /// Keeps the device awake while `wanted` is true.
     func staysAwake(_ wanted: Bool) -> some View { modifier(Awake(wanted: wanted)) }
 }
 
@@ -71,7 +71,7 @@ private struct Awake: ViewModifier {
                     wanted
                     ? ProcessInfo.processInfo.beginActivity(
                         options: [.userInitiated, .idleSystemSleepDisabled],
-                        reason: String(localized: "A model is trained.")) : nil
+                        reason: String(localized: "A model is being trained.")) : nil
             #endif
         }
     }

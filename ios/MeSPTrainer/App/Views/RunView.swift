@@ -60,7 +60,7 @@ struct RunView: View {
     }
 }
 
-/// Curves, figures and events of a log, for a run in progress and for one that has ended.
+/// The curves, figures and events of a log, for a run in progress or one that has ended.
 struct LogSections: View {
     let log: LogSummary
 
@@ -70,7 +70,7 @@ struct LogSections: View {
         if let strength = log.strength {
             Section { Text(strength.sentence.localized) }
         }
-        Section("Loss, nats a token") {
+        Section("Loss, nats per token") {
             Chart {
                 ForEach(log.curve { Double($0.loss) }) {
                     LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", training))
@@ -113,9 +113,9 @@ struct LogSections: View {
                 LabeledContent("Time of a step", value: String(localized: "\(time) s"))
             }
             if let speed = log.tokensPerSecond, let inLoss = log.lossTokensPerSecond {
-                LabeledContent("Tokens a second", value: speed.formatted(.number.precision(.fractionLength(0))))
+                LabeledContent("Tokens per second", value: speed.formatted(.number.precision(.fractionLength(0))))
                 LabeledContent(
-                    "Of these in the loss", value: inLoss.formatted(.number.precision(.fractionLength(0))))
+                    "Tokens per second in the loss", value: inLoss.formatted(.number.precision(.fractionLength(0))))
             }
             if let state = log.steps.last?.thermalState { LabeledContent("Thermal state", value: state) }
             if let used = log.batteryUsed {
@@ -137,7 +137,7 @@ struct LogSections: View {
     }
 }
 
-/// The controller's state in words and a symbol.
+/// The state of the controller, as text with a symbol.
 struct StateLabel: View {
     let state: RunController.State
 
@@ -158,7 +158,7 @@ struct StateLabel: View {
     }
 }
 
-/// The dark screen of a run overnight. A tap ends it.
+/// The dark screen of an overnight run. A tap ends it.
 struct NightView: View {
     @Environment(AppModel.self) private var model
     var body: some View {

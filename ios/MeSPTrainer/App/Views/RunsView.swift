@@ -1,10 +1,10 @@
 import MeSPAppModel
 import SwiftUI
 
-/// All runs, to look at, continue, share and delete.
+/// The list of all runs, to open, continue, share and delete them.
 struct RunsView: View {
     @Environment(AppModel.self) private var model
-    /// The run that is opened.
+    /// The opened run; empty for the list.
     @State private var path: [StoredRun.ID] = []
 
     var body: some View {
@@ -25,7 +25,7 @@ struct RunsView: View {
                 if model.library.hasLooked, model.library.runs.isEmpty {
                     ContentUnavailableView(
                         "No Runs Yet", systemImage: "list.bullet.rectangle",
-                        description: Text("What you train is kept here, and in the app’s folder in Files."))
+                        description: Text("Your runs are kept here, and in the app’s folder in Files."))
                 }
             }
             .navigationTitle("Runs")

@@ -29,7 +29,7 @@ struct SelfCheckSection: View {
             Text("Self-check")
         } footer: {
             Text(
-                "The report is in the app’s folder self-check. tools/check_gpu.py makes a page of it. All reports and the logs of runs are shared, without texts and adapters."
+                "The report is in the app’s folder self-check. tools/check_gpu.py makes a page of it. Sharing includes all reports and the logs of runs, but no texts or adapters."
             )
         }
     }

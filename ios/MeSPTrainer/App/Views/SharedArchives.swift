@@ -4,11 +4,11 @@ import SwiftUI
 import UniformTypeIdentifiers
 
 extension UTType {
-    /// As Info.plist declares it.
+    /// The type of bundles, as Info.plist declares it.
     static let mespBundle = UTType(exportedAs: "org.mesp.bundle")
 }
 
-/// A run to share, as a ZIP file of its log and adapters, or of the adapters alone.
+/// A run to share, as a ZIP file of its log and adapters, or of the adapters only.
 struct Archive: Transferable {
     let run: StoredRun
     var adaptersOnly = false
@@ -46,8 +46,8 @@ struct Measurements: Transferable {
 }
 
 extension URL {
-    /// A ZIP file of this folder, in the folder for temporary files. The file coordinator zips a folder that is read for uploading; its
-    /// file goes when the closure returns.
+    /// Returns a ZIP file of this folder, in the folder for temporary files. The file coordinator zips a folder that is read for uploading, and
+    /// deletes its file when the closure returns. So the file is copied.
     fileprivate func zipped(as name: String) throws -> URL {
         let target = URL.temporaryDirectory.appending(path: "\(name).zip")
         var coordination: NSError?

@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The form for a run, or the run.
+/// The form for a new run, or the present or last run.
 struct TrainView: View {
     @Environment(AppModel.self) private var model
 
@@ -17,13 +17,13 @@ struct TrainView: View {
     }
 }
 
-/// Offers to resume the run that the app was ended in.
+/// Offers to resume the run during which the app was terminated.
 private struct InterruptedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun
 
     var body: some View {
-        Section("The app was ended during this run") {
+        Section("The app ended during this run") {
             LabeledContent("\(run.name)", value: String(localized: "step \(run.log?.lastStep ?? 0)"))
             Button("Resume from the Last Saved State", systemImage: "play.fill") {
                 Task { await model.resume(run) }
@@ -34,7 +34,7 @@ private struct InterruptedSection: View {
     }
 }
 
-/// One sentence on the lesson of a new run, and the button that starts it.
+/// A sentence about what a new run teaches the model, and the button that starts it.
 struct SetupView: View {
     @Environment(AppModel.self) private var model
 
@@ -70,7 +70,7 @@ struct SetupView: View {
     }
 }
 
-/// The first record as it is trained, and what else there is to know of the data.
+/// The first record as it will be trained, with notices about the data.
 private struct PreviewSection: View {
     let preview: TrainingPreview
 
@@ -94,7 +94,7 @@ private struct PreviewSection: View {
 }
 
 extension View {
-    /// With the button that starts a run below, always in view.
+    /// Shows the button that starts a run at the bottom, always visible.
     fileprivate func startBar() -> some View { safeAreaInset(edge: .bottom) { StartBar() } }
 }
 
@@ -124,9 +124,9 @@ private struct StartBar: View {
     }
 }
 
-/// Everything about a new run that has a good value already: model, text, method, memory.
+/// The settings of a new run that have good defaults: model, text, method and memory.
 private struct MoreView: View {
-    /// A field that the keyboard is for.
+    /// A field with keyboard focus.
     private enum Field: Hashable {
         case number(NumberField)
         case pasted
@@ -157,7 +157,7 @@ private struct MoreView: View {
             } header: {
                 Text("Method")
             } footer: {
-                Text("AdamW learns faster. SGD takes less memory, and needs a rate some hundred times as high.")
+                Text("AdamW learns faster. SGD takes less memory and needs a learning rate about a hundred times higher.")
             }
             settingsSection
             memorySection
@@ -165,7 +165,7 @@ private struct MoreView: View {
                 Toggle("Keep the screen on", isOn: $screen.keepsAwake)
             } footer: {
                 Text(
-                    "A run on the GPU waits while the app is not in front or the phone is locked, and continues when you come back. A run on the CPU continues while iOS gives it time: for a while after you leave (iOS 26), and at night on the charger."
+                    "A run on the GPU waits while the app is in the background or the phone is locked, and continues when you return. A run on the CPU continues while iOS grants it time: for a while after you leave the app (iOS 26), and at night on the charger."
                 )
             }
             Section { NavigationLink("Train with Others") { FederationView() } }
@@ -224,7 +224,7 @@ private struct MoreView: View {
                     .accessibilityLabel("Text to train on")
             case .choices:
                 if model.choices.list.isEmpty {
-                    Text("Under Try It, say which of two answers is better, or what it should have been.")
+                    Text("Under Try It, choose the better of two answers, or correct an answer.")
                         .foregroundStyle(.secondary)
                 } else {
                     NavigationLink("Choices: \(model.choices.list.count)") { ChoicesView() }
@@ -237,7 +237,7 @@ private struct MoreView: View {
     @ViewBuilder private var settingsSection: some View {
         @Bindable var form = model.form
         Section("Settings") {
-            Picker("Learning rate over time", selection: $form.settings.schedule) {
+            Picker("Learning rate schedule", selection: $form.settings.schedule) {
                 Text("Constant").tag(RunSettings.Schedule.constant)
                 Text("Linear decay").tag(RunSettings.Schedule.linear)
                 Text("Cosine decay").tag(RunSettings.Schedule.cosine)

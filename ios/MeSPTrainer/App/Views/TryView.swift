@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// A prompt or a conversation, base beside fine-tuned.
+/// A prompt or a conversation, answered by the base model and by the fine-tuned model.
 struct TryView: View {
     @Environment(AppModel.self) private var model
     @Environment(\.dynamicTypeSize) private var textSize
@@ -26,7 +26,7 @@ struct TryView: View {
                 }
                 Section("Prompt") {
                     TextField(
-                        request.isChat ? "Say something" : "Write on from here", text: $chat.draft.prompt,
+                        request.isChat ? "Say something" : "Text to continue", text: $chat.draft.prompt,
                         axis: .vertical
                     )
                     .lineLimit(2...6)
@@ -43,9 +43,9 @@ struct TryView: View {
                     if let problem = chat.problem {
                         ProblemLabel(problem.localized)
                     }
-                    if model.controller.isRunning { Text("A run is in progress: writing has to wait for its end.") }
+                    if model.controller.isRunning { Text("A run is in progress. Writing is possible when it has ended.") }
                 }
-                Section("Who writes") {
+                Section("Writing models") {
                     if let bundle = model.writingBundle { LabeledContent("Model", value: bundle.name) }
                     if trained.isEmpty, model.library.hasLooked {
                         Text("Train a run first; until then only the base model writes.").foregroundStyle(.secondary)
@@ -68,7 +68,7 @@ struct TryView: View {
                 Section {
                     DisclosureGroup("More") {
                         if request.isChat {
-                            TextField("What the model is told first", text: $chat.draft.system, axis: .vertical)
+                            TextField("Instructions to the model", text: $chat.draft.system, axis: .vertical)
                                 .lineLimit(1...6)
                                 .accessibilityLabel("System prompt")
                         }
@@ -107,7 +107,7 @@ struct TryView: View {
         }
     }
 
-    /// Side by side where there is room for two columns of this text.
+    /// Shows both answers, side by side if there is room for two columns.
     private func answers(_ turn: SideBySideChat.Turn, writing: SideBySideChat.Side?) -> some View {
         let layout =
             textSize.isAccessibilitySize || width == .compact
@@ -129,7 +129,7 @@ struct TryView: View {
         }
     }
 
-    /// Which answer is the better one, or what it should have been: the next run can learn it.
+    /// Buttons to choose the better answer, or to correct it. The next run can train on the choice.
     @ViewBuilder private func choiceButtons(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn)
         -> some View
     {
@@ -150,7 +150,7 @@ struct TryView: View {
     }
 }
 
-/// An answer that the person rewrites.
+/// An answer that the person corrects.
 private struct Correction: Identifiable {
     let side: SideBySideChat.Side
     let turn: SideBySideChat.Turn.ID
@@ -188,7 +188,7 @@ private struct CorrectionView: View {
 /// The text that one model has written so far.
 private struct WrittenText: View {
     let title: LocalizedStringKey
-    /// The bundle's, or those of the runs.
+    /// The name of the bundle, or of the runs.
     let name: String
     let text: SideBySideChat.Text
     let isWriting: Bool
@@ -203,7 +203,7 @@ private struct WrittenText: View {
             Text(text.text).font(.callout).textSelection(.enabled)
             if let summary = text.summary, summary.seconds > 0 {
                 Text(
-                    "\((Double(summary.tokens) / summary.seconds).formatted(.number.precision(.fractionLength(1)))) tokens a second"
+                    "\((Double(summary.tokens) / summary.seconds).formatted(.number.precision(.fractionLength(1)))) tokens per second"
                 )
                 .font(.caption).foregroundStyle(.secondary)
             }

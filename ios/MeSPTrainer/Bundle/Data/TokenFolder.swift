@@ -2,9 +2,9 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// A folder of token streams, by split, that a run trains on in place of its bundle's: `data.json` and the files that it names.
+/// A folder of token streams, which a run uses in place of its bundle's data. It has `data.json`, with the splits, and the files that this names.
 package enum TokenFolder {
-    /// The token files of a folder, by split.
+    /// Returns the token files of a folder, by split.
     static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
         guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
             let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json),
@@ -13,7 +13,7 @@ package enum TokenFolder {
         return entries
     }
 
-    /// Writes the folder, all or nothing.
+    /// Writes the folder completely or not at all.
     package static func write(_ splits: [String: TokenStream], to folder: URL) throws {
         let partial = folder.deletingLastPathComponent().appendingPathComponent(".partial-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }

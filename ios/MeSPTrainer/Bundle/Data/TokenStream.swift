@@ -1,21 +1,22 @@
 import Foundation
 import MeSPSentences
 
-/// One sequence of T inputs: token i is the input at position i, token i + 1 its target.
+/// One sequence of T inputs. Token i is the input at position i, and token i + 1 is its target.
 package struct Example: Sendable, Equatable {
     /// T + 1 token ids, padded at the end.
     package let tokens: [Int32]
-    /// The positions in `0 ..< T` whose targets count in the loss, ascending; not empty.
+    /// The positions in `0 ..< T` whose targets are in the loss, ascending; not empty.
     package let counted: [Int]
-    /// The inputs of each record of a packed sequence, together `0 ..< T`; nil where the sequence is one. A record's tokens see no others,
-    /// and its positions begin at 0.
+    /// The ranges of inputs of the records in a packed sequence, which together are `0 ..< T`; nil for a sequence of one record. A record's tokens do
+    /// not attend to other records, and its positions begin at 0.
     package let records: [Range<Int>]?
 
     package init(tokens: [Int32], counted: [Int], records: [Range<Int>]? = nil) {
         (self.tokens, self.counted, self.records) = (tokens, counted, records)
     }
 
-    /// A sequence of a prompt and an answer, whose tokens count, cut to the longest of `lengths`, which are ascending, or padded to the next.
+    /// Creates a sequence of a prompt and an answer. The tokens of the answer are in the loss. The sequence is padded to the next of `lengths`, which
+    /// are ascending, or cut to the longest.
     package init(prompt: [Int32], answer: [Int32], lengths: [Int]) {
         let tokens = (prompt + answer).prefix((lengths.last ?? 0) + 1)
         let length = (lengths.first { tokens.count <= $0 + 1 } ?? tokens.count - 1) + 1
@@ -24,39 +25,38 @@ package struct Example: Sendable, Equatable {
             counted: Array(prompt.count - 1..<tokens.count - 1))
     }
 
-    /// T
+    /// T, the number of inputs.
     var length: Int { tokens.count - 1 }
-    /// The tokens up to the first that counts, which is not among them.
+    /// The tokens before the first target in the loss.
     package var prompt: [Int32] { Array(tokens.prefix((counted.first ?? 0) + 1)) }
     package var inputs: [Int32] { Array(tokens.dropLast()) }
-    /// The targets that count.
+    /// The targets in the loss.
     package var targets: [Int32] { counted.map { tokens[$0 + 1] } }
-    /// The number of inputs up to the last target that counts: of those after it, padding included, nothing depends.
+    /// The number of inputs up to the last target in the loss. Later inputs, such as padding, affect nothing.
     package var inputCount: Int { (counted.last ?? -1) + 1 }
 }
 
-/// Token ids on disk, and the sequences of them that training and evaluation run on.
+/// Token ids on disk, and the sequences that training and evaluation make of them.
 ///
-/// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`, the first of them replaced by `begin` where there is
-/// one: a model that was trained on texts which all begin with the same token predicts badly without it. Otherwise each example is one
-/// sequence, cut to its first T + 1 tokens; of data to be packed, examples share a sequence as records that do not see each other. An
-/// example's first token is not a target, whatever the mask says. What follows a sequence's last target that counts changes nothing, so it
-/// is as short as a length allows that holds that target, and padded to it.
+/// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`. If `begin` is set, it replaces the first token, because a model
+/// whose training texts all began with one token predicts badly without it. Otherwise each example is one sequence, cut to its first T + 1 tokens.
+/// With `packsExamples`, examples share a sequence, as records that do not attend to each other. An example's first token is never a target. Tokens
+/// after the last target in the loss change nothing, so a sequence has the shortest length that holds that target, and is padded to it.
 package struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
     let tokens: Data
-    /// Pairs of little-endian `uint32`, mapped: where an example starts, and its length.
+    /// Pairs of little-endian `uint32`, mapped: the start of each example, and its length.
     let examples: Data?
-    /// A byte a token, mapped: 1 where its prediction is in the loss, 0 elsewhere; nil where all are.
+    /// One byte per token, mapped: 1 if its prediction is in the loss, otherwise 0; nil if all are.
     let mask: Data?
-    /// A `Label` an example, mapped; nil if there are none.
+    /// One `Label` per example, mapped; nil if there are none.
     let labels: Data?
-    /// The token that each window of a packed stream begins with; nil where it is the stream's.
+    /// The token that replaces the first token of each window of a packed stream; nil for no replacement.
     private(set) var begin: Int?
-    /// Whether short examples are to share a sequence.
+    /// Whether short examples share a sequence.
     package let packsExamples: Bool
 
-    /// A label of an answer: good or bad, or chosen or rejected of two answers to a prompt. The rejected answer of a pair directly
+    /// The label of an answer: good or bad, or, in a pair of answers to one prompt, chosen or rejected. The rejected answer of a pair directly
     /// follows the chosen one.
     package enum Label: UInt8 { case bad, good, rejected, chosen }
 
@@ -73,7 +73,8 @@ package struct TokenStream: Sendable {
 
     func token(_ index: Int) -> Int { number(tokens, index) }
 
-    /// Throws where a token is not in `0 ..< vocabulary`, or an example is not within the stream. Messages continue “it …”.
+    /// Throws if a token is not in `0 ..< vocabulary`, or an example is not within the stream. The messages continue a sentence that begins with
+    /// “it”.
     func check(vocabulary: Int) throws {
         guard mask.map({ $0.count == tokenCount }) ?? true else {
             throw MeSPError("has a mask that is not as long as its tokens")
@@ -101,7 +102,8 @@ package struct TokenStream: Sendable {
         }
     }
 
-    /// The stream as examples of `length` inputs, the last with those that are left: to evaluate a text that may be shorter than a sequence.
+    /// Returns the stream as consecutive examples of `length` inputs, the last one with the rest. Evaluation uses it for a text that may be shorter
+    /// than a sequence.
     package func pieces(of length: Int) -> TokenStream {
         let bounds = stride(from: 0, to: max(0, tokenCount - 1), by: length).flatMap {
             [UInt32($0).littleEndian, UInt32(min(length + 1, tokenCount - $0)).littleEndian]
@@ -111,8 +113,7 @@ package struct TokenStream: Sendable {
         return pieces
     }
 
-    /// Whether each example has a text of its own: a packed stream has none, and of records that were split into several examples these
-    /// overlap, or leave out what lies between.
+    /// Whether each example is a whole record. In a packed stream none is. Examples that split a record overlap or leave tokens out.
     package var hasWholeRecords: Bool {
         examples != nil && !packsExamples
             && (1..<max(exampleCount, 1)).allSatisfy { index in
@@ -131,12 +132,12 @@ package struct TokenStream: Sendable {
         labels.flatMap { Label(rawValue: $0[$0.startIndex + example]) }
     }
 
-    /// The sequences of at most the last of `lengths` inputs, each of one of these lengths, which are ascending. Those without a target
-    /// that counts, also after they were cut, are not among them, nor the other answer of such a pair.
+    /// Returns the sequences, each with one of `lengths`, which are ascending. It leaves out sequences without a target in the loss after they are
+    /// cut, and the other answer of such a pair.
     ///
     /// - Parameters:
-    ///   - lengths: in tokens, not empty.
-    ///   - packed: whether several examples go into a sequence of the last of `lengths`.
+    ///   - lengths: the possible lengths in tokens, not empty.
+    ///   - packed: whether several examples share a sequence of the longest length.
     package func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount
@@ -157,8 +158,8 @@ package struct TokenStream: Sendable {
             stream: self, lengths: lengths, count: sequences.count, usable: sequences.flatMap { $0 }, starts: starts)
     }
 
-    /// The examples that share a sequence of at most `length` inputs. Each goes into the first of the last sequences that has room for all
-    /// of its tokens, or else begins another. The last token of a sequence is a target alone, no input.
+    /// Assigns examples to sequences of at most `length` inputs. Each example goes into the first of the latest sequences with room for all its
+    /// tokens, or begins a new one. The last token of a sequence is only a target, not an input.
     private func pack(_ examples: [Int], _ length: Int) -> [[Int]] {
         var (sequences, room) = ([[Int]](), [Int]())
         for example in examples {
@@ -175,7 +176,7 @@ package struct TokenStream: Sendable {
         return sequences
     }
 
-    /// The number of sequences that may take another example at a time.
+    /// The number of latest sequences that may take another example.
     private static let openSequences = 16
 
     private var exampleCount: Int { (examples?.count ?? 0) / 8 }
@@ -185,14 +186,14 @@ package struct TokenStream: Sendable {
         return (number(examples, 2 * example), number(examples, 2 * example + 1))
     }
 
-    /// The range of the example or the window of T inputs with this index, cut to T + 1 tokens.
+    /// Returns the start and the length of an example or window of T inputs, cut to T + 1 tokens.
     fileprivate func bounds(_ index: Int, _ length: Int) -> (start: Int, length: Int) {
         guard examples != nil else { return (index * length, length + 1) }
         let bounds = bounds(index)
         return (bounds.start, min(bounds.length, length + 1))
     }
 
-    /// The positions from a sequence's first input whose targets count.
+    /// Returns the positions, relative to the sequence's first input, whose targets are in the loss.
     fileprivate func counted(_ bounds: (start: Int, length: Int)) -> [Int] {
         let positions = 0..<bounds.length - 1
         guard let mask else { return Array(positions) }
@@ -212,9 +213,9 @@ package struct TokenStream: Sendable {
         /// The possible values of T, ascending.
         package let lengths: [Int]
         package let count: Int
-        /// The sequences' examples or windows; nil for every window.
+        /// The indices of the examples or windows in use; nil for all windows.
         fileprivate let usable: [Int]?
-        /// Where those of each begin in `usable`, and their end, if they are records that share a sequence; nil for one each.
+        /// The index in `usable` at which each sequence's examples begin, and the end of the last, if sequences have several; nil if each has one.
         fileprivate let starts: [Int]?
 
         private func examples(_ index: Int) -> ArraySlice<Int> {
@@ -240,8 +241,9 @@ package struct TokenStream: Sendable {
             return Example(tokens: tokens + padding, counted: counted, records: starts == nil ? nil : records)
         }
 
-        /// The `position`th sequence of training (from 0): `(position · stride + seed) mod count`, with a stride near the golden
-        /// ratio of the count and coprime to it. Each epoch visits every sequence once, scattered; the position is the whole state.
+        /// Returns the sequence at a position of the training order, from 0. Its index is `(position · stride + seed) mod count`, where the stride is
+        /// near the golden ratio of the count and coprime to it. So each epoch visits every sequence once in a scattered order, and the position is
+        /// the whole state.
         package func training(_ position: Int, seed: UInt64) -> Example {
             self[Self.scattered(position, of: count, seed: seed)]
         }
@@ -255,7 +257,7 @@ package struct TokenStream: Sendable {
 
         var hasPairs: Bool { stream.hasPairs }
 
-        /// The label of a sequence, and its number in the stream.
+        /// Returns the label of a sequence, and its number in the stream.
         package func label(_ index: Int) -> (label: Label?, number: Int) {
             let number = usable?[index] ?? index
             return (stream.label(number), number)

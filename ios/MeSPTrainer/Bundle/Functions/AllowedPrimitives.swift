@@ -1,21 +1,21 @@
 import Foundation
 import MeSPFiles
 
-/// The primitives that a function in a bundle may have: exporter/mesp/block_function/allowed_primitives.json, whose text says what its
-/// fields are. `json` in AllowedPrimitivesTable.swift is generated of it.
+/// The primitives that a function in a bundle may have, from exporter/mesp/block_function/allowed_primitives.json, which describes its fields. `json`
+/// in AllowedPrimitivesTable.swift is generated from it.
 struct AllowedPrimitives: Decodable {
-    /// MLX's code of each type, and the bytes of an element.
+    /// MLX's code of each type, and the size of an element in bytes.
     let types: [ElementType: [Int]]
     let limits: Limits
-    /// The arrays that a block's function takes and returns, by the parts of a block: see `FunctionSignature`.
+    /// The arrays that a block's function takes and returns, for each part of a block. See `FunctionSignature`.
     let signature: Signature
-    /// Bits and group sizes by MLX's code of the mode.
+    /// Pairs of bits and group size that MLX supports, by MLX's code of the quantization mode.
     let quantizations: [String: [[Int]]]
-    /// For which arrays there is a kernel of attention.
+    /// The arrays for which MLX has an attention kernel.
     let attention: Attention
     let primitives: [String: Primitive]
 
-    /// The type with MLX's code and the bytes of an element.
+    /// Returns the type for a pair of MLX's code and element size.
     func element(_ code: [Int]) -> ElementType? { types.first { $0.value == code }?.key }
 
     struct Limits: Decodable {

@@ -1,20 +1,20 @@
 import Foundation
 import MeSPSentences
 
-/// Whether that MLX is known to write and read the layout of a bundle's files of functions. Another can crash on a file.
+/// Returns whether this version of MLX is known to use the layout of a bundle's function files. Another version can crash on a file.
 func hasFunctionLayout(mlx version: String) -> Bool {
     let numbers = version.split(separator: ".", omittingEmptySubsequences: false).map { Int($0) }
     guard numbers.count == 3, numbers[0] == 0, numbers[1] == 32, let patch = numbers[2] else { return false }
     return patch >= 2
 }
 
-/// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes within their arrays: it takes the shapes
-/// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. The rules are those of
-/// exporter/mesp/block_function/check.py. exporter/mesp/block_function/mlxfn.py has the file's layout.
+/// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes only within their arrays. MLX takes the shapes of
+/// a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. The rules are the same as in
+/// exporter/mesp/block_function/check.py, and exporter/mesp/block_function/mlxfn.py describes the file's layout.
 ///
-/// - Parameter onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
+/// - Parameter onGPU: whether all primitives must be on the GPU. Otherwise they must be on the CPU.
 /// - Returns: the inputs and outputs of each function.
-/// - Throws: `MeSPError` with the reason alone.
+/// - Throws: `MeSPError` whose message is only the reason.
 func checkFunctions(_ file: Data, onGPU: Bool) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
     guard file.count <= AllowedPrimitives.largestFile else { throw damaged }
@@ -29,7 +29,7 @@ private let damaged = MeSPError("it is damaged")
 
 private struct Constant {
     let type: ArrayType
-    /// The greatest of its integers; nil where one is below 0, or there is none.
+    /// The greatest integer in the constant; nil if one is negative, or if it has no integers.
     let greatest: UInt64?
 }
 
@@ -37,7 +37,7 @@ private struct Primitive {
     let name: String
     let allowed: AllowedPrimitives.Primitive
     let device: Int32
-    /// The state's integers and bools, its floating-point numbers, and its lists.
+    /// The integers and Booleans of the primitive's state. `numbers` and `lists` are its other values.
     let integers: [Int]
     let numbers: [Double]
     let lists: [[Int]]
@@ -59,7 +59,7 @@ private struct FunctionReader {
     let file: Data
     let allowed: AllowedPrimitives
     var position = 0
-    /// The constants of all functions: MLX writes each once.
+    /// The constants of all functions. MLX writes each constant once.
     var constants = [UInt64: Constant]()
 
     mutating func functions() throws -> [Function] {
@@ -200,7 +200,7 @@ private struct FunctionReader {
         return items
     }
 
-    /// A list's length; its items have at least `itemBytes` bytes.
+    /// Reads the length of a list whose items have at least `itemBytes` bytes.
     private mutating func count(itemBytes: Int) throws -> Int {
         let count = try integer(UInt64.self)
         guard count <= UInt64((file.count - position) / itemBytes) else { throw damaged }
@@ -225,7 +225,7 @@ private struct FunctionReader {
     }
 }
 
-/// The product of dimensions, or `Int.max` where it has no room.
+/// Returns the product of dimensions, or `Int.max` if it overflows.
 private func elementCount(_ shape: some Sequence<Int>) -> Int {
     shape.reduce(1) { product, size in
         let (next, overflow) = product.multipliedReportingOverflow(by: size)
@@ -239,7 +239,7 @@ private struct FunctionCheck {
     let allowed: AllowedPrimitives
     let device: Int32
     var known = [UInt64: ArrayType]()
-    /// The greatest value that an array of integers can have, where it is known.
+    /// The greatest value that each array of integers can have, if known.
     var greatest = [UInt64: UInt64]()
 
     mutating func check(_ function: Function) throws -> FunctionSignature {
@@ -274,7 +274,7 @@ private struct FunctionCheck {
             }
         }
         for (id, type) in primitive.outputs { try add(id, type) }
-        // `x & constant` is at most the constant; 0 is MLX's code of the operation.
+        // `x & constant` is at most the constant. 0 is MLX's code of that operation.
         if primitive.name == "Broadcast" || primitive.name == "BitwiseBinary" && primitive.integers == [0],
             let top = primitive.inputs.compactMap({ greatest[$0] }).min()
         {
@@ -293,7 +293,7 @@ private struct FunctionCheck {
         }
     }
 
-    /// The outputs of a primitive for `inputs`, by its rule in `AllowedPrimitives`; nil where these or its state break the rule.
+    /// Returns the types of a primitive's outputs for `inputs`, by its rule in `AllowedPrimitives`; nil if the inputs or its state break the rule.
     private func results(of primitive: Primitive, _ inputs: [ArrayType]) -> [ArrayType]? {
         let (integers, lists) = (primitive.integers, primitive.lists)
         let counts =
@@ -461,7 +461,7 @@ private struct FunctionCheck {
         return [x.replacing((x.shape.count - 1)..<x.shape.count, with: [w[0]])]
     }
 
-    /// - Parameter others: whether there are sinks and logarithms.
+    /// - Parameter others: flags for sinks and for the returned logarithms.
     private func attention(_ inputs: [ArrayType], isCausal: Bool, others: ArraySlice<Int>) -> [ArrayType]? {
         let (q, k) = (inputs[0].shape, inputs[1].shape)
         guard others.allSatisfy({ $0 == 0 }), q.count == 4, k.count == 4, k[0] == q[0], k[3] == q[3],

@@ -8,16 +8,16 @@ struct FunctionSignature: Equatable {
 }
 
 extension FunctionSignature {
-    /// The signature of a block's function, by the list in `AllowedPrimitives`.
+    /// Creates the signature of a block's function, from the list in `AllowedPrimitives`.
     ///
     /// - Parameters:
-    ///   - dtype: the manifest's.
+    ///   - dtype: the manifest's dtype.
     ///   - words: the length of the block's file.
     ///   - length: the number of tokens.
-    ///   - packed: whether it takes several records a sequence.
+    ///   - packed: whether the function takes sequences of several records.
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
-        // A and B of each linear layer.
+        // The elements of A and B of all linear layers.
         let lora = block.modules.map(block.dimensions).reduce(0) { $0 + rank * ($1.inputs + $1.outputs) }
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,

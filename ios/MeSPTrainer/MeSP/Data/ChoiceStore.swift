@@ -2,30 +2,31 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// An answer that a person took, and one to the same conversation that they did not.
+/// Two answers to one conversation: the one that a person took, and one that they did not.
 ///
-/// As JSON it is a record that TRL and `mesp data` take: `prompt`, `chosen` and `rejected` are lists of messages, and `id` and `date` are
-/// beside them. ``FineTuner/train(on:_:)-([Choice],_)`` learns from some hundred choices.
+/// It encodes as a record that TRL and `mesp data` take: `prompt`, `chosen` and `rejected` are lists of messages. The record also has `id` and
+/// `date`. ``FineTuner/train(on:_:)-([Choice],_)`` learns from some hundred choices.
 public struct Choice: Codable, Sendable, Equatable, Identifiable {
     /// The identifier of the choice.
     public let id: UUID
-    /// The moment at which the person chose.
+    /// The time of the choice.
     public let date: Date
-    /// The conversation that is answered; its last message is not an answer.
+    /// The conversation that both texts answer. Its last message is not an answer.
     public let prompt: [Conversation.Message]
     /// The text of the answer that the person took.
     public let chosen: String
     /// The text of the answer that they did not take.
     public let rejected: String
 
-    /// Notes that a person took `chosen` where they could have taken `rejected`.
+    /// Creates a choice: a person took `chosen` and not `rejected`.
     ///
     /// - Parameters:
-    ///   - prompt: the conversation so far, which ends with the message that both texts answer.
+    ///   - prompt: the conversation so far. It ends with the message that both texts answer.
     ///   - chosen: the text of the answer that the person took, or wrote.
     ///   - rejected: the text of the answer that they did not take.
-    ///   - date: the moment at which they chose.
-    /// - Throws: ``FineTuningError`` where nothing can be learned from it: an answer is empty, both are equal, or no message is answered.
+    ///   - date: the time of the choice.
+    /// - Throws: ``FineTuningError`` if nothing can be learned from the choice: an answer is empty, both are equal, or `prompt` does not end with a
+    ///   message to answer.
     public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {
         func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {
@@ -41,7 +42,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 
     private enum Key: String, CodingKey { case id, date, prompt, chosen, rejected }
 
-    // The answers are lists of one message, as TRL and mesp data take them.
+    // Each answer is a list of one message, as TRL and mesp data take it.
 
     public init(from decoder: any Decoder) throws {
         let fields = try decoder.container(keyedBy: Key.self)
@@ -68,17 +69,16 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     }
 }
 
-/// The choices that a person has made, in a JSONL file: of an app in which people take a suggestion or write another.
+/// The choices that a person has made, in a JSONL file.
 ///
-/// The file is what `mesp data --data` and TRL take as preferences, and `TextData` makes the next run's tokens of it
-/// (``TextData/Source/choices(_:)``).
+/// `mesp data --data` and TRL take the file as preference data, and `TextData` encodes it for the next run (``TextData/Source/choices(_:)``).
 package struct ChoiceStore: Sendable {
     package let url: URL
 
-    /// - Parameter url: of the file, which need not be there yet.
+    /// - Parameter url: the URL of the file, which need not exist yet.
     package init(url: URL) { self.url = url }
 
-    /// All choices, the oldest first. A last line that a crash cut short is passed over.
+    /// Returns all choices, the oldest first. A last line that a crash cut short is skipped.
     package func all() throws -> [Choice] {
         guard FileManager.default.fileExists(atPath: url.path) else { return [] }
         let lines = try attempt("read") { try Data(contentsOf: url) }.split(separator: Self.lineFeed)
@@ -96,17 +96,17 @@ package struct ChoiceStore: Sendable {
         }
     }
 
-    /// Adds a choice at the end, and removes those with these identifiers.
+    /// Adds a choice at the end, and removes the choices with these identifiers.
     package func append(_ choice: Choice, replacing ids: Set<Choice.ID> = []) throws {
         try write(all().filter { !ids.contains($0.id) } + [choice])
     }
 
-    /// Removes those with these identifiers.
+    /// Removes the choices with these identifiers.
     package func remove(_ ids: Set<Choice.ID>) throws { try write(all().filter { !ids.contains($0.id) }) }
 
     private static let lineFeed = UInt8(ascii: "\n")
 
-    /// Replaces the file at once or not at all; without choices there is none.
+    /// Replaces the file atomically. Without choices the file is removed.
     private func write(_ choices: [Choice]) throws {
         let encoder = JSONEncoder()
         encoder.dateEncodingStrategy = .iso8601

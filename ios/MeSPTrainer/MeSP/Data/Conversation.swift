@@ -2,23 +2,23 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// Messages that go through the model's chat template, as the `messages` and `tools` of Hugging Face's records.
+/// A list of messages that the model's chat template renders, with the tools that the model may call.
 ///
-/// Encoded it is such a record, `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`. Decoding refuses what would be lost in
-/// training with a sentence that names it.
+/// It encodes as a record in Hugging Face's format: `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`. Decoding refuses content
+/// that training would lose, with a sentence that names it.
 public struct Conversation: Codable, Sendable, Hashable {
-    /// The messages, the first one first.
+    /// The messages, in order.
     public var messages: [Message]
-    /// The definitions of tools, a JSON object each, as text.
+    /// The definitions of tools, each a JSON object as text.
     public var tools: [String]
-    /// The number of messages, at the beginning, of which no answer is trained where only answers are.
+    /// The number of messages at the beginning whose answers are not trained, where only answers are.
     package var prompt = 0
 
-    /// Makes a conversation. What would be lost in training is refused when a run or a preview begins.
+    /// Creates a conversation. Content that training would lose is refused when a run or a preview begins.
     ///
     /// - Parameters:
-    ///   - messages: the messages, the first one first.
-    ///   - tools: the definitions of tools, a JSON object each, as text.
+    ///   - messages: the messages, in order.
+    ///   - tools: the definitions of tools, each a JSON object as text.
     public init(_ messages: [Message], tools: [String] = []) { (self.messages, self.tools) = (messages, tools) }
 
     /// Reads a record with `messages`, or with `prompt` and `completion`.
@@ -27,14 +27,14 @@ public struct Conversation: Codable, Sendable, Hashable {
         self = try TextDocuments.conversation(fields)
     }
 
-    /// Writes a record.
+    /// Writes a record with `messages`, or with `prompt` and `completion`, and with `tools`.
     public func encode(to encoder: any Encoder) throws { try JSONValue.object(fields).encode(to: encoder) }
 
-    /// Reads the conversations of a file: `.jsonl` and `.ndjson` have a record a line, `.json` may be one list of records too. A record has
-    /// `messages`, with or without `tools`, or `prompt` and `completion`. Records that ask not to be trained are left out, and other keys
-    /// are not read.
+    /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line; a `.json` file has the same, or one list of
+    /// records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records with a key that excludes them from training
+    /// are left out. Other keys are not read.
     ///
-    /// - Throws: ``FineTuningError``, which names the first record that cannot be trained as it is meant, and why.
+    /// - Throws: ``FineTuningError`` if a record cannot be trained as intended. It names the first such record and the reason.
     public static func read(contentsOf url: URL) throws -> [Conversation] {
         try FineTuningError.describing {
             let (name, contents) = try TextDocuments.read(.file(url))
@@ -47,19 +47,19 @@ public struct Conversation: Codable, Sendable, Hashable {
         }
     }
 
-    /// As a record has it.
+    /// The fields of the record.
     var fields: [String: JSONValue] {
         let said = messages.map(\.json)
         var fields: [String: JSONValue] =
             prompt == 0
             ? ["messages": .array(said)]
             : ["prompt": .array(Array(said.prefix(prompt))), "completion": .array(Array(said.dropFirst(prompt)))]
-        // What is no JSON is refused as other values are that are no tool.
+        // Text that is not JSON becomes a string, which is refused later as a value that is not a tool.
         if !tools.isEmpty { fields["tools"] = .array(tools.map { (try? JSONValue(json: $0.utf8)) ?? .string($0) }) }
         return fields
     }
 
-    /// The indices of the answers that are trained where only answers are.
+    /// The indices of the answers that are trained, where only answers are.
     var trained: [Int] {
         messages.indices.filter { $0 >= prompt && messages[$0].isAnswer && messages[$0].isTrained }
     }
@@ -68,50 +68,50 @@ public struct Conversation: Codable, Sendable, Hashable {
 extension Conversation {
     /// A message of a conversation.
     public struct Message: Codable, Sendable, Hashable {
-        /// Who writes it: `system`, `developer`, `user`, `assistant`, `tool`, `function`.
+        /// The author's role: `system`, `developer`, `user`, `assistant`, `tool` or `function`.
         public var role: String
-        /// The text of the message. Thoughts of an answer are in `<think>…</think>` before it.
+        /// The text of the message. The thoughts of an answer stand before its text, in `<think>…</think>`.
         public var content: String
         /// The tools that an answer calls.
         public var toolCalls: [ToolCall]
-        /// Whether an answer is in the loss; of other messages it says nothing.
+        /// Whether an answer is in the loss. It has no effect on other messages.
         public var isTrained: Bool
-        /// The name that some chat templates write of a message, as of the tool that answers; nil for none.
+        /// A name that some chat templates write with a message, such as the tool's name with its result; nil for none.
         public var name: String?
-        /// The ``ToolCall/id`` of the call that a tool answers, where the chat template writes it; nil for none.
+        /// The ``ToolCall/id`` of the call to which a tool's result belongs, which some chat templates write; nil for none.
         public var toolCallID: String?
 
-        /// Makes a message.
+        /// Creates a message.
         ///
         /// - Parameters:
-        ///   - role: who writes it.
-        ///   - content: its text.
+        ///   - role: the author's role.
+        ///   - content: the text of the message.
         ///   - toolCalls: the tools that an answer calls.
         ///   - isTrained: whether an answer is in the loss.
         public init(role: String, content: String, toolCalls: [ToolCall] = [], isTrained: Bool = true) {
             (self.role, self.content, self.toolCalls, self.isTrained) = (role, content, toolCalls, isTrained)
         }
 
-        /// Makes an instruction to the model, the first message of a conversation.
+        /// Returns a message with an instruction to the model. It comes first in a conversation.
         public static func system(_ content: String) -> Message { Message(role: "system", content: content) }
-        /// Makes a message of the person.
+        /// Returns a message of the person.
         public static func user(_ content: String) -> Message { Message(role: "user", content: content) }
-        /// Makes an answer of the model, which is trained.
+        /// Returns an answer of the model, which is trained.
         public static func assistant(_ content: String, toolCalls: [ToolCall] = []) -> Message {
             Message(role: "assistant", content: content, toolCalls: toolCalls)
         }
-        /// Makes the result of a tool.
+        /// Returns a message with a tool's result.
         public static func tool(_ content: String) -> Message { Message(role: "tool", content: content) }
 
-        /// Reads a message of a record.
+        /// Reads a message from a record.
         public init(from decoder: any Decoder) throws { self = try TextRecords.message(JSONValue(from: decoder)) }
 
-        /// Writes a message of a record.
+        /// Writes the message as it stands in a record.
         public func encode(to encoder: any Encoder) throws { try json.encode(to: encoder) }
 
         package var isAnswer: Bool { role == "assistant" }
 
-        /// As a record has it.
+        /// The fields of the record.
         var json: JSONValue {
             var fields: [String: JSONValue] = ["role": .string(role), "content": .string(content)]
             if !toolCalls.isEmpty { fields["tool_calls"] = .array(toolCalls.map(\.json)) }
@@ -128,10 +128,10 @@ extension Conversation {
         public var name: String
         /// The arguments, a JSON object as text.
         public var arguments: String
-        /// The identifier of the call, where the chat template writes it; nil for none.
+        /// The identifier of the call, which some chat templates write; nil for none.
         public var id: String?
 
-        /// Makes a call.
+        /// Creates a call.
         ///
         /// - Parameters:
         ///   - name: the name of the tool.
@@ -141,10 +141,10 @@ extension Conversation {
             (self.name, self.arguments, self.id) = (name, arguments, id)
         }
 
-        /// Reads a call of a record, `{"type": "function", "function": {…}}` or `{"name": …, "arguments": …}`.
+        /// Reads a call from a record, `{"type": "function", "function": {…}}` or `{"name": …, "arguments": …}`.
         public init(from decoder: any Decoder) throws { self = try TextRecords.call(JSONValue(from: decoder)) }
 
-        /// Writes a call of a record.
+        /// Writes the call as it stands in a record.
         public func encode(to encoder: any Encoder) throws { try json.encode(to: encoder) }
 
         var json: JSONValue {

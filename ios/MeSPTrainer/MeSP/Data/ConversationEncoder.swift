@@ -3,21 +3,22 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Makes tokens of conversations, and says which of them are of answers, as `mesp/data/loss_mask.py` does.
+/// Encodes conversations as tokens, and marks the tokens of answers, as `mesp/data/loss_mask.py` does.
 ///
-/// The rendering of a conversation is compared with the marked rendering, that of a `MarkedConversation`. So each text is found where it
-/// is, and none can be lost unseen. An answer begins where the marked rendering and the opening of an answer to the messages before it
-/// part, and ends where it and a conversation that ends with the answer part; with whole tokens each.
+/// The encoder compares the rendering of a conversation with the rendering of its `MarkedConversation`. This locates each text, so no text can be
+/// lost unseen. To find the start of an answer, it renders the messages before the answer with the opening of an answer: the answer begins where the
+/// marked rendering differs from that. To find the end, it renders the messages up to the answer: the answer ends where the marked rendering differs
+/// from that. Both places are at the bounds of whole tokens.
 struct ConversationEncoder {
     struct Result {
         var tokens = [Int]()
-        /// Which of them are in the loss.
+        /// Whether each token is in the loss.
         var counted = [Bool]()
-        /// Whether the token that ends a text was put after an answer, where the template writes none.
+        /// Whether a token that ends a text was added after an answer because the template writes none.
         var addsEnd = false
         /// Whether the template leaves out thoughts.
         var dropsThoughts = false
-        /// Whether a message had special tokens, which are text there.
+        /// Whether a message had special tokens, which were encoded as text.
         var hasSplit = false
     }
 
@@ -26,7 +27,7 @@ struct ConversationEncoder {
     let answersOnly: Bool
     private var plain: PlainEncoder
     private var pieces = [Int: [UInt8]]()
-    /// Of marked conversations that were met: most are alike but for their texts.
+    /// The shapes of marked conversations met so far. Most conversations differ only in their texts.
     private var shapes = [Conversation: Shape]()
     private var knownEnds: TemplateEnds?
 
@@ -38,13 +39,13 @@ struct ConversationEncoder {
     private struct Shape {
         var argumentsAreText = false
         var rendering: Marked
-        /// Of each answer that is trained, or takes itself out of the loss, by its message.
+        /// The answers that are trained or excluded from the loss, by the index of their message.
         var answers = [Int: Answer]()
-        /// Why they cannot be told; nil where they can, or need not.
+        /// The reason why the answers cannot be located; nil if they can, or if nothing needs them.
         var fault: MeSPError?
-        /// The first tool that it leaves out.
+        /// The first tool that the template leaves out.
         var lostTool: String?
-        /// The first value in a tool call that it leaves out.
+        /// The first value in a tool call that the template leaves out.
         var lostValue: (value: JSONValue, message: Int)?
         /// A special token outside of the texts.
         var special: String?
@@ -57,27 +58,29 @@ struct ConversationEncoder {
         init(_ text: DecodedText) { (self.text, marks) = (text, MarkedConversation.marks(in: text.bytes)) }
     }
 
-    /// An answer's bytes in the marked rendering.
+    /// The bounds of an answer in the marked rendering, in bytes.
     private struct Answer {
         var start: Int
-        /// The end of its last text, after which the template's own text is.
+        /// The end of the answer's last text; text of the template follows.
         var said: Int
         var stop: Int
-        /// Whether the template ends it with no token at which generation stops.
+        /// Whether the template writes no token after the answer at which generation stops.
         var isEndless = false
     }
 
     /// The tokens that a template ends an answer with.
     private struct TemplateEnds {
-        /// Of the last answer, and of one that a question follows: generation stops there.
+        /// The tokens that end the last answer, or an answer before a question. Generation stops at these.
         var stops = [Int]()
-        /// Of one that a question follows.
+        /// The tokens that end an answer before a question.
         var followed = [Int]()
     }
 
     // MARK: - Encoding
 
-    /// - Throws: `MeSPError`, which continues the record's place, where a message or an answer is not what it was.
+    /// Encodes a conversation.
+    ///
+    /// - Throws: `MeSPError` if the template changes a message or an answer. Its sentence continues the record's place.
     mutating func encode(_ conversation: Conversation) throws -> Result {
         let trained = conversation.trained
         for message in trained.map({ conversation.messages[$0] })
@@ -93,13 +96,13 @@ struct ConversationEncoder {
         let whole = decoded(ids)
         var (answers, places) = (shape.answers, { (place: Int) in place })
         do { places = try self.places(of: marked, in: whole, shape) } catch let error as MeSPError {
-            // Where all is trained a text may be anywhere.
+            // If all tokens are trained, a text may be anywhere.
             guard !answersOnly, conversation.untrained.isEmpty, marked.texts.allSatisfy({ isWritten($0, in: whole) })
             else { throw error }
             answers = [:]
         }
         var counted = [Bool](repeating: !answersOnly, count: whole.ids.count)
-        // The token to put before others, by their index.
+        // The tokens to insert, by the index of the token that they precede.
         var additions = [Int: Int]()
         let stops = Set(try templateEnds().stops + [tokenizer.endOfText].compactMap { $0 })
         for (index, answer) in answers {
@@ -107,7 +110,7 @@ struct ConversationEncoder {
             let (start, said, stop) = (places(answer.start), places(answer.said), places(answer.stop))
             let within = whole.tokens(in: start..<stop)
             guard let last = within.lastIndex(of: true) else { throw Self.rewrites }
-            // What the last of them has of the next message.
+            // The last token may reach into the next message.
             let over = whole.bounds[last + 1]
             guard over <= stop || whole.bytes[stop..<over].allSatisfy({ $0 <= 0x20 }) else {
                 throw MeSPError(
@@ -148,9 +151,9 @@ struct ConversationEncoder {
         return result
     }
 
-    /// The ids of a conversation that is to be answered.
+    /// Returns the ids of a conversation, with the opening of the answer.
     ///
-    /// - Throws: `MeSPError` where a message is not in what the template writes.
+    /// - Throws: `MeSPError` if the template does not write a message as it is.
     mutating func prompt(_ conversation: Conversation) throws -> [Int] {
         var asked = conversation
         asked.prompt = asked.messages.count
@@ -162,13 +165,13 @@ struct ConversationEncoder {
         return try plainIDs(asked, shape.argumentsAreText, addsGenerationPrompt: true)
     }
 
-    /// The tokens that the template ends an answer with, at which generation stops.
+    /// Returns the tokens that the template writes after an answer. Generation stops at them.
     mutating func endsOfAnswers() -> [Int] {
-        // One that takes no such conversation takes no other.
+        // A template that refuses this plain conversation refuses every other.
         tokenizer.hasChatTemplate ? (try? templateEnds().stops) ?? [] : []
     }
 
-    /// Throws unless the tokens before an answer are those with which the model is asked for it.
+    /// Throws unless generation of an answer begins with the tokens that training has before it.
     private mutating func checkAsked(
         _ conversation: Conversation, _ index: Int, _ prompt: some Sequence<Int>, _ shape: Shape
     ) throws {
@@ -193,7 +196,7 @@ struct ConversationEncoder {
         }
     }
 
-    /// The rendering of a conversation that has marks for texts.
+    /// Renders a conversation that has marks in place of texts.
     private mutating func marked(
         _ conversation: Conversation, _ argumentsAreText: Bool, asks: Bool = false
     ) throws -> Marked {
@@ -228,7 +231,7 @@ struct ConversationEncoder {
         shape.lostValue = try lostValue(of: conversation, shape)
         for text in conversation.besideTexts where shape.special == nil { shape.special = plain.special(in: text) }
         do { shape.answers = try answers(of: marked, shape) } catch let error as MeSPError {
-            // Where all is trained nobody asks where an answer is.
+            // If all tokens are trained, the places of answers do not matter.
             if answersOnly || !conversation.untrained.isEmpty { shape.fault = error }
         }
         if shapes.count >= 256 { shapes = [:] }
@@ -236,8 +239,10 @@ struct ConversationEncoder {
         return shape
     }
 
-    /// - Returns: whether the template leaves out thoughts, which it may of answers before the last question.
-    /// - Throws: `MeSPError` where it leaves out something else.
+    /// Checks that the template writes every text, tool and value.
+    ///
+    /// - Returns: whether the template leaves out thoughts. It may leave out those of answers before the last question.
+    /// - Throws: `MeSPError` if it leaves out something else.
     private func check(_ marked: MarkedConversation, _ shape: Shape) throws -> Bool {
         let seen = Set(shape.rendering.marks.map(\.number))
         let conversation = marked.conversation
@@ -290,7 +295,7 @@ struct ConversationEncoder {
 
     private mutating func lostTool(of conversation: Conversation, _ shape: Shape) throws -> String? {
         guard !conversation.tools.isEmpty else { return nil }
-        // Marks with numbers that texts have too, so these are counted.
+        // Texts have marks with the same numbers, so the marks are counted.
         var (renamed, names) = (conversation, [String]())
         for (number, tool) in conversation.tools.enumerated() {
             var fields = try JSONValue.object(text: tool)
@@ -328,9 +333,9 @@ struct ConversationEncoder {
         MeSPError("the chat template rewrites the messages, so an answer cannot be located; take it out.")
     }
 
-    /// Finds each text in what the template makes of all.
+    /// Finds each text in the rendering of the whole conversation.
     ///
-    /// - Returns: the place in `whole` of one in the marked rendering that is not within a mark.
+    /// - Returns: a function from a byte position in the marked rendering, outside of marks, to the position in `whole`.
     private func places(
         of marked: MarkedConversation, in whole: DecodedText, _ shape: Shape
     ) throws -> (Int) -> Int {
@@ -372,9 +377,9 @@ struct ConversationEncoder {
         text.kind == .thought || variants(text.text).contains { !whole.bytes.places(of: $0).isEmpty }
     }
 
-    /// A text as a template may write it, and as the tokenizer reads that back.
+    /// Returns the forms in which a template may write a text, then the same forms encoded and decoded by the tokenizer.
     private func variants(_ text: String) -> some Sequence<[UInt8]> {
-        // Most are as they are written: to read a text back is for others.
+        // Most texts appear as written, so encoding and decoding is the second attempt.
         (0..<2).lazy.flatMap { pass in
             MarkedConversation.forms(text).lazy.map { form in
                 Array((pass == 0 ? form : tokenizer.decode(tokenizer.encode(form, addsSpecialTokens: false))).utf8)
@@ -398,7 +403,7 @@ struct ConversationEncoder {
             let start = try start(of: index, conversation, shape, first.range.lowerBound)
             let stop = try stop(of: index, conversation, shape)
             let inside = rendering.marks.filter { $0.range.lowerBound < stop && $0.range.upperBound > start }
-            // A template may write a text elsewhere too, as a tool's name in what the tool answers.
+            // A template may also write a text elsewhere, such as a tool's name in the tool's result.
             guard start < stop, Set(inside.map(\.number)).isSuperset(of: said.map(\.number)),
                 inside.allSatisfy({ message($0.number) == index }),
                 let last = said.map(\.range.upperBound).filter({ $0 <= stop }).max()
@@ -407,7 +412,7 @@ struct ConversationEncoder {
             let tail = string(rendering.text.bytes[last..<stop])
             if tokenizer.encode(Self.withoutSpaceAtEnd(tail), addsSpecialTokens: false).last.map(isEnd.contains) != true
             {
-                // Else the template's end of the answer opens the next turn too.
+                // The end token may be in the text that opens the next turn.
                 if let end = endToken(beginning: rendering.text.bytes[stop...], isEnd) {
                     answer.stop += end
                 } else {
@@ -425,14 +430,14 @@ struct ConversationEncoder {
         )
     }
 
-    /// Where an answer begins whose first text is at `first`: where the rendering ceases to agree with what asks for the answer.
+    /// Returns the start of an answer whose first text is at `first`: the place where the rendering first differs from the prompt for that answer.
     private mutating func start(
         of index: Int, _ conversation: Conversation, _ shape: Shape, _ first: Int
     ) throws -> Int {
         let rendering = shape.rendering
         let header: [UInt8]
         let anchor: Int
-        // None can be asked to begin a conversation, and some templates want a question first.
+        // No prompt precedes the first message, and some templates require a question first.
         if index > 0, let asked = try? beginning(index, of: conversation, shape, asks: true), !asked.text.bytes.isEmpty
         {
             let after: Int
@@ -451,8 +456,8 @@ struct ConversationEncoder {
             header = Array(asked.bytes[told.agreed(from: 0, with: asked, from: 0)...])
             anchor = rendering.marks.last { $0.range.upperBound <= first }?.range.upperBound ?? 0
         }
-        // The turn before ends differently here, or there is none. A template may write less of the header than it asks with, but a
-        // special token of it at least.
+        // The preceding turn ends differently here, or there is none. A template may write only a part of the header of its prompt. That part has at
+        // least one special token.
         let gap = Array(rendering.text.bytes[anchor..<max(anchor, first)])
         let opened = decoded(tokenizer.encode(string(header), addsSpecialTokens: false))
         for count in stride(from: opened.ids.count, to: 0, by: -1) {
@@ -465,7 +470,7 @@ struct ConversationEncoder {
         throw Self.notFound(index)
     }
 
-    /// Where an answer ends: where the rendering ceases to agree with that of the messages up to it.
+    /// Returns the end of an answer: the place where the rendering first differs from that of the messages up to the answer.
     private mutating func stop(of index: Int, _ conversation: Conversation, _ shape: Shape) throws -> Int {
         let rendering = shape.rendering
         guard index + 1 < conversation.messages.count else { return rendering.text.bytes.count }
@@ -474,7 +479,7 @@ struct ConversationEncoder {
         return anchor + rendering.text.agreed(from: anchor, with: until.text, from: after)
     }
 
-    /// The first messages, after a question where there is none and the template wants one.
+    /// Renders the first messages. If the template requires a question and they have none, one is added.
     private mutating func beginning(
         _ count: Int, of conversation: Conversation, _ shape: Shape, asks: Bool = false
     ) throws -> Marked {
@@ -487,11 +492,10 @@ struct ConversationEncoder {
         }
     }
 
-    /// The last text in the rendering of a conversation's beginning that is in the whole one too: where it ends in the whole one, and in
-    /// the beginning. 0 and 0 where there is none.
+    /// Finds the last mark of a conversation's beginning that the whole rendering has too. Returns its end in both renderings, or 0 and 0.
     private static func lastMark(_ whole: Marked, _ beginning: Marked) -> (whole: Int, beginning: Int) {
         for (index, mark) in beginning.marks.enumerated().reversed() {
-            // A template may write the name of a tool again in what the tool answers.
+            // A template may write a tool's name again in the tool's result.
             let before = beginning.marks[..<index].count { $0.number == mark.number }
             let there = whole.marks.filter { $0.number == mark.number }
             if there.count > before { return (there[before].range.upperBound, mark.range.upperBound) }
@@ -501,7 +505,7 @@ struct ConversationEncoder {
 
     // MARK: - Where answers end
 
-    /// The number of bytes up to the end of the end token that a text begins with, after white space; nil where it does not.
+    /// Returns the number of bytes up to the end of an end token that begins the text, after white space; nil if there is no such token.
     private mutating func endToken(beginning text: ArraySlice<UInt8>, _ isEnd: Set<Int>) -> Int? {
         let read = decoded(tokenizer.encode(string(text.prefix(200)), addsSpecialTokens: false))
         for (index, id) in read.ids.enumerated() {
@@ -516,7 +520,7 @@ struct ConversationEncoder {
         let turns = ["user", "assistant", "user"].enumerated().map {
             Conversation.Message(role: $1, content: MarkedConversation.mark($0))
         }
-        /// The ids of what the template writes after a message, up to the next one.
+        /// Returns the ids of the template's text between a message and the next.
         func tail(_ count: Int, _ number: Int) throws -> [Int] {
             let rendering = try marked(Conversation(Array(turns.prefix(count))), false)
             guard let at = rendering.marks.firstIndex(where: { $0.number == number }) else { return [] }
@@ -531,7 +535,7 @@ struct ConversationEncoder {
             let shared = zip(last, followed).prefix { $0 == $1 }.map(\.0).last(where: isSpecial)
             let turn = followed.first(where: isSpecial)
             ends.stops = [end] + (shared.map { [$0] } ?? [])
-            // What ends each message, and does not begin the next.
+            // The token that ends each message and does not begin the next.
             ends.followed = [shared ?? (turn == asked.first(where: isSpecial) ? turn : nil)].compactMap { $0 }
         }
         knownEnds = ends
@@ -550,10 +554,10 @@ struct ConversationEncoder {
 }
 
 extension Conversation {
-    /// The indices of the answers that take themselves out of the loss.
+    /// The indices of the answers that are excluded from the loss.
     var untrained: [Int] { messages.indices.filter { messages[$0].isAnswer && !messages[$0].isTrained } }
 
-    /// Its first messages.
+    /// Returns the conversation with its first `count` messages.
     fileprivate func beginning(_ count: Int) -> Conversation {
         var beginning = self
         beginning.messages = Array(messages.prefix(count))
@@ -562,15 +566,15 @@ extension Conversation {
 }
 
 extension TextTokenizer {
-    /// The tokens that end an answer or a text in what is trained: what the chat template writes after an answer, and the tokenizer's.
+    /// The tokens that end an answer or a text in training: those that the chat template writes after an answer, and the tokenizer's end of text.
     package var trainedEnds: [Int] {
         var encoder = ConversationEncoder(tokenizer: self, answersOnly: true)
         return encoder.endsOfAnswers() + [endOfText].compactMap { $0 }
     }
 
-    /// The ids of a conversation in the model's chat template, with the opening of an answer.
+    /// Returns the ids of a conversation in the model's chat template, with the opening of an answer.
     ///
-    /// - Throws: `MeSPError` where a message is not in what the template writes.
+    /// - Throws: `MeSPError` if the template does not write a message as it is.
     package func encode(prompt conversation: Conversation) throws -> [Int] {
         var encoder = ConversationEncoder(tokenizer: self, answersOnly: true)
         return try encoder.prompt(conversation)

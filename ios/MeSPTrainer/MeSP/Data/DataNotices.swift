@@ -1,23 +1,23 @@
 import MeSPBundle
 import MeSPSentences
 
-/// Notices on a person's text: the parts that are not trained, and the tokens that are added.
+/// Notices about a person's data: the parts that are not trained, and the tokens that are added.
 package struct DataNotices: Sendable, Equatable {
-    /// T, the tokens of a sequence.
+    /// T, the number of tokens in a sequence.
     let length: Int
-    /// The records that ask not to be trained.
+    /// The number of records with a key that excludes them from training.
     var leftOut = 0
-    /// The records, or pairs of answers, of which nothing in the loss fits a sequence.
+    /// The number of records, or pairs of answers, without a token in the loss that fits a sequence.
     var tooLong = 0
-    /// Those that lose their end.
+    /// The number of records, or pairs of answers, that are cut at the end.
     var cut = 0
     /// The keys of records that are not read.
     var unread = Set<String>()
-    /// Whether the token that ends a text was put after answers.
+    /// Whether the token that ends a text was added after answers.
     var addsEnd = false
-    /// Whether thoughts are left out by the chat template.
+    /// Whether the chat template leaves out thoughts.
     var dropsThoughts = false
-    /// Whether texts had special tokens, which are text there.
+    /// Whether texts had special tokens, which were encoded as text.
     var hasSplit = false
 
     init(length: Int) { self.length = length }
@@ -33,7 +33,7 @@ package struct DataNotices: Sendable, Equatable {
         hasSplit = hasSplit || result.hasSplit
     }
 
-    /// The notices, a sentence each.
+    /// The notices, one sentence each.
     package var sentences: [Sentence] {
         var sentences = [Sentence]()
         if addsEnd {

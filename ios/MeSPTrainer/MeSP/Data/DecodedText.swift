@@ -1,11 +1,12 @@
-/// The text of token ids in UTF-8, and where each token lies in it.
+/// The text of token ids in UTF-8, with the place of each token.
 package struct DecodedText: Sendable {
     package let ids: [Int]
     package let bytes: [UInt8]
-    /// Token i is `bytes[bounds[i]..<bounds[i + 1]]`. Of tokens that share a character each has a part, or none.
+    /// The bounds of tokens: token i is `bytes[bounds[i]..<bounds[i + 1]]`. A token that shares a character with others has a part of it, or no
+    /// bytes.
     package let bounds: [Int]
 
-    /// - Parameter pieces: the texts of single tokens that are known, which grow.
+    /// - Parameter pieces: a cache of the texts of single tokens.
     package init(_ ids: [Int], _ tokenizer: any TextTokenizer, pieces: inout [Int: [UInt8]]) {
         (self.ids, bytes) = (ids, Array(tokenizer.decode(ids).utf8))
         bounds =
@@ -13,7 +14,7 @@ package struct DecodedText: Sendable {
             ?? Self.byPrefixes(ids, bytes, tokenizer)
     }
 
-    /// From the texts of single tokens; nil where they are not the text together.
+    /// Returns bounds from the texts of single tokens; nil if these texts do not add up to the whole text.
     private static func single(
         _ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer, _ pieces: inout [Int: [UInt8]]
     ) -> [Int]? {
@@ -28,7 +29,8 @@ package struct DecodedText: Sendable {
         return bounds[ids.count] == bytes.count ? bounds : nil
     }
 
-    /// From what each token adds to some before it: decoders leave out a first space, and need all tokens of a character.
+    /// Returns bounds from the length that each token adds to the text of the six tokens before it. Decoders drop a leading space and need all tokens
+    /// of a character, so single tokens may decode differently.
     private static func inContext(_ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer) -> [Int]? {
         let context = 6
         var (ends, place) = ([0], 0)
@@ -46,7 +48,7 @@ package struct DecodedText: Sendable {
         return ascending(ends, bytes.count)
     }
 
-    /// What half a character is shown as may be longer than the character.
+    /// Makes the ends ascending. The replacement for an incomplete character may be longer than the character.
     private static func ascending(_ ends: [Int], _ limit: Int) -> [Int] {
         var (bounds, least) = (ends, limit)
         for index in ends.indices.reversed() {
@@ -56,7 +58,7 @@ package struct DecodedText: Sendable {
         return bounds
     }
 
-    /// The tokens that have something of `range`, in bytes; one without any bytes goes with the one before it.
+    /// Returns, for each token, whether it has bytes within `range`. A token without bytes gets the value of the token before it.
     func tokens(in range: Range<Int>) -> [Bool] {
         var (within, last) = ([Bool](), false)
         for index in ids.indices {
@@ -67,7 +69,7 @@ package struct DecodedText: Sendable {
         return within
     }
 
-    /// Whether a token begins or ends at a place.
+    /// Returns whether a token begins or ends at a place.
     func hasBound(_ place: Int) -> Bool {
         var (low, high) = (0, bounds.count)
         while low < high {
@@ -77,8 +79,8 @@ package struct DecodedText: Sendable {
         return low < bounds.count && bounds[low] == place
     }
 
-    /// The number of bytes from `start` on, at most up to `end`, that another text has too, from its own start on: all where one of both
-    /// ends there, else as far as whole tokens of both go.
+    /// Returns the length of the common part of this text from `start`, at most up to `end`, and another text from `otherStart`. If neither text ends
+    /// with the common part, it is shortened to whole tokens of both.
     func agreed(from start: Int, to end: Int? = nil, with other: DecodedText, from otherStart: Int) -> Int {
         let (mine, others) = (bytes[start..<max(start, end ?? bytes.count)], other.bytes[otherStart...])
         var same = zip(mine, others).prefix { $0 == $1 }.count
@@ -89,7 +91,7 @@ package struct DecodedText: Sendable {
 }
 
 extension [UInt8] {
-    /// The places of `part`, which is not empty.
+    /// Returns the places at which `part` occurs. `part` is not empty.
     func places(of part: [UInt8]) -> [Int] {
         guard !part.isEmpty, part.count <= count else { return [] }
         return (0...(count - part.count)).filter {

@@ -2,9 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPFiles
 
-/// Every token at which a text of the model in a bundle's folder ends, once each: those that mlx-lm takes, which are those of
-/// `generation_config.json` or, where it names none, of `config.json`; those of the bundle's manifest; the tokenizer's; and the one that its
-/// chat template writes after an answer, which is what the model learns to end with.
+/// Returns the tokens at which generation stops, each once. They come from `generation_config.json`, or from `config.json` if that has none, as in
+/// mlx-lm; from the bundle's manifest; from the tokenizer; and from the chat template, whose token after an answer is the one that the model learns.
 package func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
     struct Config: Decodable {
         let tokens: [Int]

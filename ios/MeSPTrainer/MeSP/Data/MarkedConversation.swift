@@ -1,8 +1,8 @@
 import Foundation
 import MeSPFiles
 
-/// A conversation with a mark in the place of each of its texts, by which the texts are found in what a chat template writes. As
-/// `mesp/data/chat_template.py`.
+/// A conversation with a mark in place of each of its texts. The marks locate the texts in the output of a chat template.
+/// `mesp/data/chat_template.py` does the same.
 struct MarkedConversation {
     /// A text of a message, without white space and flags at its ends.
     struct Text {
@@ -31,7 +31,7 @@ struct MarkedConversation {
         return "Mk\(String(repeating: "0", count: max(0, 4 - digits.count)))\(digits)yQ"
     }
 
-    /// The marks in a text, each with its number and its bytes.
+    /// Returns the marks in a text, each with its number and its range of bytes.
     static func marks(in bytes: [UInt8]) -> [(number: Int, range: Range<Int>)] {
         bytes.places(of: Array("Mk".utf8)).compactMap { start in
             let digits = bytes[(start + 2)...].prefix { (0x30...0x39).contains($0) }
@@ -43,8 +43,8 @@ struct MarkedConversation {
         }
     }
 
-    /// The bounds of a text without white space at its ends, and without the flags at its end that tell a template whether to ask for
-    /// thoughts: it may leave them out.
+    /// Returns the bounds of a text without white space at its ends and without final flags such as `/no_think`. A template may leave these flags
+    /// out.
     private static func ends(of text: String) -> Range<String.Index> {
         let scalars = text.unicodeScalars
         let start = scalars.firstIndex { !$0.properties.isWhitespace } ?? scalars.endIndex
@@ -62,10 +62,10 @@ struct MarkedConversation {
         return start..<end
     }
 
-    /// A text as templates write it: as it is, in JSON, and as Python has it, between either quotes.
+    /// Returns the forms in which templates write a text: unchanged, escaped in JSON, and escaped as Python does in either quotes.
     static func forms(_ text: String) -> [String] {
         let json = [false, true].map { JSONValue.escaped(text, inASCII: $0) }
-        // With a slash as Foundation writes it, and so swift-jinja.
+        // Foundation, and so swift-jinja, escapes a slash.
         return [text] + json + json.map { $0.replacingOccurrences(of: "/", with: "\\/") } + inPython(text)
     }
 
@@ -86,7 +86,7 @@ struct MarkedConversation {
         return [escaped, escaped.replacingOccurrences(of: "'", with: "\\'")]
     }
 
-    /// Whether Python writes a character of a text as it is.
+    /// Returns whether Python writes a character without escaping it.
     private static func isPrinted(_ scalar: Unicode.Scalar) -> Bool {
         switch scalar.properties.generalCategory {
         case .control, .format, .surrogate, .privateUse, .unassigned, .lineSeparator, .paragraphSeparator: false
@@ -99,8 +99,8 @@ struct MarkedConversation {
 extension Conversation {
     enum TextKind: Sendable { case content, thought, call, argument }
 
-    /// It with other texts: each content, or what is between the tags around its thoughts, the name of each call, and each string in its
-    /// arguments. `change` gets a text with its message and kind, in an order that is the same each time.
+    /// Returns the conversation with changed texts. The texts are each content, split at the tags around thoughts, the name of each call, and each
+    /// string in its arguments. `change` receives a text with the index of its message and its kind, always in the same order.
     func mapTexts(_ change: (Int, TextKind, String) throws -> String) throws -> Conversation {
         var changed = self
         for (index, message) in messages.enumerated() {
@@ -122,7 +122,7 @@ extension Conversation {
         return changed
     }
 
-    /// An answer's texts and, between them, the tags around its thoughts. Templates look for these, so they stay where they are.
+    /// Splits an answer into texts and, between them, the tags around its thoughts. Templates look for the tags, so these stay.
     private static func parts(_ content: String) -> [String] {
         var (parts, rest) = ([String](), content[...])
         while let tag = ["<think>", "</think>"].compactMap({ rest.range(of: $0) }).min(by: {
@@ -134,15 +134,14 @@ extension Conversation {
         return parts + [String(rest)]
     }
 
-    /// The values beside its texts. Special tokens in them stay special.
+    /// The strings besides the texts: tools, names, identifiers and arguments. Special tokens in them stay special.
     var besideTexts: [String] {
         let calls = messages.flatMap(\.toolCalls)
         return tools + messages.compactMap(\.name) + messages.compactMap(\.toolCallID) + calls.map(\.arguments)
             + calls.compactMap(\.id)
     }
 
-    /// The numbers, truth values and empty strings in its tool calls, which have no mark, each with the conversation in which it is
-    /// another.
+    /// The numbers, Booleans and blank strings in tool calls, which have no mark. Each comes with a conversation in which that value is changed.
     var otherValues: [(message: Int, value: JSONValue, conversation: Conversation)] {
         get throws {
             try messages.enumerated().flatMap { index, message in
@@ -159,7 +158,7 @@ extension Conversation {
 }
 
 extension JSONValue {
-    /// Each value that has no mark, with the whole in which it is another.
+    /// Each value that has no mark, with a copy of the whole in which that value is changed.
     fileprivate var changes: [(value: JSONValue, changed: JSONValue)] {
         switch self {
         case .object(let fields):

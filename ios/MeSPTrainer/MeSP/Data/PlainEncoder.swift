@@ -2,33 +2,33 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// Encodes what people wrote, in which a special token is text.
+/// Encodes texts that people wrote. Special tokens in them become ordinary text.
 ///
-/// A tokenizer finds special tokens wherever a text has them. So such a text is encoded in pieces: it is cut within each special token, at
-/// the place that makes the fewest tokens. A tokenizer that read the special token as text would mostly end a token there too. In a
-/// conversation the template's special tokens stay, and each of a person's is encoded by itself, as by `mesp data
-/// --split-special-tokens`.
+/// A tokenizer finds special tokens wherever a text contains them. So the encoder cuts such a text within each special token and encodes the pieces.
+/// It cuts at the place that gives the fewest tokens. A tokenizer that read the special token as text would mostly end a token there too. In a
+/// conversation the template's special tokens stay special. A special token that a person wrote is encoded separately from the text around it, as
+/// `mesp data --split-special-tokens` does.
 package struct PlainEncoder {
     private let tokenizer: any TextTokenizer
-    /// The text of each special token that was met, and an empty one for each other token.
+    /// The text of each special token met so far, and an empty text for each other token.
     private var specials = [Int: [UInt8]]()
-    /// Where to cut the text of each special token that was met.
+    /// The place to cut the text of each special token met so far.
     private var cuts = [[UInt8]: Int]()
     /// Whether a text had special tokens.
     package private(set) var hasSplit = false
 
     package init(_ tokenizer: any TextTokenizer) { self.tokenizer = tokenizer }
 
-    /// The ids of `text`, as those of `TextTokenizer`.
+    /// Returns the ids of `text`, as `TextTokenizer.encode` does.
     ///
-    /// - Throws: `MeSPError` where it has a special token that cannot be taken as text.
+    /// - Throws: `MeSPError` if it has a special token that cannot be encoded as text.
     package mutating func encode(_ text: String, addsSpecialTokens: Bool) throws -> [Int] {
         let bytes = Array(text.utf8)
         guard !specials(in: bytes).isEmpty else { return tokenizer.encode(text, addsSpecialTokens: addsSpecialTokens) }
         hasSplit = true
         let ids = encode(try pieces(of: bytes))
         guard addsSpecialTokens else { return ids }
-        // It gets the special tokens that any other text has around it.
+        // The text gets the special tokens that any other text has around it.
         let (bare, whole) = (
             tokenizer.encode("a", addsSpecialTokens: false), tokenizer.encode("a", addsSpecialTokens: true)
         )
@@ -36,10 +36,10 @@ package struct PlainEncoder {
         return whole[..<start] + ids + whole.dropFirst(start + bare.count)
     }
 
-    /// The ids of a conversation in the chat template, as `TextTokenizer.applyChatTemplate` makes them.
+    /// Returns the ids of a conversation in the chat template, as `TextTokenizer.applyChatTemplate` does.
     ///
     /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON in a string.
-    /// - Throws: `MeSPError` where it has a special token that cannot be taken as text, and what the tokenizer throws.
+    /// - Throws: `MeSPError` if it has a special token that cannot be encoded as text; also the tokenizer's errors.
     package mutating func encode(
         _ conversation: Conversation, argumentsAreText: Bool = false, addsGenerationPrompt: Bool
     ) throws -> [Int] {
@@ -66,7 +66,7 @@ package struct PlainEncoder {
         let text = tokenizer.decode(rendered)
         let pieces = text.components(separatedBy: mark).map { Array($0.utf8) }
         let split = encode(pieces)
-        // The text must be as the template writes it, with no special token of a person's.
+        // The text must be as the template writes it. All its special tokens must be the template's.
         guard tokenizer.encode(text, addsSpecialTokens: false) == rendered,
             specialTexts(of: split) == specialTexts(of: rendered),
             Array(tokenizer.decode(split).utf8) == pieces.flatMap({ $0 })
@@ -74,12 +74,12 @@ package struct PlainEncoder {
         return split
     }
 
-    /// The text of a special token that the tokenizer finds in a text; nil where there is none.
+    /// Returns the text of a special token that the tokenizer finds in a text; nil if there is none.
     mutating func special(in text: String) -> String? { specials(in: Array(text.utf8)).first.map(Self.string) }
 
     // MARK: - Special tokens
 
-    /// The texts of the special tokens among `ids`, in their order.
+    /// Returns the texts of the special tokens among `ids`, in their order.
     private mutating func specialTexts(of ids: [Int]) -> [[UInt8]] {
         ids.map { id in
             if let known = specials[id] { return known }
@@ -90,7 +90,8 @@ package struct PlainEncoder {
         }.filter { !$0.isEmpty }
     }
 
-    /// The texts of special tokens that the tokenizer finds in a text, the longest first. The token for an unknown character is not in it.
+    /// Returns the texts of special tokens that the tokenizer finds in a text, the longest first. The token for an unknown character is not among
+    /// them, because its text does not occur.
     private mutating func specials(in text: [UInt8]) -> [[UInt8]] {
         let ids = tokenizer.encode(Self.string(text), addsSpecialTokens: false)
         return Set(specialTexts(of: ids)).filter { !text.places(of: $0).isEmpty }.sorted { $0.count > $1.count }
@@ -102,7 +103,7 @@ package struct PlainEncoder {
 
     // MARK: - Pieces
 
-    /// Cuts a text into pieces, none of which has a special token. With `apart` no piece has a part of a special token and other text.
+    /// Cuts a text into pieces without special tokens. With `apart`, no piece has both a part of a special token and other text.
     private mutating func pieces(of text: [UInt8], apart: Bool = false) throws -> [[UInt8]] {
         var (done, rest) = ([[UInt8]](), [text])
         while let piece = rest.popLast() {
@@ -115,7 +116,7 @@ package struct PlainEncoder {
     private mutating func split(_ text: [UInt8], at tokens: [[UInt8]], _ apart: Bool) throws -> [[UInt8]] {
         var (pieces, start, place) = ([[UInt8]](), 0, 0)
         func end(at next: Int) {
-            // Also an empty piece, so that a token at an end is apart from what a template writes there.
+            // An empty piece separates a token at an end from the template's text there.
             if next > start || apart { pieces.append(Array(text[start..<next])) }
             start = next
         }
@@ -133,11 +134,11 @@ package struct PlainEncoder {
         return pieces
     }
 
-    /// The bytes of a special token before its cut.
+    /// Returns the number of bytes of a special token before its cut.
     private mutating func cut(of token: [UInt8]) throws -> Int {
         if let known = cuts[token] { return known }
         var best: (cut: Int, count: Int)?
-        // Not within a character.
+        // The cut is not within a character.
         for cut in token.indices.dropFirst() where token[cut] & 0xC0 != 0x80 {
             let halves = [Array(token[..<cut]), Array(token[cut...])]
             guard specials(in: halves[0]).isEmpty, specials(in: halves[1]).isEmpty else { continue }
@@ -149,11 +150,12 @@ package struct PlainEncoder {
         return best.cut
     }
 
-    /// The ids of pieces of a text, each encoded by itself.
+    /// Returns the ids of pieces of a text, each encoded separately.
     private func encode(_ pieces: [[UInt8]]) -> [Int] {
         pieces.filter { !$0.isEmpty }.enumerated().flatMap { index, piece in
             let text = Self.string(piece)
-            // SentencePiece puts a space before what begins a text. A character that shares a token with the piece is no help.
+            // SentencePiece puts a space before the first word of a text. So a character precedes the piece, and its ids are removed. A character
+            // that shares a token with the piece does not work; then the next one is tried.
             for feed in index == 0 ? [] : ["\n", ":"] {
                 let before = tokenizer.encode(feed, addsSpecialTokens: false)
                 let ids = tokenizer.encode(feed + text, addsSpecialTokens: false)
@@ -163,7 +165,7 @@ package struct PlainEncoder {
         }
     }
 
-    /// A word that is in none of these texts.
+    /// Returns a word that occurs in none of these texts.
     private static func mark(for texts: [String]) -> String {
         var mark = "MeSPcut0z"
         var number = 0

@@ -5,11 +5,11 @@ import MeSPSentences
 package struct RecordPlace: Sendable {
     package enum Kind: Sendable { case line, record, choice, conversation }
 
-    /// From 1.
+    /// The number of the record, from 1.
     package let number: Int
-    /// Whether a file has a record a line, or is one list of them.
+    /// The kind of place: a line, a record in a list, a choice or a conversation.
     let kind: Kind
-    /// The file's name; nil where there is one file only.
+    /// The file's name; nil if there is only one file.
     let file: String?
 
     package var sentence: Sentence {
@@ -24,14 +24,14 @@ package struct RecordPlace: Sendable {
     }
 }
 
-/// The records that are refused: an error names the first, with the number of all.
+/// The refused records. The error names the first one and the number of all.
 package struct RefusedRecords {
     private var first: Sentence?
     private var count = 0
 
     package init() {}
 
-    /// Runs `body`, and counts its `MeSPError`, whose sentence continues the record's place, as a refusal.
+    /// Runs `body`, and counts a `MeSPError` that it throws as a refusal. The sentence of that error continues the record's place.
     package mutating func collect(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
         do { try body() } catch let error as MeSPError {
             count += 1
@@ -39,7 +39,7 @@ package struct RefusedRecords {
         }
     }
 
-    /// - Throws: `MeSPError` if there is one.
+    /// - Throws: `MeSPError` if a record was refused.
     package func check() throws {
         guard let first else { return }
         throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.")

@@ -4,7 +4,7 @@ import MeSPSentences
 
 /// The arguments of a chat template for a conversation.
 extension Conversation {
-    /// The ids of the conversation in a tokenizer's chat template.
+    /// Returns the ids of the conversation in a tokenizer's chat template.
     ///
     /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON in a string.
     package func applied(
@@ -41,7 +41,7 @@ extension Conversation.ToolCall {
 }
 
 extension JSONValue {
-    /// The fields of a JSON object.
+    /// Returns the fields of a JSON object.
     static func object(text: String) throws -> [String: JSONValue] {
         guard case .object(let fields) = try? JSONValue(json: text.utf8) else {
             throw MeSPError("a tool, or the arguments of a call, are not a JSON object; write one.")
@@ -49,7 +49,9 @@ extension JSONValue {
         return fields
     }
 
-    /// - Throws: `MeSPError` for a value that would be another number.
+    /// Returns the value in the form that chat templates take.
+    ///
+    /// - Throws: `MeSPError` for a number that is too large, and for JSON that is nested too deep.
     func templateValue() throws -> any Sendable {
         switch self {
         case .null: return String?.none
@@ -68,7 +70,7 @@ extension JSONValue {
         }
     }
 
-    /// It without the entries of objects that are null.
+    /// The value without null entries of objects.
     var withoutNull: JSONValue {
         switch self {
         case .array(let values): .array(values.map(\.withoutNull))
@@ -77,7 +79,7 @@ extension JSONValue {
         }
     }
 
-    /// It with other strings, which `change` gets in an order that is the same each time.
+    /// Returns the value with changed strings. `change` receives them always in the same order.
     func mapStrings(_ change: (String) throws -> String) rethrows -> JSONValue {
         switch self {
         case .string(let text): return .string(try change(text))

@@ -3,55 +3,55 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Text of your own to train on in place of the bundle's: tokenized once, and kept in a folder that `RunSettings.data` names.
+/// Tokenizes text to train on in place of the bundle's own. The tokens are kept in a folder that `RunSettings.data` names.
 ///
-/// A text becomes one packed stream, and so do records with `text`. Records with `prompt` and `completion`, or with `messages`, go through
-/// the chat template and are one example a sequence, cut to the sequence's length; their answers alone are in the loss, unless all is
-/// asked for. Without a template a completion follows its prompt as both are written. The last tenth is held out. What of a record would be
-/// neither trained nor known to change nothing is refused by its name. The same rules as `mesp-export --data`.
+/// A text becomes one packed stream, and so do records with `text`. Records with `prompt` and `completion`, or with `messages`, go through the chat
+/// template. Each becomes one sequence, cut to the sequence length. Only their answers are in the loss, unless `answersOnly` is false. Without a
+/// template a completion directly follows its prompt. The last tenth is held out. A field of a record that is not trained, and may matter, is refused
+/// by its name. The rules are the same as for `mesp-export --data`.
 package struct TextData: Sendable {
     package enum Source: Sendable {
-        /// A UTF-8 file: `.txt` and `.md` are text, `.jsonl` and `.ndjson` have a record a line, `.json` may be one list of records too.
+        /// A UTF-8 file. `.txt` and `.md` are text. `.jsonl` and `.ndjson` have a record on each line. `.json` has the same, or one list of records.
         case file(URL)
         case text(String)
-        /// Conversations, by the rules of a file's records.
+        /// Conversations, which follow the rules of a file's records.
         case conversations([Conversation])
-        /// Pairs of answers, for a run with an objective; the answers alone count, as with `mesp-export --data`.
+        /// Pairs of answers, for a run with an objective. Only the answers are in the loss, as with `mesp-export --data`.
         case choices([Choice])
     }
 
-    /// The folder's name inside a run.
+    /// The name of the folder of tokens, within a run's folder.
     package static let folderName = "data"
-    /// That of the run's general text.
+    /// The name of the folder with the tokens of the general text.
     package static let generalName = "general"
-    /// A page of English, by which a run measures what a model forgets.
+    /// A page of English, on which a run measures forgetting.
     package static var generalText: Source? {
         Bundle.module.url(forResource: "general", withExtension: "txt").map { .file($0) }
     }
     /// The length of the general text's sequences, in tokens.
     package static let generalLength = 64
-    /// One part in this many is held out.
+    /// The divisor of the held-out part: a tenth.
     static let heldOut = 10
 
     let tokenizer: any TextTokenizer
-    /// T, the tokens of a sequence.
+    /// T, the number of tokens in a sequence.
     let length: Int
-    /// Whether only answers count in the loss, of records that have some.
+    /// Whether only answers are in the loss, for records that have answers.
     let answersOnly: Bool
 
     package init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true) {
         (self.tokenizer, self.length, self.answersOnly) = (tokenizer, length, answersOnly)
     }
 
-    /// Tokenizes `source` and writes `data.json` and token files to `folder`, all or nothing.
+    /// Tokenizes `source` and writes `data.json` and the token files to `folder`, all or none.
     ///
     /// - Parameters:
     ///   - source: the text.
-    ///   - folder: is made, or replaced.
-    ///   - progress: gets the part that is done, from 0 to 1. May throw to end it.
-    /// - Returns: what was left out, added or cut.
-    /// - Throws: `MeSPError` where the text cannot be read, is too short, or has records that cannot be trained as they are meant, and what
-    ///   `progress` throws.
+    ///   - folder: the folder to create or replace.
+    ///   - progress: receives the completed fraction, from 0 to 1. It may throw to stop.
+    /// - Returns: notices about data that was left out, added or cut.
+    /// - Throws: `MeSPError` if the text cannot be read, is too short, or has records that cannot be trained as intended; also the errors of
+    ///   `progress`.
     @discardableResult
     package func write(
         _ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }
@@ -68,10 +68,9 @@ package struct TextData: Sendable {
         return notices
     }
 
-    /// The first sequence that `write` would make of `source`, and what a person should know of the whole, as far as that is known before
-    /// the rest is tokenized.
+    /// Returns the first sequence that `write` would make of `source`, with the notices that are known before the rest is tokenized.
     ///
-    /// - Throws: `MeSPError` as `write` does, but for what is wrong with later records' tokens.
+    /// - Throws: `MeSPError` as `write` does, except for faults in the tokens of later records.
     package func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
         var notices = DataNotices(length: length)
         if case .choices(let choices) = source {
@@ -135,10 +134,10 @@ package struct TextData: Sendable {
         MeSPError("\(name) has \(count) usable records, too few to train on and hold out one; give it more.")
     }
 
-    /// The ids of texts, each with the token that ends one.
+    /// Returns the ids of all texts, each followed by the token that ends a text.
     ///
-    /// - Parameter limit: the number of ids that is enough.
-    /// - Returns: the ids, and whether they are of all texts.
+    /// - Parameter limit: the number of ids at which to stop.
+    /// - Returns: the ids, and whether they cover all texts.
     private func stream(
         of contents: TextDocuments, _ notices: inout DataNotices, upTo limit: Int = .max,
         progress: (Double) throws -> Void
@@ -157,10 +156,10 @@ package struct TextData: Sendable {
         return (ids, true)
     }
 
-    /// Appends the ids of `text` and the token that ends a text. The text of a file is tokenized in pieces. A record's begins as the
-    /// model's texts do, as in mlx-lm.
+    /// Appends the ids of `text` and the token that ends a text. The text of a file is tokenized in pieces. The text of a record gets the model's
+    /// special tokens, as in mlx-lm.
     ///
-    /// - Returns: whether the ids are of all of it.
+    /// - Returns: whether the ids cover the whole text.
     private func encode(
         _ text: String, isRecord: Bool, _ plain: inout PlainEncoder, upTo limit: Int, into stream: inout [UInt32],
         progress: (Double) throws -> Void
@@ -177,7 +176,7 @@ package struct TextData: Sendable {
         return true
     }
 
-    /// A long text, cut at starts of lines: tokenizing it whole takes much memory, and byte-level BPE cuts there too.
+    /// Cuts a long text at starts of lines, because tokenizing it whole takes much memory. Byte-level BPE cuts there too.
     static func pieces(_ text: String, size: Int = TokenFolder.pieceSize) -> [Substring] {
         var (pieces, rest) = ([Substring](), text[...])
         while let limit = rest.unicodeScalars.index(rest.startIndex, offsetBy: size, limitedBy: rest.endIndex),
@@ -189,7 +188,7 @@ package struct TextData: Sendable {
         return rest.isEmpty ? pieces : pieces + [rest]
     }
 
-    /// After the first line feed before what is not white space but for one space; nil if there is none.
+    /// Returns the start of the first line in `text` whose first character, after at most one space, is not white space; nil if there is none.
     private static func startOfLine(in text: Substring.UnicodeScalarView) -> String.Index? {
         var rest = text
         while let lineFeed = rest.firstIndex(of: "\n") {
@@ -202,7 +201,7 @@ package struct TextData: Sendable {
 
     // MARK: - Examples
 
-    /// Tokens, and which of them are in the loss.
+    /// Tokens, and whether each is in the loss.
     typealias Encoded = (tokens: [UInt32], counted: [Bool])
 
     private func needTemplate(for contents: TextDocuments, _ name: Sentence) throws {
@@ -219,9 +218,9 @@ package struct TextData: Sendable {
         }
     }
 
-    /// A conversation, or an answer with its prompt; nil where nothing is left to train on.
+    /// Encodes a conversation, or an answer with its prompt. Returns nil if no token of it can be trained.
     ///
-    /// - Throws: `MeSPError`, which continues the record's place.
+    /// - Throws: `MeSPError`. Its sentence continues the record's place.
     private func encode(
         _ document: TextDocuments.Document, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
     ) throws -> Encoded? {
@@ -249,7 +248,7 @@ package struct TextData: Sendable {
         }
     }
 
-    /// The beginning that a sequence has room for; nil where nothing of it is in the loss.
+    /// Cuts tokens to a sequence's length. Returns nil if the rest has no token in the loss.
     func cut(_ ids: [Int], _ counted: [Bool], _ notices: inout DataNotices) -> Encoded? {
         let (tokens, kept) = (ids.prefix(length + 1).map { UInt32($0) }, Array(counted.prefix(length + 1)))
         guard kept.dropFirst().contains(true) else {
@@ -260,7 +259,7 @@ package struct TextData: Sendable {
         return (tokens, kept)
     }
 
-    /// A prompt with the answer right after it and the token that ends a text, which has no template around it.
+    /// Encodes a prompt, then the answer and the token that ends a text, without a template.
     private func joined(
         _ prompt: String, _ answer: String, _ notices: inout DataNotices
     ) throws -> ([Int], counted: [Bool]) {
@@ -275,7 +274,8 @@ package struct TextData: Sendable {
         notices.hasSplit = notices.hasSplit || plain.hasSplit
         let text = tokenizer.decode(whole)
         if tokenizer.decode(ids) != text {
-            // Apart they are another text, as where a tokenizer puts a space before each: the token across the border counts.
+            // Encoded separately they make another text, for example if the tokenizer puts a space before each. Then they are encoded together, and a
+            // token across the border is in the loss.
             var pieces = [Int: [UInt8]]()
             let (read, asked) = (DecodedText(whole, tokenizer, pieces: &pieces), Array(tokenizer.decode(before).utf8))
             let border = zip(read.bytes, asked).prefix { $0 == $1 }.count
@@ -294,7 +294,7 @@ package struct TextData: Sendable {
             counted: encoded.counted.indices.dropFirst().filter { encoded.counted[$0] }.map { $0 - 1 })
     }
 
-    /// Examples back to back, or pairs of a chosen one and a rejected one.
+    /// Returns a stream of consecutive examples, or of pairs: a chosen example, then a rejected one.
     static func stream(_ examples: some Sequence<Encoded>, inPairs: Bool = false) -> TokenStream {
         var (tokens, bounds, mask, labels) = ([UInt32](), [UInt32](), Data(), Data())
         for (index, example) in examples.enumerated() {
@@ -326,7 +326,7 @@ package struct TextData: Sendable {
 }
 
 extension TextTokenizer {
-    /// The token that it puts before a text; nil where it puts none.
+    /// The token that the tokenizer puts before a text; nil if it puts none.
     fileprivate var begin: UInt32? {
         guard let beginOfText, encode("", addsSpecialTokens: true).first == beginOfText else { return nil }
         return UInt32(beginOfText)

@@ -4,8 +4,8 @@ import MeSPSentences
 
 /// The tokens of choices between two answers: preference data.
 extension TextData {
-    /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is
-    /// left out.
+    /// Returns two examples for each choice: the chosen answer, directly followed by the rejected one. A choice whose prompt leaves no room for an
+    /// answer is left out.
     func pairs(
         _ choices: [Choice], _ notices: inout DataNotices, _ progress: (Double) throws -> Void
     ) throws -> [String: TokenStream] {

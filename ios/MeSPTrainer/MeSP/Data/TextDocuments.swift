@@ -3,15 +3,15 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The kinds of files that text is read from, by how their names end, in any letter case.
+/// The kinds of text files, by their path extension in any letter case.
 package enum TextFileKind: Sendable {
     case text
-    /// A JSON record a line.
+    /// A JSON record on each line.
     case lines
-    /// A JSON list of records, or a record a line.
+    /// A JSON list of records, or a record on each line.
     case list
 
-    /// - Throws: `MeSPError` for any other kind.
+    /// - Throws: `MeSPError` for any other extension.
     package init(of file: URL) throws {
         switch file.pathExtension.lowercased() {
         case "txt", "text", "md", "markdown": self = .text
@@ -25,26 +25,26 @@ package enum TextFileKind: Sendable {
     }
 }
 
-/// A file's contents as the documents that are tokenized.
+/// The contents of a source as documents to tokenize.
 struct TextDocuments: Sendable {
     enum Document: Sendable, Equatable {
         case text(String, isRecord: Bool)
-        /// A prompt and its completion, for the chat template where the model has one.
+        /// A completion and its prompt, which go through the chat template if the model has one.
         case answer(String, prompt: String)
         case conversation(Conversation)
     }
 
     private(set) var documents = [Document]()
-    /// Of each document that is a record.
+    /// The places of the documents that are records.
     private(set) var places = [RecordPlace]()
-    /// The number of records that ask not to be trained.
+    /// The number of records with a key that excludes them from training.
     private(set) var leftOut = 0
     /// The keys of records that are not read.
     private(set) var unread = Set<String>()
 
     init(text: String) { documents = [.text(text, isRecord: false)] }
 
-    /// - Throws: `MeSPError` for the first record that is refused, with how many are.
+    /// - Throws: `MeSPError` for the first refused record, with the number of refused records.
     init(_ records: [(place: RecordPlace, fields: [String: JSONValue]?)]) throws {
         var refusals = RefusedRecords()
         for (place, fields) in records {
@@ -66,7 +66,9 @@ struct TextDocuments: Sendable {
         try refusals.check()
     }
 
-    /// - Returns: what is read of a source that is not of choices, and its name.
+    /// Reads a source other than choices.
+    ///
+    /// - Returns: the source's name and its documents.
     static func read(_ source: TextData.Source) throws -> (name: Sentence, contents: TextDocuments) {
         switch source {
         case .choices: preconditionFailure("choices are no documents")
@@ -99,7 +101,7 @@ struct TextDocuments: Sendable {
         }
     }
 
-    /// A file's text with lines that end as Python reads them, and without the mark that some editors put before it.
+    /// Returns a file's text with line feeds as the only line ends, and without a byte order mark.
     private static func plain(_ text: String) -> String {
         var text = text.replacingOccurrences(of: "\r\n", with: "\n").replacingOccurrences(of: "\r", with: "\n")
         if text.unicodeScalars.first == "\u{FEFF}" { text.unicodeScalars.removeFirst() }
@@ -132,7 +134,7 @@ struct TextDocuments: Sendable {
         )
     }
 
-    /// The conversation in a record's fields.
+    /// Returns the conversation in a record's fields.
     static func conversation(_ fields: [String: JSONValue]) throws -> Conversation {
         guard let conversation = try document(fields).0.conversation else {
             throw MeSPError("it has no conversation; records have \"messages\", or \"prompt\" and \"completion\".")
@@ -140,7 +142,7 @@ struct TextDocuments: Sendable {
         return conversation
     }
 
-    /// A prompt and a completion, each a text or a list of messages. Answers within the prompt are not trained.
+    /// Returns the document of a prompt and a completion, each a text or a list of messages. Answers within the prompt are not trained.
     private static func answer(_ completion: JSONValue, prompt: JSONValue, tools: [String]) throws -> Document {
         if let prompt = prompt.string, let completion = completion.string, tools.isEmpty {
             if TextRecords.isBlank(completion) { throw TextRecords.emptyAnswer }
@@ -161,7 +163,7 @@ struct TextDocuments: Sendable {
 }
 
 extension TextDocuments.Document {
-    /// It as a conversation; nil for a text.
+    /// The document as a conversation; nil for a text.
     var conversation: Conversation? {
         switch self {
         case .text: return nil
@@ -173,7 +175,7 @@ extension TextDocuments.Document {
         }
     }
 
-    /// The kind of record, as all of a file must be of one kind.
+    /// The kind of record. All records of a file must have one kind.
     fileprivate var kind: Int {
         switch self {
         case .text: 0

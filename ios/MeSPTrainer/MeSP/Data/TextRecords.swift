@@ -5,9 +5,9 @@ import MeSPSentences
 
 /// Reads the records of files, in training and in evaluation.
 package enum TextRecords {
-    /// The records in a file's bytes, with their places. Lines without anything are passed over.
+    /// Returns the records in a file's bytes, with their places. Empty lines are skipped.
     ///
-    /// - Returns: each record's place, and its fields that are not null; no fields where it is not a JSON object.
+    /// - Returns: the place of each record, and its fields that are not null. The fields are nil if the record is not a JSON object.
     package static func objects(
         in data: Data, of file: String?, isList: Bool = true
     ) -> [(place: RecordPlace, fields: [String: JSONValue]?)] {
@@ -25,7 +25,7 @@ package enum TextRecords {
         return records
     }
 
-    /// All of a file as one value: a list, or one object over several lines; nil where it has a record a line.
+    /// Returns the file as one value: a list, or one object over several lines. Returns nil if the file has a record on each line.
     private static func whole(_ data: Data) -> JSONValue? {
         guard let start = data.firstIndex(where: { $0 > 0x20 }) else { return nil }
         func read(_ bytes: Data) -> JSONValue? { try? JSONValue(json: bytes) }
@@ -35,28 +35,29 @@ package enum TextRecords {
 
     // MARK: - Messages
 
-    /// The names that a message's role has elsewhere, with those it has here.
+    /// Names of roles in other formats, with the names that they have here.
     private static let otherRoles = [
         "model": "assistant", "bot": "assistant", "gpt": "assistant", "chatgpt": "assistant", "ai": "assistant",
         "human": "user", "usr": "user",
     ]
     private static let roles = ["system", "user", "assistant", "developer", "tool", "function"]
-    /// Keys of a message that change nothing.
+    /// Keys of a message that do not affect training.
     private static let identifiers: Set = ["id", "index"]
-    /// Keys of a message that only some have.
+    /// The keys of a message that are read.
     private static let others: Set = ["role", "content", "tool_calls", "name", "tool_call_id"]
-    /// Keys of a record that an answer depends on, and that no tokens are made of.
+    /// Keys of a record that an answer depends on, and that cannot be encoded.
     private static let unusable = [
         "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "function_call",
         "tool_calls",
         "history", "system", "system_prompt",
     ]
-    /// Keys that say whether something is trained; of `masked` the opposite.
+    /// Keys that say whether a record or a message is trained; `masked` says the opposite.
     private static let weights = ["weight", "train", "training", "trainable", "loss", "masked"]
 
-    /// The messages in a record's field.
+    /// Returns the messages in a record's field.
     ///
-    /// - Throws: `MeSPError`, which continues the record's place, for what is not a message, and for anything of one that would be lost.
+    /// - Throws: `MeSPError` for a value that is not a message, and for content of a message that would be lost. Its sentence continues the record's
+    ///   place.
     package static func messages(_ value: JSONValue, in key: String) throws -> [Conversation.Message] {
         guard let list = value.array, !list.isEmpty else {
             throw MeSPError("\"\(key)\" is not a list of messages; write each with \"role\" and \"content\".")
@@ -74,7 +75,7 @@ package enum TextRecords {
         guard let role = given.string else { throw MeSPError("the \"role\" of a message is not a text; make it one.") }
         try check(role: role)
         let isTrained = try isTrained(fields)
-        // A weight of 1, which some programs write on every message, asks for nothing.
+        // Some programs write a weight of 1 on every message; it has no effect.
         if role != "assistant", isTrained, let key = weights.dropFirst().first(where: { fields[$0] != nil }),
             key != "masked"
         {
@@ -105,7 +106,7 @@ package enum TextRecords {
         return message
     }
 
-    /// What names a message, a tool or a call.
+    /// Returns the string of a field that names a message, a tool or a call.
     private static func text(_ key: String, of fields: [String: JSONValue]) throws -> String? {
         guard let value = fields[key] else { return nil }
         guard let text = value.string else { throw MeSPError("\"\(key)\" is not a text; make it one.") }
@@ -119,7 +120,7 @@ package enum TextRecords {
         return try list.map(call)
     }
 
-    /// A call, with or without `function` around it.
+    /// Returns a tool call, whose fields may be within `function`.
     static func call(_ value: JSONValue) throws -> Conversation.ToolCall {
         let outer = value.fields ?? [:]
         let function = outer["function"] == nil ? outer : outer["function"]?.fields ?? [:]
@@ -147,7 +148,7 @@ package enum TextRecords {
         return Conversation.ToolCall(name: name, arguments: arguments.json, id: try text("id", of: outer))
     }
 
-    /// The definitions of a record's tools: a list, also as JSON in a text.
+    /// Returns the definitions of a record's tools, from a list or from a string of JSON.
     package static func tools(_ fields: [String: JSONValue]) throws -> [String] {
         guard var value = fields["tools"]?.withoutNull, !value.isEmpty else { return [] }
         if let text = value.string { value = (try? JSONValue(json: text.utf8)) ?? value }
@@ -178,7 +179,7 @@ package enum TextRecords {
         throw MeSPError("the role \(role) is not known; write system, user, assistant, developer, tool or function.")
     }
 
-    /// A message's text, of one string or of a list of parts.
+    /// Returns the text of a message, from one string or from a list of parts.
     private static func content(_ value: JSONValue) throws -> String {
         if let text = value.string { return text }
         guard let parts = value.array else {
@@ -207,7 +208,7 @@ package enum TextRecords {
 
     // MARK: - Keys
 
-    /// Whether the keys of a message or a record that say so leave it in the loss.
+    /// Returns whether a message or a record is in the loss, by those of its keys that say so.
     package static func isTrained(_ fields: [String: JSONValue]) throws -> Bool {
         var isTrained = true
         for key in weights {
@@ -225,14 +226,14 @@ package enum TextRecords {
         return isTrained
     }
 
-    /// - Throws: `MeSPError` where a record has what its answer depends on, and nothing can use.
+    /// - Throws: `MeSPError` if a record has a key that its answer depends on and that cannot be used.
     package static func refuseUnusable(in fields: [String: JSONValue]) throws {
         if let key = unusable.first(where: { fields[$0].map { !$0.isEmpty } ?? false }) {
             throw MeSPError("it has \"\(key)\", which cannot be used; write its text as messages, or remove it.")
         }
     }
 
-    /// The keys of a record that are not read, of those that say something.
+    /// Returns the keys of a record that have a value and are not read.
     package static func unread(_ fields: [String: JSONValue], but known: [String]) -> Set<String> {
         Set(fields.filter { !$0.value.isEmpty }.keys).subtracting(known).subtracting(weights)
     }

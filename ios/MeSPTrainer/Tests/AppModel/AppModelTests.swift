@@ -89,7 +89,7 @@ import Testing
     @Test func theBundleThatComesWithTheAppTrains() async throws {
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
-        // As on a phone whose GPU is older than MLX needs: the demo for the CPU is chosen.
+        // On a phone whose GPU is too old for MLX, the demo for the CPU is chosen.
         let folder = DocumentsFolder(documents: documents, included: home, gpuRefusal: "The GPU is too old.")
         let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
@@ -106,8 +106,8 @@ import Testing
         #expect(model.controller.state == .finished(.finished))
     }
 
-    /// In the simulator, and when iOS starts the app in the background, MLX must not be used to list bundles. What it would be asked here
-    /// is whether there is a GPU; it says no, and the bundle is listed all the same.
+    /// In the simulator, and when iOS launches the app in the background, MLX must not be used to list bundles. On this machine MLX would say that
+    /// there is no GPU, but the bundle is still listed.
     @Test func bundlesForTheGPUAreListedWithoutMLX() async throws {
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
@@ -177,7 +177,7 @@ import Testing
         model.asksToDelete = false
         await model.confirmDeletion()
         #expect(model.library.bundles.count == 1, "the person has decided against it")
-        // It is in use by the time the person confirms.
+        // The bundle comes into use before the person confirms.
         model.askToDelete(.bundle(bundle))
         model.checkDevice()
         await model.confirmDeletion()
@@ -215,7 +215,7 @@ import Testing
         }
         for await _ in reads { break }
         #expect(!model.isFree && !model.canStart)
-        model.form.textKind = .bundle  // which no tokenizer is read for
+        model.form.textKind = .bundle  // which needs no tokenizer
         await model.startTraining()
         model.checkDevice()
         #expect(model.controller.state == .idle && !model.selfChecker.isRunning)
@@ -266,7 +266,7 @@ import Testing
         #expect(model.form.file?.lastPathComponent == "notes.txt")
         #expect(!FileManager.default.fileExists(atPath: dropped.path))
 
-        // One in another app's folder stays, and what is trained on is its copy.
+        // A file in another app's folder stays there, and the app trains on a copy.
         let other = documents.appendingPathComponent("elsewhere.jsonl")
         let record = #"{"prompt": "Who?", "completion": "You."}"# + "\n"
         try Data(String(repeating: record, count: 8).utf8).write(to: other)
@@ -448,7 +448,7 @@ import Testing
         while model.controller.isRunning { try await Task.sleep(for: .milliseconds(5)) }
         #expect(model.controller.state == .finished(.stopped))
 
-        // It is in the list, whole.
+        // The complete run is in the list.
         await model.refresh()
         let run = try #require(model.library.runs.first)
         #expect(run.name == "Recorded run" && run.status == .finished)

@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// A system that gives time in the background when the test does.
+/// A system that grants background time when the test does.
 @MainActor private final class Scheduler: BackgroundScheduler {
     var onGrant: ((any BackgroundTime) -> Void)?
     var givesGPU = false
@@ -40,7 +40,7 @@ import Testing
 @MainActor private final class Board: NotificationDisplay {
     var shown: RunNotification?
     var permissions = 0
-    /// Set where the system shows its question over this phone's app, and takes it away when it is answered.
+    /// The phone over whose app the system shows its question until it is answered; nil to show none.
     var asksOver: TestMonitor?
     private(set) var answer: (() -> Void)?
     func askPermission() async {
@@ -152,7 +152,7 @@ import Testing
         #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
-    /// The system ends a time that makes no progress, and a step of a large model takes minutes.
+    /// The system ends background time without progress, and a step of a large model takes minutes.
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
         model.form.settings.gradAccumulationSteps = 60_000
@@ -166,7 +166,7 @@ import Testing
         try await end()
     }
 
-    /// A run for the GPU, which is played here.
+    /// Replays a run on the GPU.
     private func playOnGPU() async throws {
         let recorded = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
             .appendingPathComponent("../../Recorded/metrics.jsonl").standardizedFileURL
@@ -200,7 +200,7 @@ import Testing
         try await reach(.finished(.stopped))
     }
 
-    /// The system's task and an intent may give time at once.
+    /// The system's task and an intent may grant time at the same time.
     @Test func aTimeThatIsTakenBackLeavesTheOther() async throws {
         try await train()
         let (first, second) = (scheduler.give(.continued), scheduler.give(.continued))
@@ -244,7 +244,7 @@ import Testing
         #expect(board.shown == nil)
     }
 
-    /// A copy of a run's folder, taken while it runs, is what a crash or an empty battery leaves behind.
+    /// Copies a run's folder while it runs. A crash or an empty battery leaves such a folder.
     private func cutOff(from uninterrupted: RunSettings) throws {
         let (files, original) = (FileManager.default, documents.appendingPathComponent("original"))
         let killed = model.library.folder.runsFolder.appendingPathComponent("killed")
@@ -255,7 +255,7 @@ import Testing
             if case .step(let step) = record, step.step == 5 { try files.copyItem(at: original, to: killed) }
         }
         try files.removeItem(at: original)
-        // As a power failure can leave it: the log ends before the state says, within a line.
+        // A power failure can leave a log that ends within a line and before the step of the saved state.
         let log = killed.appendingPathComponent("metrics.jsonl")
         try Data(contentsOf: log).dropLast(700).write(to: log)
     }
@@ -288,7 +288,7 @@ import Testing
         try await reach(.finished(.finished))
         #expect(model.controller.log.events.contains { $0.name == "log_cut_off" })
         let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
-        // What stood between the cut and the state is lost from the log; the rest is equal to the last bit.
+        // The records between the cut and the state are lost. The others are equal to the last bit.
         let losses = try LogSummary(folder: run.url).steps
         #expect(losses.last?.step == 9 && losses.allSatisfy { $0.loss == expected[$0.step - 1] })
     }
@@ -309,7 +309,7 @@ import Testing
         #expect(model.controller.state == .finished(.finished), "there is nothing to go on with")
     }
 
-    /// As the intent does, which asks for the GPU where there is one.
+    /// The intent asks for the GPU if there is one.
     @Test func timeWithTheGPUContinuesARunThatWasCutOff() async throws {
         try await prepare(steps: 9)
         try cutOff(from: try settings())
@@ -374,7 +374,7 @@ import Testing
         #expect(
             lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to continue.")
         #expect(lock.shown?.lifetime == nil, "that stays true")
-        // What is asked for and given, iOS shows itself.
+        // iOS itself shows a run in time that was requested and granted.
         _ = scheduler.give(.continued)
         try await reach(.training)
         #expect(lock.title == nil && lock.shown == nil)

@@ -12,7 +12,7 @@ import Testing
 
     init() throws { app = try TestApp() }
 
-    /// A conversation with a tuned model of which each turn has two answers.
+    /// Begins a conversation with a fine-tuned model, with two answers in each turn.
     private func talk(_ turns: Int) async throws {
         try await app.importTied()
         let form = model.form
@@ -29,7 +29,7 @@ import Testing
         #expect(model.problem == nil && model.chat.problem == nil)
     }
 
-    /// As while the phone is locked: a folder cannot be read as a file.
+    /// A folder cannot be read as a file, like the file while the phone is locked.
     @Test func choicesThatCannotBeReadYetRaiseNoAlert() async throws {
         try FileManager.default.createDirectory(at: model.choices.url, withIntermediateDirectories: true)
         app.monitor.scene = .background

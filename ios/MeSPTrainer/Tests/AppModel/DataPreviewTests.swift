@@ -7,7 +7,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// People see what a run would train first, and which of it is in the loss.
+/// People see the first sequence that a run would train, and its tokens in the loss.
 @Suite(.serialized) @MainActor final class DataPreviewTests {
     private let documents = temporaryFolder()
     private lazy var model = makeModel(TemplateTokenizer(template: TemplateTokenizer.chatML))
@@ -38,7 +38,7 @@ import Testing
         let left = #"{"prompt": "x", "completion": "y", "train": false}"#
         try await choose("a.jsonl", "\(left)\n\(record)\n\(record)\n")
         await model.updatePreview()
-        // Of "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n…" 33 tokens are a sequence.
+        // A sequence has 33 tokens of "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n…".
         let preview = try #require(model.preview.current)
         #expect(model.preview.problem == nil)
         #expect(
@@ -53,7 +53,7 @@ import Testing
                 "Records that ask not to be trained are left out: 1.", "Keys of records that are not read: source.",
             ])
 
-        // All of it, once that is asked for; what was seen until then is not of it.
+        // All tokens are trained once that is chosen, and the earlier preview is no longer valid.
         model.form.answersOnly = false
         #expect(model.preview.current == nil)
         await model.updatePreview()
@@ -82,7 +82,7 @@ import Testing
         let first = try #require(try bundle.tokens("train")?.sequences(lengths: [model.form.settings.seqLen])[0])
         let text = ByteTokenizer().decode(first.tokens.map { Int($0) })
         let spans = try #require(model.preview.current).spans
-        // A control character has a sign in its place.
+        // A sign replaces a control character.
         let seen = spans.map(\.text).joined().replacing("⏎", with: "").replacing("⇥", with: "\t").unicodeScalars.map {
             (0x2400..<0x2420).contains($0.value) ? $0.value - 0x2400 : $0.value
         }
@@ -112,7 +112,7 @@ import Testing
         #expect(model.preview.problem == "The tokenizer is not there.")
     }
 
-    /// Each is of what the form says last.
+    /// A preview always belongs to the form's present inputs.
     @Test func anEarlierLookShowsNothing() async throws {
         try await importTied()
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "First line.\n", count: 200))

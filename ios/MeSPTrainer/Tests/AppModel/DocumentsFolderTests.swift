@@ -100,7 +100,7 @@ import Testing
         #expect(outline.lastStep == 3 && outline.lastLoss == log.steps.last?.loss && outline.end == .finished)
         let url = folder.appendingPathComponent("metrics.jsonl")
         let data = try Data(contentsOf: url)
-        // However it is cut off, as by a kill, it says what stands before.
+        // A log that is cut off at any place gives the records before that place.
         for length in stride(from: 0, through: data.count, by: 97) {
             try data.prefix(length).write(to: url)
             let (outline, log) = (try LogOutline(folder: folder), try LogSummary(folder: folder))
@@ -114,7 +114,7 @@ import Testing
         }
     }
 
-    /// A copy of the folder, taken during the run, is what a kill leaves behind.
+    /// A killed process leaves such a folder as this copy, which is made during the run.
     @Test func aKilledRunGoesOnFromItsLastSavedStateAndGivesTheSameLosses() async throws {
         var uninterrupted = try settings("uninterrupted", steps: 9)
         uninterrupted.optimizer = .adamw
@@ -131,7 +131,7 @@ import Testing
             try files.copyItem(at: original, to: killed)
         }
 
-        // The app was updated since, which moves its folders.
+        // The app was updated since then, which moves its folders.
         try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))
         let run = try #require(try store.runs().first { $0.name == "killed" })
         #expect(run.status == .interrupted)
@@ -182,7 +182,7 @@ import Testing
         #expect(try store.bundles().isEmpty)
     }
 
-    /// A tokenizer's library would read such files, and a link leads anywhere.
+    /// A tokenizer's library would read such files, and a link could lead anywhere.
     @Test func whatABundleDoesNotListIsNotImported() throws {
         let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
         defer { try? files.removeItem(at: source) }
@@ -208,14 +208,14 @@ import Testing
         #expect(documents.freeBytes ?? 0 > 0)
     }
 
-    /// The system's attributes of each kind of file. See `StoragePolicy` for why.
+    /// Each kind of file gets its storage policy. `StoragePolicy` has the reasons.
     @Test func filesAreKeptAsTheyAreToBe() throws {
         final class Kept: @unchecked Sendable { var byName = [String: StoragePolicy]() }
         let kept = Kept()
         let store = DocumentsFolder(
             documents: documents,
             applyPolicy: { url, policy in
-                // A folder that is kept so keeps what comes into it, and its name may be another later.
+                // New files in a folder get its policy, and keep it when the folder is renamed.
                 let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
                 if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
                 kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy

@@ -15,7 +15,7 @@ import Testing
 
     private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
 
-    /// Of a run that has learned something.
+    /// Returns the adapters of a short run.
     private func adapters() throws -> URL {
         var settings = try RunSettings.ofATest(folder)
         settings.steps = 3
@@ -47,7 +47,7 @@ import Testing
         #expect(score.base != score.tuned && score.difference?.contains((score.tuned ?? 0) - score.base) == true)
     }
 
-    /// The likeliest of two choices is right once it is said to be.
+    /// The likelier of two choices scores if it is the right answer.
     @Test(arguments: [#"" lazy dog""#, #""ABC, ABC""#, "0", "1"]) func choicesAreTheLikeliest(_ answer: String)
         async throws
     {
@@ -103,7 +103,7 @@ import Testing
         }
     }
 
-    /// Where a token goes across the border, it is of the choice.
+    /// A token across the border belongs to the choice.
     @Test func specialTokensInRecordsAreText() throws {
         let begin = TemplateTokenizer.id("<s>")
         let tokenizer = TemplateTokenizer(

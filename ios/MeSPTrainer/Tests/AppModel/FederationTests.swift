@@ -13,7 +13,7 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// The app's part in a federation, with a server in this process.
+/// Tests the app's part in a federation, with a server in this process.
 @Suite(.serialized) @MainActor final class FederationTests {
     private let documents = temporaryFolder()
     private let monitor = TestMonitor()
@@ -46,7 +46,7 @@ import Testing
         func withdraw(_ grant: BackgroundGrant) {}
     }
 
-    /// The request of a server's app: two steps of SGD with the initial adapters, of which B alone travels.
+    /// Returns the request of a server's app: some steps of SGD from the initial adapters, of which only B is sent.
     private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
@@ -73,7 +73,7 @@ import Testing
             ])
     }
 
-    /// Takes part until a round has been answered.
+    /// Joins until a round has been answered.
     private func round(_ model: AppModel) async throws -> Federation.Round {
         let part = Task { await model.joinFederation() }
         while model.federation.rounds.first?.bytesUp == nil {
@@ -94,7 +94,7 @@ import Testing
         #expect(round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
         let answer = try #require(try SuperLink.answered(host).1)
 
-        // The same by hand: what the bundle's text makes of the same adapters.
+        // Trains the same adapters directly on the bundle's text.
         let manifest = try #require(model.form.bundle?.manifest)
         var settings = RunSettings(
             bundle: try #require(model.form.bundle).url.path, output: documents.appendingPathComponent("by hand").path)
@@ -114,7 +114,7 @@ import Testing
                     ? Array(bytes.bindMemory(to: Float.self))
                     : bytes.bindMemory(to: UInt16.self).map { Float(bitPattern: UInt32($0) << 16) }
             }
-            // bfloat16 has 8 bits: what was added to 0 is rounded by at most 2⁻⁸ of it.
+            // bfloat16 has 8 bits, so the change from 0 is rounded by at most 2⁻⁸ of it.
             #expect(sent.count == numbers.count && numbers.contains { $0 != 0 })
             #expect(zip(sent, numbers).allSatisfy { abs($0 - $1) <= (exchange == "float32" ? 0 : abs($1) / 256) })
         }
@@ -169,7 +169,7 @@ import Testing
         await part.value
     }
 
-    /// The server's clock runs from when it made the message, however often the app was started since.
+    /// A message's time to live counts from its creation, even if the app was launched again since then.
     @Test func aRoundThatIsOverIsNotTrained() async throws {
         let model = try await model()
         try SuperLink.ask(host, question(model), age: 601)
@@ -219,7 +219,7 @@ import Testing
         }
     }
 
-    /// The server sets how many sequences a step has, and their tokens take memory before the first is trained on.
+    /// The server sets the number of sequences in a step, and their tokens take memory before training begins.
     @Test func aNodesLimitHoldsForTheServersSequences() async throws {
         let model = try await model()
         let bundle = try #require(model.form.bundle)
@@ -234,7 +234,7 @@ import Testing
         #expect(settings.memoryLimitMb == 25)
         let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
         #expect(error?.sentence.english.contains("fewer in a step") == true)
-        // What is counted of them is what they take.
+        // The prediction equals the memory that the sequences take.
         settings.memoryLimitMb = nil
         func peak(_ batch: Int) throws -> Int {
             settings.batchSize = batch
@@ -262,7 +262,7 @@ import Testing
 
     @Test func saysWhyAMessageWasPassedOver() async throws {
         let model = try await model()
-        // Fields 2 and 3, a message and its object tree, with nothing in them.
+        // The response has fields 2 and 3, a message and its object tree, which are empty.
         SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
         let part = Task { await model.joinFederation() }
         func wait(until isSo: () -> Bool) async throws {

@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPAppModel
 @testable import MeSPCore
 
-/// The app as somebody sees it who has not used it before.
+/// Tests the app as a new user sees it.
 @Suite(.serialized) @MainActor final class FirstRunTests {
     private let app: TestApp
     private var model: AppModel { app.model }

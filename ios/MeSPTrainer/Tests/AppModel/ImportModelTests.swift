@@ -8,7 +8,7 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPImport
 
-/// Models in MLX's format that the person chooses in Files.
+/// Tests imports of models in MLX's format that the person chooses in Files.
 @Suite(.serialized) @MainActor final class ImportModelTests {
     private let documents = temporaryFolder()
     private let place = temporaryFolder()
@@ -38,7 +38,7 @@ import Testing
 
     private var hasEnded = false
 
-    /// Begins an import, and waits for its question, or for its end where it asks nothing.
+    /// Begins an import, and waits for its question, or for its end if it asks none.
     private func begin(_ model: AppModel, at url: URL? = nil) async throws -> Task<Void, Never> {
         hasEnded = false
         let work = Task {
@@ -84,7 +84,7 @@ import Testing
         #expect(try contents() == [])
     }
 
-    /// It is no bundle yet, though it lies where bundles do.
+    /// A model is not a bundle, even in the folder of bundles.
     @Test func aModelInTheAppsOwnFolderIsRewrittenToo() async throws {
         let inside = documents.appendingPathComponent("tiny-4bit")
         try files.moveItem(at: source, to: inside)
@@ -142,7 +142,7 @@ import Testing
         #expect(try contents() == [])
     }
 
-    /// Those of this start may be in progress.
+    /// Imports of the present launch may be in progress.
     @Test func whatAnEndedImportLeftIsDeletedAtTheNextStart() async throws {
         let folder = DocumentsFolder(documents: documents)
         for name in [".importing-ended", ".importing-\(folder.launch)-begun", ".downloading-a--b"] {

@@ -9,7 +9,7 @@ import Testing
     private let documents = temporaryFolder()
     deinit { try? FileManager.default.removeItem(at: documents) }
 
-    /// The longest time in which nothing else could be done on the main thread, in seconds.
+    /// Returns the longest time, in seconds, for which the main thread was busy during `work`.
     private func longestHitch(while work: () async -> Void) async -> Double {
         let beat = Task {
             var (last, longest) = (Date.now, 0.0)
@@ -70,7 +70,7 @@ import Testing
         }
 
         let model = AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
-        // A busy machine slows this down too: what is held against it needs no bound in seconds.
+        // The limit is relative to this time, because a busy machine slows both down.
         var start = Date.now
         #expect(try LogSummary(folder: first).steps.count == 10_000)
         let whole = Date.now.timeIntervalSince(start)

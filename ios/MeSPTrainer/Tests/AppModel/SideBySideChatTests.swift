@@ -22,7 +22,7 @@ import Testing
         return request
     }
 
-    /// Tokens of the tiny model's vocabulary as text.
+    /// A tokenizer that writes the tiny model's tokens as numbers.
     private struct Numbers: TextTokenizer {
         var bytes = ByteTokenizer()
         var beginOfText: Int? { bytes.beginOfText }
@@ -42,7 +42,7 @@ import Testing
         while chat.writing != nil { try await Task.sleep(for: .milliseconds(2)) }
     }
 
-    /// The adapters of a run.
+    /// Trains adapters and returns their folder.
     private func train(in output: URL, seed: UInt64 = 0) throws -> URL {
         var settings = RunSettings(bundle: try bundle().path, output: output.path)
         (settings.optimizer, settings.learningRate, settings.seed) = (.sgd, 1, seed)
@@ -62,14 +62,14 @@ import Testing
         #expect(chat.base.text != chat.tuned.text, "training changed nothing")
     }
 
-    /// The request to each side, as the tokenizer got it.
+    /// A tokenizer that records the conversations of each side's requests.
     private final class Asked: TextTokenizer, @unchecked Sendable {
         let beginOfText: Int? = nil
         let endOfText: Int? = nil
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[Said]]()
-        /// Without those that ask how the template ends an answer.
+        /// The conversations, without those that probe how the template ends an answer.
         var conversations: [[Said]] {
             lock.withLock { all.filter { !($0.first?.content.hasPrefix("Mk0") ?? false) } }
         }
@@ -117,18 +117,18 @@ import Testing
         #expect(asked.conversations[3] == conversation(first.tuned.text))
         #expect(first.base.text != first.tuned.text)
 
-        // A message that fails is not part of it.
+        // A message that fails is not part of the conversation.
         try await say("refused")
         #expect(chat.problem == "The template takes no such message." && chat.turns.count == 2)
 
-        // It is there again when the app is, and continues.
+        // The conversation exists in the next launch of the app, and continues.
         chat = SideBySideChat(monitor: monitor, folder: documents)
         #expect(chat.turns.map(\.base.text).first == first.base.text)
         #expect(chat.bundleName == "bundle" && chat.turns.map(chat.tunedName) == ["run", "run"], "who answers is said")
         try await say("Three")
         #expect(chat.turns.count == 3 && asked.conversations.last?.count == 6)
 
-        // With other models it begins again.
+        // Other models begin a new conversation.
         chat.start(message("Four"), bundle: try bundle(), adapters: [], tokenizer: asked)
         try await written()
         #expect(chat.turns.map(\.prompt) == ["Four"])
@@ -136,7 +136,8 @@ import Testing
         #expect(try chat.turns.isEmpty && documents.readChat() == nil)
     }
 
-    /// Each answer is the one of a chat that reads the conversation again, and the bundle is not opened for it: its manifest is away.
+    /// Each answer equals the one of a chat that reads the whole conversation again. The bundle is not opened again, which would fail because its
+    /// manifest is moved away.
     @Test func aConversationGoesOnWithOtherStrengths() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
@@ -177,7 +178,7 @@ import Testing
         #expect(chat.tunedName(of: chat.turns[1]) == "a + b × \(half)", "it is kept who answered")
     }
 
-    /// The system starts the app in the night, or when a download has come, while the phone is locked and the file cannot be read.
+    /// The system launches the app at night, or when a download has arrived. Then the phone may be locked and the file cannot be read.
     @Test func aConversationThatCannotBeReadIsNotReplaced() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let locked = Flag()
@@ -203,7 +204,7 @@ import Testing
         locked.value = false
         #expect(try documents.readChat() == kept)
 
-        // It is there as soon as the phone is unlocked, and continues.
+        // The conversation is read when the phone is unlocked, and continues.
         monitor.tell(.change)
         #expect(chat.turns.map(\.prompt) == ["One"])
         try await say("Two")
@@ -234,7 +235,7 @@ import Testing
         #expect(once > 0)
         let answer = try await say("Two")
         #expect(chat.bytesRead > once)
-        // The same from the start of the app, which reads all of it.
+        // After a launch of the app the whole conversation is read, with the same answer.
         let kept = try #require(try documents.readChat())
         documents.save(StoredChat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
         chat = SideBySideChat(monitor: monitor, folder: documents)
@@ -276,7 +277,7 @@ import Testing
         #expect(endTokens(of: copy, ByteTokenizer()) == [0], "the tokenizer's, where the model names none")
     }
 
-    /// Of a base model that learns from conversations, config.json names another token than the template writes.
+    /// The config.json of a base model may name another end token than the template writes.
     @Test func whatTrainingEndsWithEndsTheText() throws {
         let copy = folder.appendingPathComponent("copy.mesp")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -332,7 +333,7 @@ import Testing
         while chat.base.text.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
         monitor.scene = .background
         var text = ""
-        while chat.base.text != text {  // what was on its way arrives
+        while chat.base.text != text {  // pending tokens arrive
             text = chat.base.text
             try await Task.sleep(for: .milliseconds(300))
         }

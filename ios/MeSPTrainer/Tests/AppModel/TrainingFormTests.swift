@@ -13,7 +13,7 @@ import Testing
 
     init() throws { app = try TestApp() }
 
-    /// With held-out text the strength of the adapters is chosen, and what was kept is said.
+    /// With held-out text the run chooses the strength of the adapters, and reports it.
     @Test(arguments: [true, false]) func keepsWhatTheModelKnows(_ isAsked: Bool) async throws {
         try await app.importTied()
         (form.settings.valBatches, form.settings.steps, form.keepsKnowledge) = (2, 2, isAsked)
@@ -25,7 +25,7 @@ import Testing
         if let sentence = log.strength?.sentence.english { #expect(sentence.hasPrefix("The model ")) }
     }
 
-    /// No Return, no other field: what stands there when Start is pressed counts.
+    /// Typed text takes effect without Return or another field, as it stands when Start is pressed.
     @Test func whatIsTypedCountsAtOnce() async throws {
         try await app.importTied()
         for text in ["", "2"] { form[text: .steps] = text }

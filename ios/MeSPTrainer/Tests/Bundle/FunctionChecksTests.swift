@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// Files of functions before MLX reads them.
+/// Tests the checks of function files before MLX reads them.
 @Suite struct FunctionChecksTests {
     private static let demos = ["Demo.mesp", "Demo-GPU.mesp"].map {
         URL(fileURLWithPath: #filePath + "/../../../" + $0).standardizedFileURL
@@ -34,12 +34,12 @@ import Testing
         }
     }
 
-    /// Where the sums are those of the file that was put in place.
+    /// The checksums match the replaced file, so only the check of functions can refuse it.
     @Test func noFunctionIsImportedBeforeItIsChecked() throws {
         let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         let length = try #require(ModelBundle(url: source, checksums: false).manifest.seqLens.max())
         let x = TestFunction.Array.array([16])
-        // MLX would give what lies behind the input of the first.
+        // MLX would read beyond the input of the first function.
         let lies = TestFunction(x, [.node("Slice", [[100], [104], [1]], [0], .array([4]))], outputs: 9)
         let other = TestFunction(x, [.node("Exp", [], [0], x)], outputs: 9)
         let file = "block.\(length).mlxfn"
@@ -70,7 +70,7 @@ import Testing
         }
     }
 
-    /// Each next to a file that differs little and passes.
+    /// Each refused file is compared with a similar file that passes.
     @Test func aFileThatLiesIsRefused() throws {
         let x = TestFunction.Array.array([16])
         func refused(
@@ -102,7 +102,7 @@ import Testing
             "too large",
             .node("ExpandDims", [Swift.Array(0..<16)], [0], .array(Swift.Array(repeating: 1, count: 16) + [16])),
             for: [reshape])
-        // 2⁹³ elements have no room.
+        // 2⁹³ elements are too many.
         refused("too large", .node("Reshape", [huge], [0], .array(huge)), for: [reshape])
         refused("it is damaged", .node("A\nB", [], [0], x), for: [reshape])
         for name in ["AsStrided", "SliceUpdate", "Scatter", "CustomKernel"] {
@@ -110,7 +110,7 @@ import Testing
         }
     }
 
-    /// MLX's operations return their input, or refuse it; their primitives rely on that.
+    /// In these cases MLX's operations return their input or refuse it, and their primitives rely on that.
     @Test func whatMLXNeverMakesIsRefused() throws {
         typealias Node = TestFunction.Node
         let column = TestFunction.Array.array([4, 1])
@@ -141,7 +141,7 @@ import Testing
         refused(.node("AsType", [], type: .float32, [0], column), of: column)
         refused(.node("View", [], type: .float32, [0], column), of: column)
         refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
-        // Of attention the number of heads is divided by that of the keys', which may be none.
+        // Attention divides the number of heads by the number of key heads, which may be 0.
         let state = Data([0, 0, 128, 63, 1, 0, 0, 0])
         for (heads, size, isRefused) in [
             (1, 64, false), (1, 72, false), (1, 96, false), (0, 64, true), (1, 256, true),
@@ -153,7 +153,7 @@ import Testing
                 said.contains("do not match") == isRefused && (isRefused || said.isEmpty),
                 "\(heads) of \(size): \(said)")
         }
-        // Whether there are sinks and logarithms, and whether it must be fused.
+        // These bytes say whether there are sinks and logarithms, and whether attention must be fused.
         for index in 5...7 {
             var other = state
             other[index] = 1
@@ -180,7 +180,7 @@ import Testing
         for index: Int32 in [-1, 16, 1_000_000, .min] {
             #expect(gather(of: 16, .constant([index]), indices: 1, shape: []).contains(refused))
         }
-        // Computed from the input, in place of its bytes' pattern; masked; masked and broadcast.
+        // The indices are computed from the input, then masked, then masked and broadcast.
         let computed = TestFunction.Node.node("View", [], type: .uint32, [0], .array([16], .uint32))
         #expect(gather(of: 16, computed, indices: 1, shape: [16]).contains(refused))
         func masked(_ mask: Int32, operation: Int32 = 0) -> String {
@@ -231,7 +231,7 @@ import Testing
     }
 }
 
-/// A file with one function on the CPU, of one input with the id 0. The nodes after it have the ids 1, 2, …; the last is the output.
+/// A file with one function on the CPU. Its input has the id 0, and the nodes have the ids 1, 2, …; the last node is the output.
 private struct TestFunction {
     enum Element: Int32 {
         case uint8 = 1
@@ -267,7 +267,7 @@ private struct TestFunction {
             return Node(id: id, content: content + numberData(UInt64(0)) + output.data)
         }
 
-        /// A constant, of no dimensions where it has one element.
+        /// Returns a constant, without dimensions if it has one element.
         static func constant(_ values: [Int32], _ element: Element = .int32) -> Node {
             let shape = values.count == 1 ? [] : [Int32(values.count)]
             return Node(

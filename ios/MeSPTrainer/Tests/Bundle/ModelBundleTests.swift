@@ -8,7 +8,7 @@ import Testing
 @testable import MeSPFiles
 
 @Suite(.serialized) struct ModelBundleTests {
-    /// A private copy of a fixture's bundle.
+    /// Copies a fixture's bundle and returns the copy.
     private func copy(_ fixture: URL? = Fixture.tied) throws -> URL {
         let source = try #require(fixture).appendingPathComponent("bundle.mesp")
             .resolvingSymlinksInPath()
@@ -66,7 +66,7 @@ import Testing
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
     }
 
-    /// Entries of a manifest that no bundle has, for a model with two kinds of attention.
+    /// A manifest with impossible entries is refused, for a model with two kinds of attention.
     @Test(arguments: [
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
         "scales of no format", "a norm that is stacked", "a matrix that is stacked",
@@ -106,7 +106,7 @@ import Testing
         #expect(sentence.hasSuffix("export the bundle again."), "\(sentence)")
     }
 
-    /// A kind of blocks has all functions, or none.
+    /// A kind of blocks has all functions or none.
     @Test(arguments: ["functions", "plain_functions", "packed_functions"])
     func refusesAKindWithSomeFunctions(_ kind: String) throws {
         let demo = URL(fileURLWithPath: #filePath + "/../../../Demo-GPU.mesp").standardizedFileURL
@@ -164,7 +164,7 @@ import Testing
     @Test func sha256KnownAnswers() throws {
         let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         defer { try? FileManager.default.removeItem(at: url) }
-        // FIPS 180-4 examples; 1,000,000 times "a" spans several pieces.
+        // These are the examples of FIPS 180-4. 1,000,000 times "a" spans several pieces.
         for (text, digest) in [
             ("", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
             ("abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
@@ -195,7 +195,7 @@ import Testing
         #expect(windows.training(count, seed: 5) == first[0])
     }
 
-    /// Five tokens of which two count, not side by side; three that count; five of which only the last does.
+    /// Three examples: five tokens of which two separate ones are in the loss, three tokens in the loss, and five tokens of which only the last is.
     private let stream = TokenStream(
         tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 5, 3, 8, 5]),
         mask: Data([0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]))
@@ -223,7 +223,7 @@ import Testing
         #expect(throws: MeSPError.self) { try short.check(vocabulary: 10) }
     }
 
-    /// Up to the last target that counts, as what follows it changes nothing.
+    /// A sequence ends with the last target in the loss, because later tokens change nothing.
     @Test func anExampleIsAsShortAsALengthAllows() {
         let sequences = stream.sequences(lengths: [1, 2, 4, 8])
         #expect(sequences.count == 3)
@@ -238,7 +238,7 @@ import Testing
         #expect(windows.count == 2 && windows[0] == Example(tokens: [0, 1, 2], counted: [0, 1]))
     }
 
-    /// Each token but the first of the stream is a target once, whether or not the windows have a first token of their own.
+    /// Each token except the first of the stream is a target once, with or without a `begin` token in the windows.
     @Test func windowsBeginAsTheModelsTextsDo() {
         let windows = TokenStream(tokens: data([9, 1, 2, 3, 4]), begin: 9).sequences(lengths: [2])
         #expect(windows.count == 2)
@@ -249,7 +249,7 @@ import Testing
         #expect(throws: Never.self) { try TokenStream(tokens: data([1, 2]), begin: 8).check(vocabulary: 9) }
     }
 
-    /// Two examples in the first sequence; the third has no room there, and the fourth has.
+    /// The first sequence has two examples. The third does not fit there, and the fourth does.
     @Test func shortExamplesShareASequence() {
         let stream = TokenStream(
             tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]), examples: data([0, 3, 3, 2, 5, 5, 10, 2]),

@@ -15,7 +15,7 @@ import Testing
         }
     }
 
-    /// The one before may be within a block when it is stopped.
+    /// The previous thread may be within a block when it is stopped.
     @Test func aThreadBeginsWhenTheOneBeforeHasEnded() async {
         let (entered, release) = (DispatchSemaphore(value: 0), DispatchSemaphore(value: 0))
         let (first, second) = (BoundaryGate(), BoundaryGate())
@@ -37,7 +37,7 @@ import Testing
         #expect(await end(after).messages == [2])
     }
 
-    /// A stopped run waits, as its step may have to be finished; what nothing depends on ends.
+    /// A stopped run may still wait, because its step may have to finish. Abandoned work ends while it waits.
     @Test func whatIsAbandonedEndsWhereItWaits() async {
         let gate = BoundaryGate()
         gate.set([.away])

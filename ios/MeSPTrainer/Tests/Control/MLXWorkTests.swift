@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Which thread works on MLX.
+/// Tests that one thread works on MLX.
 @Suite(.serialized) struct MLXWorkTests {
     private final class Log: @unchecked Sendable {
         private let lock = NSLock()
@@ -14,7 +14,7 @@ import Testing
         func add(_ entry: String) { lock.withLock { entries.append(entry) } }
     }
 
-    /// Works on two threads at once: each piece ends before the other begins.
+    /// Two threads begin work at once, and each piece ends before the other begins.
     @Test func oneThreadAtATime() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let (log, ended) = (Log(), DispatchSemaphore(value: 0))
@@ -33,7 +33,7 @@ import Testing
         #expect([["a", "a", "b", "b"], ["b", "b", "a", "a"]].contains(log.all))
     }
 
-    /// Whoever begins something while something else is in progress waits for its end, and has the same thread.
+    /// Work that begins during other work waits for its end, and runs on the same thread.
     @Test func whatIsBegunLaterIsDoneLater() {
         let (log, ended) = (Log(), DispatchSemaphore(value: 0))
         for name in ["a", "b", "c"] {
@@ -50,10 +50,10 @@ import Testing
     }
 
     #if os(Linux)
-        /// MLX starts a thread for each stream that it makes for a thread, which lives as long as the process.
+        /// MLX starts a thread for each stream of a thread, which lives as long as the process.
         @Test func runsLeaveNoThreads() throws {
             func threads() throws -> Int {
-                usleep(100_000)  // the thread that samples a run's footprint ends by itself
+                usleep(100_000)  // the thread that samples a run's footprint ends soon
                 return try FileManager.default.contentsOfDirectory(atPath: "/proc/self/task").count
             }
             func run(_ method: GradientMethod) throws {

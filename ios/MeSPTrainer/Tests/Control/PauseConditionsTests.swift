@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPCore
 
 struct PauseConditionsTests {
-    /// Every row: scene, device, grant, what makes the run wait.
+    /// The rows of the table: scene, device, grant, and the reasons to wait.
     static let rows: [(AppScene, usesGPU: Bool, BackgroundGrant?, Set<PauseReason>)] = [
         (.active, false, nil, []),
         (.active, false, .continued, []),
@@ -42,7 +42,7 @@ struct PauseConditionsTests {
         let (charging, unplugged) = (Battery(level: 0.5, isCharging: true), Battery(level: 0.5, isCharging: false))
         #expect(found(nil) == reasons)
         #expect(found(charging) == reasons)
-        // The night's time alone is for the charger.
+        // Only overnight time requires the charger.
         let charger: Set<PauseReason> = (scene, usesGPU, grant) == (.background, false, .overnight) ? [.charger] : []
         #expect(found(unplugged) == reasons.union(charger))
         #expect(found(unplugged, .serious) == reasons.union(charger).union([.heat]))

@@ -14,7 +14,7 @@ import Testing
 
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    /// A run that ends only when it is told to, unless `steps` are given.
+    /// Returns the settings of a run that ends only when it is stopped, unless `steps` are given.
     private func settings(_ name: String = "run", steps: Int = 1_000_000) throws -> RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest
@@ -28,7 +28,7 @@ import Testing
         return settings
     }
 
-    /// Waits until `condition` holds.
+    /// Waits until `condition` is true.
     private func wait(_ comment: Comment, until condition: () -> Bool) async throws {
         let limit = Date(timeIntervalSinceNow: 60)
         while !condition() {
@@ -51,7 +51,7 @@ import Testing
         try await reach(.finished(.stopped))
     }
 
-    /// `pause` and `resume` events in the log file, and what they say.
+    /// Returns the events in the log file, with their messages.
     private func events() throws -> [String] {
         try LogSummary(folder: folder.appendingPathComponent("run")).events.map { "\($0.name): \($0.message.english)" }
     }
@@ -70,7 +70,7 @@ import Testing
         #expect(controller.log.end?.reason == .finished)
     }
 
-    /// However often it waits, and wherever in a step, a run computes the same.
+    /// A run computes the same however often and wherever in a step it waits.
     @Test func pausedAtRandomGivesTheSameLosses() async throws {
         try await train()
         for _ in 0..<6 {
@@ -86,7 +86,7 @@ import Testing
         #expect(try paused == losses("uninterrupted").prefix(paused.count).map { $0 })
     }
 
-    /// Every boundary of one step, forward, at the head and backward, and of the update of MeZO.
+    /// The run pauses at every boundary of one step: forward, at the head, backward, and in MeZO's update.
     @Test(arguments: GradientMethod.allCases) func pausedAtEachBoundaryOfAStepGivesTheSameLosses(
         _ method: GradientMethod
     )
@@ -108,7 +108,7 @@ import Testing
         #expect(
             boundaries == 1 + 3 * (method == .mezo ? 3 * layers + 2 : 2 * layers + 1), "the first makes the trainer")
         let paused = try losses("\(method)-paused") {
-            // As long as a pause takes, others use the same MLX.
+            // During a pause, other work uses MLX.
             eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
             Memory.clearCache()
             usleep(1000)
@@ -179,7 +179,7 @@ import Testing
     }
 
     @Test func aMemoryWarningPausesUntilThePhoneHasMemoryAgain() async throws {
-        // What the app has beside the run is no memory of the run's.
+        // The app's own memory does not count as the run's.
         let ballast = [UInt8](repeating: 1, count: 50_000_000)
         defer { withExtendedLifetime(ballast) {} }
         try await train()
@@ -215,7 +215,7 @@ import Testing
         try await end()
     }
 
-    /// Also where nobody reads what it sends any more, as after a cancellation.
+    /// This also holds if nobody reads its messages any more, as after a cancellation.
     @Test func otherWorkHasEndedWhenItsCallerGoesOn() async throws {
         let hasEnded = Flag()
         await controller.doOther { gate in

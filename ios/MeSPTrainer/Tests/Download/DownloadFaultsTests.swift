@@ -9,9 +9,9 @@
     @testable import MeSPCore
     @testable import MeSPDownload
 
-    /// Where the system fails a download in the app, before any of the calls that change a file: see tests/helpers/faults.c.
+    /// Tests downloads in the app during which the system fails, before each call that changes a file. See tests/helpers/faults.c.
     ///
-    /// This program is started again with that library, to download in a process that may be killed.
+    /// The tests start this program again with that library, to download in a process that may be killed.
     @Suite(.serialized) @MainActor final class DownloadFaultsTests {
         private nonisolated static let environment = ProcessInfo.processInfo.environment
         private let folder = temporaryFolder()
@@ -44,7 +44,7 @@
                 case .killed: failed += kind == .full ? 0 : 1
                 case .said(let problem):
                     failed += problem == "" ? 0 : 1
-                    // The data may come in fewer pieces, and the last calls need no room.
+                    // The data may arrive in fewer pieces, and the last calls need no room.
                     #expect(problem == "" || kind == .full && problem.contains("space"), "call \(number): \(problem)")
                 }
                 for bundle in try bundles(documents) { _ = try ModelBundle(url: bundle) }
@@ -57,7 +57,7 @@
             #expect(failed >= 4)
         }
 
-        /// In a process of its own.
+        /// Runs the download, in a separate process.
         @Test(.enabled(if: environment["MESP_DOWNLOAD_INTO"] != nil)) func goesOnWithTheDownload() async throws {
             let hub = try #require(Self.environment["MESP_HUB"].flatMap { URL(string: $0) })
             let documents = try #require(Self.environment["MESP_DOWNLOAD_INTO"].map { URL(fileURLWithPath: $0) })
@@ -79,14 +79,14 @@
 
         private enum End: Equatable {
             case killed
-            /// With this problem, or with none.
+            /// The download ended with this problem, or with none if it is empty.
             case said(String)
         }
 
         private func download(
             _ hub: Hub, into documents: URL, _ library: URL, _ faults: [String: String] = [:]
         ) throws -> End {
-            // Here, as the app's folder is there before the app.
+            // The folder is created here, because the app's folder exists before the app runs.
             try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
             let said = folder.appendingPathComponent("said")
             let process = Process()

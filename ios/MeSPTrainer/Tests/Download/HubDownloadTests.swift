@@ -12,7 +12,7 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// A server like the Hub, in a process of its own, that misbehaves as it is told. See hub_server.py.
+/// A server like the Hub, in a separate process, that misbehaves on request. See hub_server.py.
 final class Hub {
     let url: URL
     private let process = Process()
@@ -35,15 +35,15 @@ final class Hub {
         url = try #require(URL(string: "http://127.0.0.1:\(port)"))
     }
 
-    /// Ends it, and returns the requests that it got.
+    /// Ends the server, and returns the requests that it received.
     func end() -> [String] {
-        kill(process.processIdentifier, SIGKILL)  // it has inherited that other signals wait
+        kill(process.processIdentifier, SIGKILL)  // the server has inherited blocked signals
         let text = String(decoding: output.fileHandleForReading.readDataToEndOfFile(), as: UTF8.self)
         return text.split(separator: "\n").map(String.init)
     }
 }
 
-/// A transfer of files. The system's own session is on phones only: here another has its place.
+/// The transfers to test. The system's background session exists only on phones, so another session replaces it here.
 enum Way: CaseIterable { case foreground, background }
 
 @Suite(.serialized) @MainActor final class HubDownloadTests {
@@ -60,12 +60,12 @@ enum Way: CaseIterable { case foreground, background }
 
     /// Downloads from a server with these faults.
     ///
-    /// - Returns: the requests that it got, and what went wrong.
+    /// - Returns: the requests that the server received, and the problem, if any.
     private func fetch(
         _ faults: [String: [Any]], by way: Way = .foreground, from source: URL? = nil
     ) async throws -> ([String], String?) {
         let hub = try Hub(try source ?? fixture(), faults)
-        // A server on a busy machine may be slow to answer too: only one that is to stall is waited for a short time.
+        // A server on a busy machine may be slow too, so the timeout is short only if the server is to stall.
         let stalls = faults.values.joined().contains { $0 as? String == "stall" }
         var problem: String?
         do {
@@ -81,7 +81,7 @@ enum Way: CaseIterable { case foreground, background }
 
     private func isWhole() throws -> Bool {
         let parts = FileManager.default.enumerator(atPath: folder.path)?.compactMap { $0 as? String }
-        _ = try ModelBundle(url: folder)  // with every SHA-256
+        _ = try ModelBundle(url: folder)  // compares every SHA-256
         return parts?.contains { $0.hasSuffix(".part") || $0.hasSuffix(".resume") } == false
     }
 
@@ -123,7 +123,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try isWhole())
     }
 
-    /// As after the app was ended: the system has brought one file and is bringing another, and nobody waits.
+    /// The situation after the app was terminated: the system has received one file, is receiving another, and nobody waits.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try HubDownload(
@@ -143,7 +143,7 @@ enum Way: CaseIterable { case foreground, background }
         let slow = try #require(offer.manifest.files.first { $0.path == "blocks/01.bin" })
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self)
         async let fetched: Void = download.fetch(offer, to: folder) { sender.yield($0) }
-        // All but the slow one, and some of that: somebody waits for it.
+        // All files except the slow one have arrived, and a part of that.
         for await count in bytes where count > offer.size - slow.size { break }
         _ = try await URLSession.shared.data(from: hub.url.appendingPathComponent("go-on"))
         try await fetched
@@ -185,14 +185,14 @@ enum Way: CaseIterable { case foreground, background }
         #expect(problem == sentence)
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("manifest.json").path))
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("blocks/00.bin").path))
-        // The next attempt continues, and ends well.
+        // The next attempt continues and succeeds.
         #expect(try await fetch([:], by: way).1 == nil)
         #expect(try isWhole())
     }
 
     @Test func aFileThatStaysShortIsRefused() async throws {
         let (_, problem) = try await fetch(["blocks/00.bin": ["short", "short", "short", "short", "short"]])
-        // What lacks is asked for, and is not there.
+        // The missing part is requested and does not exist.
         #expect(problem?.contains("blocks/00.bin of someone/tied-mesp") == true)
     }
 
@@ -218,7 +218,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try await fetch([:], from: source).1?.contains("is damaged") == true)
     }
 
-    /// Links in the folder, which somebody else may have put there, are replaced and not followed.
+    /// Links in the folder, which somebody else may have created, are replaced and not followed.
     @Test(arguments: Way.allCases) func noLinkInTheFolderIsFollowed(_ way: Way) async throws {
         let outside = folder.appendingPathExtension("outside")
         let old = Data("of somebody else".utf8)
@@ -245,7 +245,7 @@ enum Way: CaseIterable { case foreground, background }
         for file in files { #expect(try Data(contentsOf: outside.appendingPathComponent(file)) == old) }
     }
 
-    /// The part of a file of another commit does not stay, whatever its length.
+    /// A partial file of another commit is removed, whatever its length.
     @Test(arguments: Way.allCases) func aBundleThatChangedMeanwhileComesAsItIsNow(_ way: Way) async throws {
         let source = folder.appendingPathExtension("source")
         defer { try? FileManager.default.removeItem(at: source) }
@@ -323,7 +323,7 @@ enum Way: CaseIterable { case foreground, background }
         await model.lookUp()
         await model.download()
         #expect(model.problem == "There is a bundle tied.mesp already; delete it first.")
-        // Deleted and done again.
+        // The bundle is deleted and downloaded again.
         model.askToDelete(.bundle(try #require(model.form.bundle)))
         await model.confirmDeletion()
         await model.download()
@@ -402,7 +402,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
     }
 
-    /// In the background its files wait for another network, unless the person decides.
+    /// In the background the files wait for another network, unless the person allows this one.
     @Test func aDownloadThatMeetsACostlyNetworkAsksAndGoesOn() async throws {
         let hub = try Hub(try fixture(), ["blocks/02.bin": ["stall"]])
         let network = Path()
@@ -433,7 +433,7 @@ enum Way: CaseIterable { case foreground, background }
         await ended.lookUp()
         let offer = try #require(ended.downloads.offer)
         let documents = DocumentsFolder(documents: folder)
-        try documents.save(.init(offer: offer, usesAnyNetwork: true))  // as it is while the download continues
+        try documents.save(.init(offer: offer, usesAnyNetwork: true))  // as while the download continues
 
         let model = try model(hub)
         await model.finishDownload()
@@ -447,7 +447,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(model.library.bundles.count == 1)
     }
 
-    /// The bundle has its name, and the download is not forgotten yet.
+    /// The bundle has its final name, and the record of the download still exists.
     @Test func aDownloadThatEndedWithTheAppIsOver() async throws {
         let hub = try Hub(try fixture())
         let ended = try model(hub)

@@ -9,7 +9,7 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPImport
 
-/// Models in MLX's format on the Hub, which become bundles in the app.
+/// Tests downloads of models in MLX's format, which become bundles in the app.
 @Suite(.serialized) @MainActor final class ModelDownloadTests {
     private nonisolated static let repository = "someone/tiny-4bit"
     private let documents = temporaryFolder()
@@ -35,7 +35,7 @@ import Testing
         return model
     }
 
-    /// Looks the repository up on a server with these faults.
+    /// Looks up the repository on a server with these faults.
     private func lookUp(_ faults: [String: [Any]]) async throws -> (problem: String?, requests: [String]) {
         let hub = try Hub(source, faults)
         let model = model(hub)
@@ -53,9 +53,9 @@ import Testing
             })
     }
 
-    /// The app's folder has the bundle and nothing else.
+    /// Returns whether the app's folder has the bundle and nothing else.
     private func hasBundleAlone() throws -> Bool {
-        let bundle = try ModelBundle(url: documents.appendingPathComponent("tiny-4bit.mesp"))  // with every SHA-256
+        let bundle = try ModelBundle(url: documents.appendingPathComponent("tiny-4bit.mesp"))  // compares every SHA-256
         return try !bundle.manifest.files.isEmpty
             && files.contentsOfDirectory(atPath: documents.path) == ["tiny-4bit.mesp"]
     }
@@ -252,7 +252,7 @@ import Testing
         #expect(hub.end().contains { $0.hasPrefix("\(weights) bytes=") }, "not from the beginning")
     }
 
-    /// Downloads with the folder alone, and cancels when the first piece of the bundle is written.
+    /// Downloads with only the folder's functions, and cancels when the first piece of the bundle is written.
     private func endWhileRewriting(_ hub: Hub) async throws -> HubDownload.Offer {
         let download = try HubDownload(repository: Self.repository, hub: hub.url, patience: 5)
         let offer = try await download.fetchOffer()
@@ -279,7 +279,7 @@ import Testing
         #expect(hub.end().count == (try sizes().count + 4), "nothing is asked for again")
     }
 
-    /// The bundle is whole, and the model is partly deleted; or the bundle has its place, and the hidden folder is still there.
+    /// The bundle is complete and the model is partly deleted, or the bundle has its final place and the hidden folder still exists.
     @Test(arguments: [false, true]) func aRewritingThatEndedWithTheAppIsOver(_ wasMoved: Bool) async throws {
         let hub = try Hub(source)
         _ = try await endWhileRewriting(hub)

@@ -5,11 +5,11 @@ import Testing
 @testable import MeSPAdapters
 @testable import MeSPCore
 
-/// The evaluator against `mesp.reference`. tests/evaluation/test_evaluate.py compares it with mlx-lm.
+/// Compares the evaluator with `mesp.reference`. tests/evaluation/test_evaluate.py compares it with mlx-lm.
 @Suite(.serialized) struct EvaluatorTests {
     static let cases = Fixture.cases
 
-    /// log p of each of a fixture's tokens but the first, and whether none is likelier, from the reference's y.
+    /// Returns log p of each of a fixture's tokens except the first, and whether the token is the likeliest, from the reference's y.
     private func expected(_ fixture: Fixture, _ tokens: [Int]) throws -> [(logProbability: Double, isGreedy: Bool)] {
         let y = try fixture.array("y")
         return try fixture.bundle.withHead { weights in
@@ -26,7 +26,7 @@ import Testing
         }
     }
 
-    /// In one piece, and in pieces of some tokens: dequantized tiles and `quantizedMM`.
+    /// The tokens are read in one piece, and in pieces of some tokens, so with dequantized tiles and with `quantizedMM`.
     @Test(arguments: cases, [3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
         throws
     {
@@ -40,10 +40,10 @@ import Testing
                 let sum = targets.reduce(0) { $0 + $1.logProbability }
                 let (prompt, continuation) = (Array(tokens[..<first]), Array(tokens[first...]))
                 let other = [Int](repeating: 3, count: 5)
-                // Alone, and beside others after the same prompt.
+                // The continuation is scored alone, and with others after the same prompt.
                 for choices in [[continuation], [[5], continuation, other]] {
                     let score = try evaluator.scores(of: choices, after: prompt)[choices.count / 2]
-                    // The order of sums in float32, of as many tokens.
+                    // The sums over these tokens differ in order, in float32.
                     #expect(abs(score.logLikelihood - sum) < 1e-5 * Double(targets.count) * max(1, -sum))
                     #expect(score.isGreedy == targets.allSatisfy(\.isGreedy))
                 }
@@ -53,7 +53,7 @@ import Testing
         }
     }
 
-    /// Of one token and of several, of more together than go through the blocks at once, and of more by themselves.
+    /// The choices have one token or several, together more than go through the blocks at once, and single ones more too.
     @Test(arguments: [2, 4, 256]) func choicesAreScoredAsIfAlone(_ chunk: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = Evaluator(try CachedModel(fixture.bundle, chunk: chunk))
@@ -62,7 +62,7 @@ import Testing
         let together = try evaluator.scores(of: choices, after: prompt)
         for (choice, score) in zip(choices, together) {
             let alone = try evaluator.scores(of: [choice], after: prompt)
-            // The order of sums in float32.
+            // The sums differ in order, in float32.
             #expect(abs(score.logLikelihood - alone[0].logLikelihood) < 1e-4)
             #expect(score.isGreedy == alone[0].isGreedy)
         }
@@ -83,7 +83,7 @@ import Testing
         #expect(scores[0].logLikelihood > scores[1].logLikelihood)
     }
 
-    /// Each token once; every window but the first, also the last, as long as the window.
+    /// Each token is scored once. Every window except the first has the full length, even the last.
     @Test func aLongTextIsTakenInWindows() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = try Evaluator(fixture.bundle)
@@ -111,7 +111,7 @@ import Testing
         }
     }
 
-    /// As of adapters whose training diverged.
+    /// Adapters whose training diverged give such likelihoods.
     @Test func aLikelihoodThatIsNoNumberIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         try fixture.withAdapters(scaledBy: 1e30) { adapters in
@@ -123,7 +123,7 @@ import Testing
 }
 
 extension Fixture {
-    /// Calls `body` with a folder of the fixture's parameters, times a factor.
+    /// Calls `body` with a folder of the fixture's parameters, multiplied by a factor.
     fileprivate func withAdapters(scaledBy factor: Float = 1, _ body: (URL) throws -> Void) throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }

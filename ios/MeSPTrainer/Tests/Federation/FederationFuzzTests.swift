@@ -7,13 +7,12 @@ import Testing
 @testable import MeSPFederation
 @testable import MeSPFiles
 
-/// Messages of a server, damaged in every way: each is read, or refused in a sentence, and takes no more than it may. A crash ends the
-/// tests.
+/// Tests damaged messages of a server. Each is read or refused with a sentence, within the memory limit. A crash ends the tests.
 @Suite(.serialized) struct FederationFuzzTests {
     private let cases = FuzzTests.cases
     private static let most = 1 << 20
 
-    /// Bytes with some flipped, cut off, put in or overwritten.
+    /// Returns the bytes with some of them flipped, removed, inserted or overwritten.
     private func damaged(_ data: Data, _ random: inout FuzzTests.Generator) -> Data {
         var data = Data(data)
         for _ in 0..<Int.random(in: 1...3, using: &random) where !data.isEmpty {
@@ -34,7 +33,7 @@ import Testing
         return data
     }
 
-    /// A message with some objects' bodies damaged; all ids are those of the contents again, so that nothing but the bodies is wrong.
+    /// Returns a message with damaged bodies of some objects. All ids are computed again, so that only the bodies are wrong.
     private func damaged(
         _ tree: FlowerObjectTree, _ contents: [String: Data], _ random: inout FuzzTests.Generator
     ) throws -> (FlowerObjectTree, [String: Data]) {
@@ -101,7 +100,7 @@ import Testing
                 for (id, content) in contents { try content.write(to: objects.appendingPathComponent(id)) }
                 let (records, bytes) = try pending.content(of: tree)
                 #expect(bytes <= 2 * Self.most)
-                guard number % 5 == 0 else { continue }  // it writes to the disk
+                guard number % 5 == 0 else { continue }  // writes to the disk
                 let question = SuperNode.Question(
                     id: tree.id, node: 1, type: "train", run: 1, group: "1", created: .now, records: records,
                     folder: try pending.workFolder)
@@ -117,7 +116,7 @@ import Testing
         #expect(memoryFootprint() - before < 50_000_000)
     }
 
-    /// The answers of the calls themselves.
+    /// Tests damaged responses of the calls.
     @Test func answers() throws {
         var random = FuzzTests.Generator(state: 12)
         var metadata = try Metadata(ProtobufMessage(Data()))

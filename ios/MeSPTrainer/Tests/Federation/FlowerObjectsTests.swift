@@ -6,9 +6,9 @@ import Testing
 @testable import MeSPFiles
 
 struct FlowerObjectsTests {
-    /// The bytes that Flower 1.41 makes of `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}), "metrics": MetricRecord(
-    /// {"num-examples": -3, "loss": 0.5}), "config": ConfigRecord({"lr": 0.25, "round": 2, "name": "n", "on": True, "raw":
-    /// b"\x00\x01"})})`, with `b` [[0, 1], [2, 3]] in float32 and `half` [1, 65535] in uint16: its objects' contents by `deflate()`.
+    /// The contents of the objects that Flower 1.41's `deflate()` makes of `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}),
+    /// "metrics": MetricRecord({"num-examples": -3, "loss": 0.5}), "config": ConfigRecord({"lr": 0.25, "round": 2, "name": "n", "on": True, "raw":
+    /// b"\x00\x01"})})`, with `b` [[0, 1], [2, 3]] in float32 and `half` [1, 65535] in uint16.
     private let objects = [
         "QXJyYXlDaHVuayAgMTQ0AJNOVU1QWQEAdgB7J2Rlc2NyJzogJzxmNCcsICdmb3J0cmFuX29yZGVyJzogRmFsc2UsICdzaGFwZSc6"
             + "ICgyLCAyKSwgfSAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAKAAAAAAAA"
@@ -58,7 +58,7 @@ struct FlowerObjectsTests {
         #expect(try store.records(id, most: 1 << 26) == records)
     }
 
-    /// But for the spaces and the order in JSON, the objects are Flower's: those without it have Flower's ids.
+    /// The objects equal Flower's except for spaces and order in JSON. Objects without JSON have Flower's ids.
     @Test func writesWhatFlowerWrites() throws {
         var (store, flowers) = (FlowerObjectStore(), FlowerObjectStore())
         let tree = try store.add(records)
@@ -68,7 +68,7 @@ struct FlowerObjectsTests {
         for content in flowers.contents.values where content.starts(with: Data("ArrayChunk".utf8)) {
             #expect(store.contents.values.contains(content))
         }
-        #expect(store.contents.count == flowers.contents.count)  // arrays that are alike are one
+        #expect(store.contents.count == flowers.contents.count)  // equal arrays are one object
         #expect(Set(tree.ids) == Set(store.contents.keys))
         #expect(try store.records(tree.id, most: 1 << 26) == records)
     }
@@ -82,7 +82,7 @@ struct FlowerObjectsTests {
         #expect(try store.records(tree.id, most: 1 << 26).arrays["arrays"]?["a"] == array)
     }
 
-    /// Chunks that are alike are one object, which a message may name as often as it likes: here for 100 GB.
+    /// Equal chunks are one object, which a message may name any number of times: here for 100 GB.
     @Test(arguments: [1, 100_000])
     func aMessageTakesNoMoreMemoryThanItMay(times: Int) throws {
         var store = FlowerObjectStore()
@@ -101,13 +101,13 @@ struct FlowerObjectsTests {
         #expect(error?.sentence.english.contains("more than 67 MB") == (times > 1))
     }
 
-    /// A field can take two bytes of a message and some thirty of memory.
+    /// A field can take two bytes of a message and some thirty bytes of memory.
     @Test func aMessageHasNoMoreFieldsThanFlowers() throws {
         #expect(throws: MeSPError.self) { try ProtobufMessage(Data(repeating: 8, count: 1 << 20)) }
         #expect(try ProtobufMessage(Data(repeating: 8, count: 1 << 16)).number(1) == 8)
     }
 
-    /// A server's bytes are not to be trusted: each is changed, and each beginning is taken for the whole.
+    /// Each byte is changed, and each beginning is read as the whole, because a server cannot be trusted.
     @Test func damagedObjectsAreRefused() throws {
         for content in objects.compactMap({ Data(base64Encoded: $0) }) {
             for length in 0..<content.count {
@@ -128,7 +128,7 @@ struct FlowerObjectsTests {
         for place in npy.indices {
             var changed = npy
             changed[place] ^= 0x11
-            _ = try? FlowerArray(npy: changed)  // which may be another array, but no crash
+            _ = try? FlowerArray(npy: changed)  // which may give another array, but no crash
         }
         for seed in 0..<2_000 {
             var random = SystemRandomNumberGenerator()

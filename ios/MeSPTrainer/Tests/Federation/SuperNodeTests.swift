@@ -17,9 +17,9 @@ final class SuperNodeTests {
             configuration: SuperLink.configuration(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
     }
 
-    /// Runs a node until something happens that ends it.
+    /// Runs a node until an event for which `isLast` is true.
     ///
-    /// - Returns: what happened.
+    /// - Returns: the events.
     @discardableResult
     private func run(
         _ node: SuperNode, until isLast: @escaping @Sendable (SuperNode.Event) -> Bool,
@@ -45,7 +45,7 @@ final class SuperNodeTests {
         Task { try await node.run(report: report, answer: train) }
     }
 
-    /// The part of a message that is still there.
+    /// Returns the files of a message that still exist.
     private func keeps() throws -> [String] {
         try FileManager.default.subpathsOfDirectory(atPath: folder.path)
             .filter { ![".lock", "node.id", "node.key", "node.pub", "objects"].contains($0) }
@@ -55,7 +55,7 @@ final class SuperNodeTests {
         if case .sent = event { true } else { false }
     }
 
-    /// Adds one to each number.
+    /// Answers with each number increased by one.
     @Sendable private static func train(_ question: SuperNode.Question) async throws -> FlowerRecords {
         let array = try #require(question.records.arrays["arrays"]?["a"])
         let numbers = array.data.withUnsafeBytes { $0.bindMemory(to: Float.self).map { $0 + 1 } }
@@ -80,20 +80,20 @@ final class SuperNodeTests {
 
     @Test func goesOnWhereItEnded() async throws {
         try SuperLink.ask(host)
-        // Ended while it trained: the server takes the message to be delivered, and sends it no second time.
+        // The node ends during training. The server considers the message delivered and does not send it again.
         let first = try node()
         await #expect(throws: CancellationError.self) {
             try await first.run(report: { _ in }, answer: { _ in throw CancellationError() })
         }
         let pulls = SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count }
-        // It is still the node that it was.
+        // The node keeps its identity.
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "activate-node" }.count } == 1)
-        // Ended while it sent.
+        // The node ends while it sends.
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: MeSPError.self) {
             try await self.node().run(report: { _ in }, answer: Self.train)
         }
-        // And at last, without another answer than the one it has.
+        // Finally it sends the saved answer without computing it again.
         try await run(node(), until: Self.isSent) { _ in throw Interrupted() }
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count } == pulls)
@@ -108,7 +108,7 @@ final class SuperNodeTests {
         let events = try await run(node(), until: Self.isSent, answer: Self.train)
         #expect(try SuperLink.answered(host).1 != nil)
         #expect(events.filter { if case .waiting = $0 { true } else { false } }.count == 4)
-        // Once for each call that got through at last.
+        // There is one event for each call that finally succeeded.
         #expect(events.filter { $0 == .reached }.count == 3)
     }
 
@@ -138,7 +138,7 @@ final class SuperNodeTests {
         #expect(!events.contains { if case .failed = $0 { true } else { false } })
         #expect(try keeps().isEmpty)
         #expect(SuperLink.with(host) { !$0.calls.contains("pull-object") && $0.answer == nil })
-        // Its time may also end while the server is away, or knows nothing of it.
+        // The message may also expire while the server is unreachable or does not know it.
         try SuperLink.ask(host, age: 3599.5)
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (500, ""), count: 100) }
         try await run(node(), until: Self.isDropped, answer: Self.train)
@@ -147,7 +147,7 @@ final class SuperNodeTests {
         try await answersTheNext()
     }
 
-    /// That the node, joined again, answers another message, and that alone.
+    /// Checks that the node joins again and answers only the next message.
     private func answersTheNext(at host: String? = nil) async throws {
         let host = host ?? self.host
         let next = FlowerRecords(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]])
@@ -160,7 +160,7 @@ final class SuperNodeTests {
         #expect(try keeps().isEmpty)
     }
 
-    /// The server takes what it does not know for an error of its own, and would be asked for ever.
+    /// A server reports an unknown message as an internal error, so the node would repeat the call forever.
     @Test(arguments: [false, true])
     func forgetsAMessageOfAnotherServer(isElsewhere: Bool) async throws {
         try SuperLink.ask(host)
@@ -170,16 +170,16 @@ final class SuperNodeTests {
         }
         #expect(try !keeps().isEmpty)
         if isElsewhere {
-            // Which says that it knows the node, whatever it is asked.
+            // The other server claims to know the node.
             try await answersTheNext(at: UUID().uuidString.lowercased() + ".test")
         } else {
-            // It was started again, with nothing of what it knew.
+            // The server was restarted without its state.
             SuperLink.with(host) { $0.node = 5 }
             try await answersTheNext()
         }
     }
 
-    /// Ended between the removals of what a message had.
+    /// The process ended while it removed the files of a message.
     @Test func aMessageThatWasHalfRemovedLeavesNothing() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
@@ -224,7 +224,7 @@ final class SuperNodeTests {
         #expect(throws: MeSPError.self) { try node() }
     }
 
-    /// The change that makes a message unreadable, and the error.
+    /// A change that makes a message unreadable, with its error.
     enum Damage: String, CaseIterable {
         case anotherObject = "not the one that was asked for"
         case noObject = "lacks a part"
@@ -235,7 +235,7 @@ final class SuperNodeTests {
         case noAnswer = "other than a protobuf message"
     }
 
-    /// The server learns that, and the next message is answered.
+    /// The server learns that the message was not answered, and the next one is.
     @Test(arguments: Damage.allCases)
     func goesOnAfterAMessageThatItCannotRead(damage: Damage) async throws {
         try SuperLink.ask(host)
@@ -281,7 +281,7 @@ final class SuperNodeTests {
         try await answersTheNext()
     }
 
-    /// A message that does not say what it is, and files that a crash has damaged: the node continues without them.
+    /// The node ignores a message without metadata, and files that a crash has damaged.
     @Test func goesOnAfterAMessageThatIsNone() async throws {
         SuperLink.with(host) {
             $0.faults["pull-messages"] = [
@@ -295,7 +295,7 @@ final class SuperNodeTests {
                 try await answersTheNext()
             }
         }
-        // The answer alone was damaged: it is computed again.
+        // Only the answer was damaged, so it is computed again.
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: MeSPError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }
@@ -304,7 +304,7 @@ final class SuperNodeTests {
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
     }
 
-    /// Whatever the server has it do, a node ends at once when it is told to.
+    /// A node ends at once when it is stopped, whatever the server makes it do.
     @Test(arguments: ["pull-messages", "pull-object", "push-messages", "push-object", "send-node-heartbeat"])
     func endsWhileTheServerKeepsItBusy(call: String) async throws {
         try SuperLink.ask(host)
@@ -322,7 +322,7 @@ final class SuperNodeTests {
         if call != "send-node-heartbeat" { try await run(self.node(), until: Self.isSent, answer: Self.train) }
     }
 
-    /// A server that has a message at once, always.
+    /// The server always has another message.
     @Test func endsBetweenMessages() async throws {
         try SuperLink.ask(host)
         let node = try node()
@@ -338,7 +338,7 @@ final class SuperNodeTests {
         #expect(Date.now.timeIntervalSince(began) < 2)
     }
 
-    /// The server takes it to be delivered.
+    /// The server considers the message delivered.
     @Test func keepsAMessageThatArrivesWhileItEnds() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.delays["pull-messages"] = 0.2 }
@@ -350,7 +350,7 @@ final class SuperNodeTests {
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
     }
 
-    /// Objects that are none of the answer's, or one for ever, are not sent.
+    /// The node sends no objects that do not belong to the answer, and no object twice.
     @Test func sendsWhatIsItsAnswerOnce() async throws {
         try SuperLink.ask(host)
         let question = try #require(SuperLink.with(host) { $0.question?.tree })
@@ -379,7 +379,7 @@ final class SuperNodeTests {
         try await run(node(), until: Self.isSent, answer: Self.train)
     }
 
-    /// Nor does a link lead the lock, or the key, to a file elsewhere.
+    /// The lock and the key do not follow a link to another file.
     @Test func followsNoLinkInItsFolder() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let elsewhere = folder.appendingPathComponent("elsewhere")
@@ -392,7 +392,7 @@ final class SuperNodeTests {
         #expect(try Data(contentsOf: elsewhere) == Data("kept".utf8))
     }
 
-    /// The key lasts, and only its owner may read it.
+    /// The key is permanent, and only its owner can read it.
     @Test func keepsItsKey() throws {
         func made() throws -> NodeKey { try NodeKey(file: folder.appendingPathComponent("key")) }
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

@@ -15,7 +15,7 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// Files that somebody made to do harm: each is refused with a sentence, and nothing outside its folder is read or written.
+/// Tests malicious files. Each is refused with a sentence, and nothing outside its folder is read or written.
 @Suite(.serialized) final class HostileFilesTests {
     private let folder = temporaryFolder()
     private let files = FileManager.default
@@ -102,7 +102,7 @@ import Testing
         #expect(try isUntouched())
     }
 
-    /// The log of a run that is resumed, or only listed.
+    /// The log of a resumed or listed run must be a regular file.
     @Test func aLogThatIsNoFileIsNotRead() throws {
         let log = LogWriter.url(in: folder)
         try files.createSymbolicLink(atPath: log.path, withDestinationPath: "/dev/zero")
@@ -114,7 +114,7 @@ import Testing
         #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
     }
 
-    /// A file that is replaced between its check and its use is the one that was checked, or refused.
+    /// If a file is replaced between its check and its use, the checked file is used, or the new one is refused.
     @Test func aFileThatBecomesALinkIsNotRead() throws {
         let opened = try ModelBundle(url: bundle)
         let block = bundle.appendingPathComponent(ModelBundle.blockFile(0))
@@ -124,7 +124,7 @@ import Testing
         #expect(message { try opened.checkSums(of: opened.manifest.files) }.contains("Cannot read"))
     }
 
-    /// `generation_config.json` is not part of a bundle unless its manifest lists it.
+    /// `generation_config.json` is part of a bundle only if its manifest lists it.
     @Test func endTokensComeFromNoDevice() throws {
         let config = bundle.appendingPathComponent("generation_config.json")
         try? files.removeItem(at: config)
@@ -157,7 +157,7 @@ import Testing
 
     // MARK: - Manifests
 
-    /// A bundle on the Hub is planned with before a file of it is there.
+    /// A bundle on the Hub is planned before any file of it is downloaded, so its manifest is checked.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
         "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",
@@ -199,7 +199,7 @@ import Testing
         #expect(sentence.hasPrefix("a/b: the manifest"), "\(sentence)")
     }
 
-    /// Decoding takes many times a manifest's length.
+    /// Decoding takes many times the length of a manifest.
     @Test func aLongManifestTakesLittleMemory() throws {
         let entry = #"{"path":"x","size":0,"sha256":""}"#
         let short = String(decoding: try manifest { $0["files"] = [Any]() }, as: UTF8.self)
@@ -217,7 +217,7 @@ import Testing
         let json = Data(String(repeating: opening, count: 1_000_000).utf8)
         try json.write(to: folder.appendingPathComponent("data.json"))
         let folder = folder
-        // On a thread of the concurrency runtime, whose stack is small.
+        // This runs on a thread of the concurrency runtime, whose stack is small.
         let sentences = await Task.detached {
             [
                 message { _ = try HubDownload.Offer(repository: "a/b", json: json, commit: nil) },
@@ -231,7 +231,7 @@ import Testing
 
     // MARK: - Functions
 
-    /// Also where the bundle is opened without its sums, as for a plan.
+    /// This holds even if the bundle is opened without comparing checksums, as for a plan.
     @Test func noFunctionIsImportedBeforeItsSumIsRight() throws {
         let bundle = try ModelBundle(url: bundle, checksums: false)
         let length = try #require(bundle.manifest.seqLens.max())

@@ -5,11 +5,11 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// The head apart from a step; `TrainerTests` compares its loss and gradient with the reference.
+/// Tests the head separately. `TrainerTests` compares its loss and gradient with the reference.
 @Suite(.serialized) struct CrossEntropyHeadTests {
     private struct Ended: Error {}
 
-    /// y `[1, n, hidden]` in the bundle's dtype and n targets, in `body` with a head of 8 rows a tile.
+    /// Calls `body` with a head that has 8 rows in a tile, and with y `[1, n, hidden]` in the bundle's dtype.
     private func withHead<R>(
         _ bundle: ModelBundle, work: Int = .max, y: (PackedWeights, Architecture) -> MLXArray,
         _ body: (CrossEntropyHead, MLXArray) throws -> R
@@ -24,7 +24,7 @@ import Testing
         }
     }
 
-    /// Where the input is a row of W, its token has by far the largest logit. In bfloat16 logits of 16 are 1/8 apart.
+    /// If the input is a row of W, its token has by far the largest logit. In bfloat16 neighbouring numbers near 16 are 1/8 apart.
     @Test(arguments: Fixture.cases + Fixture.roundedCases) func aConfidentTokensLossIsNotNegative(_ folder: URL) throws
     {
         let targets = MLXArray([0, 1, 7, 8, 100, 200, 319] as [Int32])
@@ -45,7 +45,7 @@ import Testing
         }
     }
 
-    /// However often it waits, the head computes the same; where it waits depends on sizes alone.
+    /// The head computes the same however often it waits. Its boundaries depend only on sizes.
     @Test(arguments: [Fixture.tied, Fixture.roundedCases.first].compactMap { $0 }) func waitsBetweenTiles(_ folder: URL)
         throws
     {
@@ -61,7 +61,7 @@ import Testing
                 var boundaries = 0
                 let (loss, dy) = head.lossAndGradient(y, targets: targets, counted: [0, 2, 3], scale: 0.5) {
                     boundaries += 1
-                    // As long as a pause takes, others use the same MLX.
+                    // During a pause, other work uses MLX.
                     eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
                     Memory.clearCache()
                 }
@@ -76,7 +76,7 @@ import Testing
             #expect(waiting.boundaries == (waiting.tiles - 1) / tilesBetween)
             #expect(waiting.loss == never.loss && waiting.dy == never.dy)
         }
-        // A tile with more work than there may be between boundaries.
+        // Here one tile has more work than is allowed between boundaries.
         #expect(try run(tilesBetween: 0).boundaries == never.tiles - 1)
     }
 

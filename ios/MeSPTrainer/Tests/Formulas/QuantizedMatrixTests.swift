@@ -5,9 +5,9 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Both ways of a product. `TrainerTests` goes through a step with each.
+/// Tests both ways to compute a product. `TrainerTests` takes a step with each.
 @Suite(.serialized) struct QuantizedMatrixTests {
-    /// Metal's kernels depend on the number of rows; two and three are padded.
+    /// Metal's kernels depend on the number of rows. Two and three rows are padded.
     @Test(arguments: Fixture.cases) func packedProductsAreTheDenseOnes(_ folder: URL) throws {
         var bundle = try Fixture(folder, "gradients").bundle
         func products(_ way: Backend, _ x: MLXArray, _ dy: MLXArray) throws -> [MLXArray] {
@@ -30,7 +30,7 @@ import Testing
         }
     }
 
-    /// The numbers are those that MLX gives, and the memory is at most twice that of 8 bits.
+    /// The numbers equal MLX's, and the memory is at most twice that of 8 bits.
     @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 64, 128]) func rowsAreDequantizedAsMLXDoes(_ bits: Int, _ groupSize: Int)
         throws
     {

@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// The choice of experts, their weights, and the mixture of those that are chosen.
+/// Tests the choice of experts, their weights, and the mixture of the chosen ones.
 @Suite(.serialized) struct RouterTests {
     static let scores = [Experts.Scores.softmax, .sigmoid]
 
@@ -24,7 +24,7 @@ import Testing
         #expect(relativeError(experts.weightsBackward(z, dw: dw), expected[0]) < 1e-5)
     }
 
-    /// As in the reference: of equal scores the first.
+    /// As in the reference, the first of equal scores is chosen.
     @Test(arguments: scores) func tiesGoToTheFirst(_ scores: Experts.Scores) {
         let z = MLXArray([1, 2, 2, 2, 0, 0, 0, 0] as [Float], [2, 4])
         #expect(experts(scores).chosen(z, bias: nil).asType(.int32).asArray(Int32.self) == [1, 2, 0, 1])
@@ -38,7 +38,7 @@ import Testing
         #expect(experts.weights(z[0..., 0..<2]).asArray(Float.self).allSatisfy { abs($0 - 0.75) < 1e-5 })
     }
 
-    /// The weights of an expert that no token chose take no part, whatever they are.
+    /// The weights of an expert that no token chose have no effect, even if they are NaN.
     @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
     func anExpertWithoutTokensIsNotRead(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -53,7 +53,7 @@ import Testing
             let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
             #expect(numbers.count == experts.numExpertsPerTok)
 
-            // NaN in the place of every scale of the others.
+            // Every scale of the other experts becomes NaN.
             let words = weights.packed.words + UInt32(0)
             for array in weights.packed.arrays where array.stride != nil && array.name.hasSuffix("scales") {
                 for number in 0..<experts.numExperts where !numbers.contains(number) {
@@ -76,7 +76,7 @@ import Testing
         }
     }
 
-    /// The tokens of an expert that many chose go by parts, and each gets what it does alone.
+    /// The tokens of an expert that many tokens chose are processed in parts. Each token gets the same result as alone.
     @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
     func anExpertOfManyTokensTakesThemInParts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")

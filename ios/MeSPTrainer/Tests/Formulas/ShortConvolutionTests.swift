@@ -6,12 +6,12 @@ import Testing
 @Suite(.serialized) struct ShortConvolutionTests {
     private let short = CausalConvolution(weight: MLXRandom.normal([6, 3], key: MLXRandom.key(0)))
 
-    /// b, c, u and dy, `[n, 6]`.
+    /// Returns b, c, u and dy, `[n, 6]`.
     private func inputs(_ length: Int) -> [MLXArray] {
         MLXRandom.split(key: MLXRandom.key(1), into: 4).map { MLXRandom.normal([length, 6], key: $0) }
     }
 
-    /// y_t = c_t Σ_j w_j (b u)_{t − 2 + j}, of b, c and u.
+    /// Returns y_t = c_t Σ_j w_j (b u)_{t − 2 + j}, for b, c and u.
     private func sequential(_ inputs: [MLXArray]) -> MLXArray {
         let (x, w): (MLXArray, MLXArray) = (inputs[0] * inputs[2], short.weight)
         var rows = [MLXArray]()
@@ -34,7 +34,7 @@ import Testing
         }
     }
 
-    /// However a text is cut, the tail carries what the pieces say to each other.
+    /// For any cuts of a text, the tail passes all information between the pieces.
     @Test(arguments: [[1, 1, 1, 14], [16, 1], [2, 15]]) func piecesEqualTheWhole(_ pieces: [Int]) {
         let x = inputs(17)
         func run(_ pieces: [Int]) -> (convOut: MLXArray, tail: MLXArray) {

@@ -7,11 +7,12 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// The generator against `mesp.reference` and the formulas of mlx-lm's sampler. tests/engine/test_generate.py compares whole texts with mlx-lm.
+/// Compares the generator with `mesp.reference` and with the formulas of mlx-lm's sampler. tests/engine/test_generate.py compares whole texts with
+/// mlx-lm.
 @Suite(.serialized) struct GeneratorTests {
     static let cases = Fixture.cases
 
-    /// The prompt in one piece, in pieces of some tokens, and token by token: dequantized tiles and `quantizedMM`.
+    /// The prompt is read in one piece, in pieces of some tokens, and token by token, so with dequantized tiles and with `quantizedMM`.
     @Test(arguments: cases, [1, 5, 256]) func logitsEqualTheReference(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let adapters = temporaryFolder()
@@ -34,13 +35,13 @@ import Testing
             eval(capped)
             return capped
         }
-        // The order of sums in float32.
+        // The sums differ in order, in float32.
         #expect(relativeError(logits, expected) < 1e-5)
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// A token of each of two texts at a time has the outputs of all tokens at once, for texts that go on beyond the room for keys and values,
-    /// each at a place of its own; by the operations that only this program's CPU has, and by the plain ones.
+    /// Reading two texts together, one token of each at a time, gives the same outputs as reading all tokens at once. The texts have different
+    /// positions and grow beyond the allocated keys and values. The test uses both HostMLX's operations and plain ones.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let lengths = [3, 7]
@@ -57,7 +58,7 @@ import Testing
                 for (i, length) in lengths.enumerated() {
                     var (cache, all) = (PromptCache(), [MLXArray]())
                     try model.forward((Array(1...length) + next.map { $0[i] })[...], &cache, {}) { all.append($1) }
-                    // The order of sums in float32.
+                    // The sums differ in order, in float32.
                     let rows = concatenated(found.map { $0[i..<i + 1] })
                     #expect(relativeError(rows, concatenated(all)[length...]) < 1e-5)
                 }
@@ -68,16 +69,16 @@ import Testing
     }
 
     #if os(Linux)
-        /// Has the system refuse the map of the last file, and counts the bundle's maps after that.
+        /// Simulates that the system refuses to map the last file, and counts the bundle's maps afterwards.
         private final class LastFile: @unchecked Sendable {
             let bundle: ModelBundle
             var asked = 0
-            /// Before the refusal, and after it.
+            /// The numbers of maps at the refusal and after it.
             var held = [Int]()
             init(_ bundle: ModelBundle) { self.bundle = bundle }
             var isRefused: Bool {
                 asked += 1
-                // Other tests may have mapped files whose names are not text.
+                // Other tests may have mapped files whose names are not valid text.
                 let maps = String(
                     decoding: FileManager.default.contents(atPath: "/proc/self/maps") ?? Data(), as: UTF8.self)
                 let isLast = asked == Set(bundle.manifest.weightFiles.map(\.file)).count
@@ -88,7 +89,7 @@ import Testing
             }
         }
 
-        /// Nothing that is kept from token to token holds a map then: its addresses are free before the file is mapped.
+        /// When addresses run out, no cached array keeps a map, so its addresses are free before the file is mapped.
         @Test(arguments: [[1, 2, 3], [1]]) func whereAddressesRunOutNoMapIsHeld(_ prompt: [Int]) throws {
             let copy = temporaryFolder()
             defer { try? FileManager.default.removeItem(at: copy) }
@@ -111,8 +112,8 @@ import Testing
         }
     #endif
 
-    /// Texts of several lengths, some after the same prompt, greedy and drawn, one stopped by who reads it: with any number at once, and where memory has room for one,
-    /// each is the one that it is alone.
+    /// Texts that are generated together equal the separate ones. They have several lengths, some share a prompt, some are sampled, and the reader
+    /// stops one. The test uses several numbers of texts at once, and memory for only one.
     @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let adapters = temporaryFolder()
@@ -133,7 +134,7 @@ import Testing
             let summary = try generator.generate(request) { try read($0, &text, of: i) }
             return (text, summary.reason, summary.tokens)
         }
-        // Of which text waits for which, the family does not matter.
+        // The order of texts does not depend on the family.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         let ways = isPlain ? [(1, Int.max), (3, .max), (16, .max), (16, 1)] : [(3, .max), (16, .max)]
         for (atOnce, cacheLimit) in ways {
@@ -151,11 +152,11 @@ import Testing
         }
     }
 
-    /// A conversation's turns, of which one changes an earlier text, and one was stopped within a block: each continues as if all of it
-    /// were read again, and reads only new text; where a block is recurrent and the text is cut back, all.
+    /// Each turn of a conversation continues as if the whole text were read again, and reads only new text. One turn changes an earlier text, and one
+    /// was stopped within a block. A recurrent model reads the whole text again after a cut.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        // So a block is called for each token.
+        // With chunks of one token, each token calls each block once.
         let generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)
@@ -180,17 +181,17 @@ import Testing
             request.maxTokens = 3
             try whole.generate(request) { uncached.append($0) }
             #expect(text == uncached)
-            // All but the last token that was chosen are read.
+            // All tokens except the last chosen one are read.
             #expect(read == (prompt.count - known + 2) * fixture.layers)
             #expect(cache.tokens == prompt + text.dropLast())
             said = prompt + text
         }
-        // A GPU's way, the first text would wait within its blocks too.
+        // The first text is generated before the count, because it has more boundaries on a GPU.
         try generator.generate(.init(prompt: [1])) { _ in throw CancellationError() }
         try check(said, known: 0)
         try check(said + tokens[5..<8], known: said.count - 1)
         try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
-        // The first turn again is cut back to, and read on from its last token.
+        // The cache is cut back to the first turn, whose last token is read again.
         try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
         _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
@@ -198,7 +199,7 @@ import Testing
         try check(said + tokens[5..<8], known: isRecurrent ? 0 : said.count + 1)
     }
 
-    /// A text that departs from the one read after the mark is read from there, whatever was written then.
+    /// A text that differs from the earlier one only after the mark is read from the mark on.
     @Test(arguments: cases.filter { ["qwen3_5", "lfm2", "granite-mamba"].contains($0.lastPathComponent) }, [1, 256])
     func aRecurrentModelGoesBackToItsMark(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -224,7 +225,7 @@ import Testing
             #expect(ours == uncached)
             #expect(cache.tokens == next + ours.dropLast())
         }
-        // Of what is above the limit, the mark is kept, or nothing.
+        // A cache above its limit keeps only the mark, or nothing.
         for (limit, kept) in [(cache.size - 1, mark), (0, 0)] {
             var small = PromptCache(limit: limit)
             _ = try text(prompt) { try generator.generate($0, continuing: &small, onToken: $1) }
@@ -244,7 +245,7 @@ import Testing
         try generator.generate(request, continuing: &cache) { text.append($0) }
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
 
-        // Stopped before all blocks have read the first tokens.
+        // The text stops before all blocks have read the first tokens.
         var (stopped, blocks) = (PromptCache(limit: 0), 0)
         let stop = {
             blocks += 1
@@ -254,8 +255,8 @@ import Testing
         #expect(blocks == 2 && stopped.size == 0)
     }
 
-    /// Of tokens with the probabilities 0.5, 0.3, 0.15 and 0.05, top-p keeps the fewest that reach p, and the temperature T draws them with
-    /// probabilities in proportion to p^(1/T).
+    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the fewest tokens whose sum reaches p, and the temperature T draws them
+    /// with probabilities proportional to p^(1/T).
     @Test(arguments: [
         (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]), (0.6, 1.0, [0.5, 0.3, 0, 0]), (0.85, 1.0, [0.5, 0.3, 0.15, 0]),
         (0.79, 0.5, [0.25, 0.09, 0, 0]), (1.0, 2.0, [0.7071, 0.5477, 0.3873, 0.2236]), (1e-9, 5.0, [1, 0, 0, 0]),
@@ -263,7 +264,7 @@ import Testing
     ]) func drawsWithTheRightProbabilities(_ topP: Double, _ temperature: Double, _ weights: [Double]) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let generator = try Generator(fixture.bundle)
-        let order = [2, 0, 3, 1]  // of the tokens in the logits
+        let order = [2, 0, 3, 1]  // the order of the tokens in the logits
         let logits = log(MLXArray(order.map { [0.5, 0.3, 0.15, 0.05][$0] } as [Float])) + 3
         var request = Generator.Request(prompt: [0])
         (request.topP, request.temperature) = (Float(topP), Float(temperature))
@@ -274,7 +275,7 @@ import Testing
         for _ in 0..<draws { counts[order[try generator.choose(logits, request, random)]] += 1 }
         for (count, weight) in zip(counts, weights) {
             let p = weight / weights.reduce(0, +)
-            // Five standard deviations of a binomial distribution.
+            // The tolerance is five standard deviations of a binomial distribution.
             #expect(abs(Double(count) - p * Double(draws)) <= 5 * (p * (1 - p) * Double(draws)).squareRoot())
         }
     }
@@ -293,8 +294,8 @@ import Testing
         }
     }
 
-    /// With m, of all layers and of some of the last block. Those that were not trained are the base model's, also where PEFT has one layer in
-    /// place of several of which some were.
+    /// Adapters with m round-trip, for all layers and for some layers of the last block. Untrained layers stay the base model's, even if PEFT joins
+    /// them in one layer with trained ones.
     @Test(arguments: cases, ["", "peft"]) func magnitudesRoundTrip(_ folder: URL, _ format: String) throws {
         let architecture = try Fixture(folder, "gradients").bundle.architecture
         let (last, all) = (architecture.numHiddenLayers - 1, architecture.modules)

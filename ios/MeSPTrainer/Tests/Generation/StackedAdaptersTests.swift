@@ -7,18 +7,18 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Several adapters at once, each with a weight, and others while a model generates.
+/// Tests several adapters at once, each with a weight, and changes of adapters between texts.
 @Suite(.serialized) final class StackedAdaptersTests {
     private static let cases = Fixture.cases
     private let folder = temporaryFolder()
 
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    /// Random adapters of a model, in a folder of this name.
+    /// Writes random adapters of a model to a folder of this name.
     ///
     /// - Parameters:
-    ///   - modules: nil for all linear layers
-    ///   - last: the number of blocks that have them, from the last; nil for all
+    ///   - modules: the modules with adapters; nil for all linear layers.
+    ///   - last: the number of last blocks with adapters; nil for all blocks.
     private func adapters(
         _ name: String, of fixture: Fixture, rank: Int, scale: Float = 2, modules: [Module]? = nil, last: Int? = nil
     ) throws -> URL {
@@ -53,8 +53,8 @@ import Testing
 
     // MARK: - What a stack computes
 
-    /// Three folders of different ranks, scales, forms, projections and blocks. One has experts where the model has. The sum of w s A B is
-    /// given to the model as one adapter of full rank.
+    /// The three folders differ in rank, scale, format, projections and blocks. One has adapters of experts if the model has experts. The expected
+    /// result is that of one adapter of full rank with the sum of w s A B.
     @Test(arguments: cases, [1, 256]) func aStackIsTheFusedSum(_ place: URL, _ chunk: Int) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -73,12 +73,12 @@ import Testing
         let found = try logits(CachedModel(bundle, adapters: stack, chunk: chunk))
         let expected = try logits(CachedModel(bundle, with: fused, chunk: chunk))
         let base = try logits(CachedModel(bundle, chunk: chunk))
-        // The order of sums in float32.
+        // The sums differ in order, in float32.
         #expect(relativeError(found, expected) < 1e-5)
         #expect(relativeError(base, expected) > 1e-3)
     }
 
-    /// Adapters with the sum of w s A B as B, and A = 1.
+    /// Returns adapters with the sum of w s A B as B, and the identity as A.
     private func fused(_ parts: [(weight: Float, LoadedAdapters)], _ architecture: Architecture) -> LoadedAdapters {
         let blocks = architecture.layers.indices.map { architecture.block($0) }
         let rank = blocks.flatMap { block in block.trainable.map { block.dimensions($0).inputs } }.max() ?? 0
@@ -103,7 +103,7 @@ import Testing
         return LoadedAdapters(rank: rank, scale: 1, lora: lora, layouts: layouts)
     }
 
-    /// Of each projection of each block the product with the stack is that with W + Σ w s A B, which is dequantized in float32.
+    /// For each projection of each block, the product with the stack equals the product with W + Σ w s A B, dequantized in float32.
     @Test(arguments: cases) func eachProductIsThatWithTheFusedMatrix(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -152,7 +152,7 @@ import Testing
 
     // MARK: - Others while a model generates
 
-    /// Files of weights are mapped once, where they stay mapped, and each text is that of a generator which has had no other adapters.
+    /// Files of weights that stay mapped are mapped once. Each text equals that of a generator that never had other adapters.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5", "lfm2_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func switchingMapsNoWeights(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
@@ -174,19 +174,19 @@ import Testing
             #expect(try texts.last == text(Generator(new, adapters: selection), prompt))
         }
         #expect(Set(texts + [first]).count == 4 && texts[0] == texts[4] && texts[1] == first)
-        // A copy keeps its adapters, and so does a generator that is given others which cannot be loaded.
+        // A copy keeps its adapters. A generator keeps them too if it is given others that cannot be loaded.
         #expect(try text(before, prompt) == first)
         #expect(throws: MeSPError.self) { try generator.use([.init(b), .init(self.folder)]) }
         #expect(try text(generator, prompt) == texts[4])
         #expect(bundle.maps.mapped == mapped)
     }
 
-    /// A prompt is read again by a model with other adapters, and not by one with the same.
+    /// A model with other adapters reads the prompt again, and a model with the same adapters does not.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5"].contains($0.lastPathComponent) })
     func aPromptIsReadAgainWithOtherAdapters(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (a, b) = (try adapters("a", of: fixture, rank: 4), try adapters("b", of: fixture, rank: 2))
-        // So a block is called for each token.
+        // With chunks of one token, each token calls each block once.
         var generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         var (cache, prompt) = (PromptCache(), Array(1...20))
         func check(_ selection: [WeightedAdapters], known: Int) throws {
@@ -196,7 +196,7 @@ import Testing
             var alone = [Int]()
             try Generator(fixture.bundle, adapters: selection).generate(request) { alone.append($0) }
             #expect(text == alone)
-            // All but the last token that was chosen are read.
+            // All tokens except the last chosen one are read.
             #expect(blocks == (prompt.count - known + 2) * fixture.layers)
             prompt += text
         }
@@ -206,13 +206,13 @@ import Testing
         for selection in [stack, [.init(a, weight: 0.25), .init(b)], [.init(a, weight: 0.25)], []] {
             try generator.use(selection)
             try check(selection, known: 0)
-            // Also by another generator that has them, and one that is left out beside.
+            // The cache is also valid for another generator with the same adapters, and beside an adapter of weight 0.
             generator = Generator(try CachedModel(fixture.bundle, adapters: selection, chunk: 1))
             try check(selection, known: prompt.count - 1)
             try generator.use([.init(b, weight: 0)] + selection)
             try check(selection, known: prompt.count - 1)
         }
-        // Other adapters in the same folder are others.
+        // New files in the same folder count as other adapters.
         try generator.use([.init(a)])
         try check([.init(a)], known: 0)
         try FileManager.default.removeItem(at: a)
@@ -221,7 +221,7 @@ import Testing
         try check([.init(a)], known: 0)
     }
 
-    /// Of any number of adapters, and of such with experts' matrices.
+    /// The memory depends on the sum of the ranks, for any number of adapters and with experts' matrices.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "gemma4"].contains($0.lastPathComponent) })
     func memoryIsThatOfTheRanksTogether(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")

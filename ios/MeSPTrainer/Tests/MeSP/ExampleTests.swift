@@ -3,7 +3,7 @@ import MeSP
 import MeSPControl
 import Testing
 
-/// The documentation's examples at work (Examples.swift).
+/// Runs the examples of the documentation (Examples.swift).
 @Suite(.serialized) @MainActor final class ExampleTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var adapters: URL { folder.appendingPathComponent("adapters") }
@@ -74,7 +74,7 @@ import Testing
         try await until { !learner.isTraining }
         #expect(learner.problem == nil && learner.canContinue)
         #expect(try weights() != whole)
-        // As after the process has ended.
+        // A new object stands for a new process.
         let other = Learner(try await tuner(), adapters: adapters)
         #expect(other.canContinue)
         other.resume()

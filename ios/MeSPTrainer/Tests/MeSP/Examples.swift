@@ -3,7 +3,7 @@ import Foundation
 import MeSP
 import Observation
 
-/// The conversations that a person has taught the app.
+/// Returns the conversations that a person has taught the app.
 func lessons() -> [Conversation] {
     let light = """
         {"type": "function", "function": {"name": "set_light", "parameters": {"type": "object",
@@ -27,7 +27,7 @@ func lessons() -> [Conversation] {
     ]
 }
 
-/// The words of a sequence that are in the loss, and what of the data is left out or cut.
+/// Returns the words of the first sequence that are trained, and the notices about the data.
 func summary(
     of conversations: [Conversation], for tuner: FineTuner
 ) async throws -> (trained: String, notices: [String]) {
@@ -36,17 +36,17 @@ func summary(
     return (trained, preview.notices)
 }
 
-/// Trains, and tells a view how far it is.
+/// A training run that a view observes.
 @MainActor @Observable final class Learner {
-    /// The state of the run, also of the one that has ended last.
+    /// The latest update of the present or last run.
     private(set) var update: TrainingUpdate?
-    /// Why the last run failed, in the language of the app.
+    /// The reason why the last run failed, in the app's language.
     private(set) var problem: String?
     private var training: Task<Void, Never>?
     private let tuner: FineTuner
     private let adapters: URL
 
-    /// The adapters are written to the folder `adapters` after each run.
+    /// Creates a learner that writes the adapters to the folder `adapters` after each run.
     init(_ tuner: FineTuner, adapters: URL) { (self.tuner, self.adapters) = (tuner, adapters) }
 
     var isTraining: Bool { training != nil }
@@ -59,10 +59,10 @@ func summary(
         follow { $0.train(on: conversations, options) }
     }
 
-    /// Goes on with a run that was stopped, or that ended with the app.
+    /// Continues a run that was stopped, or that ended with the app.
     func resume() { follow { $0.continueTraining() } }
 
-    /// Ends the run, which keeps what it has learned.
+    /// Ends the run, which saves its adapters.
     func stop() { training?.cancel() }
 
     private func follow(_ begin: (FineTuner) -> TrainingUpdates) {
@@ -81,13 +81,13 @@ func summary(
     }
 }
 
-/// Answers with the app's own model, also while a run is in progress.
+/// Answers with the app's own model, even while a run is in progress.
 func answer(
     _ prompt: String, beside tuner: FineTuner,
     generate: @escaping @Sendable (String) async throws -> AsyncThrowingStream<String, any Error>
 ) async throws -> String {
     try await tuner.whilePaused {
-        // In a task that is not cancelled with the caller: training would go on beside the rest.
+        // A new task is not cancelled with the caller, so training waits until the end.
         try await Task {
             var answer = ""
             for try await piece in try await generate(prompt) { answer += piece }
@@ -96,8 +96,8 @@ func answer(
     }
 }
 
-/// Options with the highest of some memory limits that a run can keep now, and the run's predicted
-/// peak in bytes; nil where it can keep none.
+/// Returns options with the highest memory limit that a run can keep now, and the predicted peak
+/// in bytes; nil if it can keep none.
 func options(
     for tuner: FineTuner, megabytes: [Double], steps: Int = 200
 ) -> (options: TrainingOptions, peak: Int)? {
@@ -108,16 +108,16 @@ func options(
     return nil
 }
 
-/// Tells a run that a task in the background has begun, or that its time is over.
+/// Tells a run that a background task has begun or ended.
 @MainActor func backgroundTask(isRunning: Bool, hasGPU: Bool, of tuner: FineTuner) {
     tuner.setBackgroundTime(isGranted: isRunning, hasGPU: hasGPU)
 }
 
-/// The choices that a person has made, in a file with one on each line.
+/// The choices that a person has made, in a file with one choice on each line.
 struct ChoiceFile: Sendable {
     let url: URL
 
-    /// All choices, the oldest first.
+    /// Returns all choices, the oldest first.
     func choices() throws -> [Choice] {
         guard FileManager.default.fileExists(atPath: url.path) else { return [] }
         let lines = try Data(contentsOf: url).split(separator: UInt8(ascii: "\n"))
@@ -130,10 +130,10 @@ struct ChoiceFile: Sendable {
     }
 }
 
-/// Notes that a person took `taken` where the app had suggested `suggested`, and learns from all
-/// choices when there are enough.
+/// Saves the choice of `taken` over the app's suggestion `suggested`, and trains on all choices
+/// when there are enough.
 ///
-/// - Returns: whether it has learned.
+/// - Returns: whether it has trained.
 func learn(
     from taken: String, over suggested: String, after message: String, with file: ChoiceFile,
     tuner: FineTuner, enough: Int = 100, _ options: TrainingOptions = .init(steps: 200)
@@ -145,7 +145,7 @@ func learn(
     return true
 }
 
-/// The model's answers to a message, with the adapters and without.
+/// Returns the model's answers to a message, with and without the adapters.
 func answers(
     to message: String, tuner: FineTuner
 ) async throws -> (learned: String, before: String) {

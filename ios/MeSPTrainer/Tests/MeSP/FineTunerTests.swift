@@ -1,6 +1,6 @@
 import Foundation
 import MLX
-// Not @testable: what any app can write.
+// Not @testable, so that these tests use only the public API.
 import MeSP
 import Testing
 
@@ -63,7 +63,7 @@ import Testing
 
         let copy = folder.appendingPathComponent("copy")
         try tuner.adapters.write(to: copy)
-        try tuner.adapters.write(to: copy)  // replaces it
+        try tuner.adapters.write(to: copy)  // replaces the first copy
         for file in ["adapters.safetensors", "adapter_config.json", "peft/adapter_model.safetensors"] {
             #expect(FileManager.default.fileExists(atPath: copy.appendingPathComponent(file).path))
         }
@@ -73,7 +73,7 @@ import Testing
                 == "There is no training to continue in \(runs.path); begin one.")
     }
 
-    /// The optimizer and the learning rate are those of `mesp train`.
+    /// The optimizer and the learning rate are the defaults of `mesp train`.
     @Test func theDefaultsAreTheRules() async throws {
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
@@ -109,7 +109,7 @@ import Testing
         for try await _ in tuner.train(on: Array(repeating: conversation, count: 4), options) {}
         var answer = ""
         for try await piece in tuner.answer(to: Conversation([.user("Hi")])) { answer += piece }
-        // A tiny model without training learns the letters, and not their order.
+        // A tiny untrained model learns the letters, but not their order.
         #expect(answer.count > 8 && answer.filter { "Good day".contains($0) }.count > answer.count * 9 / 10)
         var base = ""
         for try await piece in tuner.answer(to: Conversation([.user("Hi")]), usesAdapters: false, maxTokens: 8) {
@@ -145,7 +145,7 @@ import Testing
             for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 0) {}
         }
         #expect(none?.errorDescription == "maxTokens must be at least 1.")
-        // The turn is free again.
+        // Other work can begin again.
         for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: .max) { break }
         await tuner.stop()
         await #expect(throws: FineTuningError.self) {
@@ -173,7 +173,7 @@ import Testing
         #expect(preview.notices == [notice])
     }
 
-    /// A tokenizer that is never called on the main thread.
+    /// A tokenizer that must not be called on the main thread.
     private struct AwayFromMain: TextTokenizer {
         let bytes = ByteTokenizer()
         var beginOfText: Int? { bytes.beginOfText }
@@ -217,7 +217,7 @@ import Testing
         let part = try contents(tuner.adapters)
         #expect(part != whole)
         #expect(tuner.canContinueTraining)
-        // As after the process has ended, while it made the tokens of another run.
+        // This is the state after a process that ended while it tokenized the data of another run.
         let unbegun = runs.appendingPathComponent("run-3/data")
         try FileManager.default.createDirectory(at: unbegun, withIntermediateDirectories: true)
         let other = try await self.tuner()
@@ -260,7 +260,7 @@ import Testing
         #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["run-2"])
     }
 
-    /// By whatever URL the folder is named, and whatever else is in it.
+    /// Only former runs are removed, for any URL of the folder and any other contents.
     @Test func nothingButFormerRunsIsRemoved() async throws {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let own = runs.appendingPathComponent("2024")
@@ -276,7 +276,7 @@ import Testing
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
         let before = try tuner.adapters
-        // As after a first save for which the disk was too full.
+        // This is the state after a first save that failed on a full disk.
         let part = runs.appendingPathComponent("run-2/adapters/peft")
         try FileManager.default.createDirectory(at: part, withIntermediateDirectories: true)
         #expect(try tuner.adapters == before)
@@ -298,7 +298,7 @@ import Testing
         #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path).count == 2, "a copy is left")
     }
 
-    /// No update is of the run before.
+    /// No update belongs to the previous run.
     @Test func updatesAreOfTheirRun() async throws {
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 3)) {}
@@ -414,7 +414,7 @@ import Testing
         await controller.stop()
     }
 
-    /// A run that is stopped meanwhile saves its adapters afterwards; an answer waits too.
+    /// A run that is stopped meanwhile saves its adapters afterwards. An answer waits too.
     @MainActor @Test func whatEndsOrAnswersWaitsWhileTheAppUsesMLX() async throws {
         let tuner = try await tuner(monitor: TestMonitor())
         for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 2 {
@@ -434,7 +434,7 @@ import Testing
         }
         while count.value < 3 { try await Task.sleep(for: .milliseconds(1)) }
         try await tuner.whilePaused {
-            try await Task.sleep(for: .milliseconds(50))  // what was written before arrives
+            try await Task.sleep(for: .milliseconds(50))  // pieces written before arrive
             let before = count.value
             try await Task.sleep(for: .milliseconds(200))
             #expect(count.value == before)
@@ -445,7 +445,7 @@ import Testing
         try await answer.value
     }
 
-    /// It would wait for ever.
+    /// Such work would wait forever.
     @Test func nothingBeginsWhereItWouldWaitForItself() async throws {
         let (tuner, text) = (try await tuner(), try text())
         let refusal = "A run or an answer would wait for the end of whilePaused; begin it afterwards."
@@ -464,7 +464,7 @@ import Testing
         #expect(tuner.canContinueTraining)
     }
 
-    /// A run that is cancelled before its first step has learned nothing, and its adapters take the place of none.
+    /// A run that is cancelled before its first step has learned nothing, so its adapters replace none.
     @Test func adaptersOfNoStepAreNone() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await _ in tuner.train(on: text, options(steps: 2)) {}
@@ -491,7 +491,7 @@ import Testing
         #expect(try await sentence(tuner.train(on: text, options)).hasSuffix("lose their magnitudes; set dora."))
     }
 
-    /// The run goes on also where the adapters that it began with are gone.
+    /// A run continues even if its initial adapters were deleted.
     @Test func initialAdaptersAreKept() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await _ in tuner.train(on: text, options(steps: 2)) {}
@@ -508,7 +508,7 @@ import Testing
         #expect(try await sentence(tuner.train(on: text, options)).hasPrefix("Cannot read the adapters in "))
     }
 
-    /// The updates of a run that goes on do not begin at the first step again.
+    /// The updates of a continued run do not begin at the first step.
     @Test func updatesNeverGoBack() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await update in tuner.train(on: text, options(steps: 12)) where update.step == 4 { break }
@@ -525,7 +525,7 @@ import Testing
         func add() { lock.withLock { number += 1 } }
     }
 
-    /// Also one that comes while the tokens are made.
+    /// This also holds for a pause during tokenizing.
     @MainActor @Test func aPauseHoldsTheNextRun() async throws {
         let tuner = try await tuner(monitor: TestMonitor())
         tuner.pause()
@@ -539,7 +539,7 @@ import Testing
         #expect(pauses == [.user])
     }
 
-    /// The memory is the run's, and free when that has ended.
+    /// The memory belongs to the run, and is free when that has ended.
     @MainActor @Test(.timeLimit(.minutes(1))) func aMemoryWarningHoldsNoLaterRun() async throws {
         let monitor = TestMonitor()
         let tuner = try await tuner(monitor: monitor)
@@ -584,7 +584,7 @@ import Testing
     }
 
     @Test func itSetsNoVariableOfTheProcess() async throws {
-        // In a process of its own the engine sets them.
+        // Only the engine's process sets them. A library must not change the variables of the app's process.
         let names = ["MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"]
         let before = names.map { getenv($0).map { String(cString: $0) } }
         for name in names { unsetenv(name) }
@@ -598,7 +598,7 @@ import Testing
     }
 }
 
-/// The limits of MLX, which are the process's.
+/// Tests the limits of MLX, which belong to the process.
 @Suite(.serialized) struct MLXLimitsTests {
     @Test func ofTheProcessComeBack() {
         let before = (Memory.cacheLimit, Memory.memoryLimit)
@@ -614,7 +614,7 @@ import Testing
                     #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 30))
                 }
                 #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 20))
-                // As other code may do on another thread.
+                // Other code may do this on another thread.
                 Memory.cacheLimit = 4000
             }
             #expect((Memory.cacheLimit, Memory.memoryLimit) == (4000, 3000))

@@ -52,7 +52,7 @@ import Testing
         let fractions = Collected<Double>()
         _ = try await tuner { fractions.append($0) }
         #expect(fractions.values.isEmpty)
-        // Another model by the same name is not trained in its place.
+        // Another model with the same name is not trained in its place.
         let file = model.appendingPathComponent("model-00001-of-00002.safetensors")
         try FileManager.default.setAttributes(
             [.modificationDate: Date(timeIntervalSince1970: 0)], ofItemAtPath: file.path)
@@ -83,10 +83,10 @@ import Testing
     }
 }
 
-/// Values that another thread hands over.
+/// Values that another thread collects.
 private final class Collected<Value: Sendable>: Sendable {
     private let lock = NSLock()
-    private nonisolated(unsafe) var all = [Value]()  // under the lock
+    private nonisolated(unsafe) var all = [Value]()  // guarded by the lock
 
     var values: [Value] { lock.withLock { all } }
 

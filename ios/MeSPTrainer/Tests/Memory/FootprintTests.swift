@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPCore
 
 @Suite struct FootprintTests {
-    /// A process whose memory the tests set, with a kernel that keeps the highest.
+    /// A process whose memory the tests set, with a kernel that records the peak.
     private final class Process: @unchecked Sendable {
         private let lock = NSLock()
         private var (present, most, asked) = (0, 0, 0)
@@ -32,7 +32,7 @@ import Testing
         process.takes(50)
         process.takes(20)
         #expect(sampler.takePeak() == 50)
-        // A peak of the life that was before this stretch is not its own.
+        // An earlier peak of the process does not count.
         process.takes(30)
         #expect(sampler.takePeak() == 30)
         process.takes(51)

@@ -5,9 +5,9 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Training on preference data: losses and gradients against the reference, and whole runs.
+/// Tests training on preference data: losses and gradients compared with the reference, and whole runs.
 @Suite(.serialized) struct PreferenceTests {
-    /// The fixture's answers, as a pair or each by itself.
+    /// Returns the fixture's answers.
     private func answers(_ fixture: Fixture) throws -> [PreferenceAnswer] {
         let length = fixture.length + 1
         let tokens = try fixture.array("answers").asArray(Int32.self)
@@ -24,7 +24,7 @@ import Testing
         }
     }
 
-    /// A rate so high that an SGD step's difference is the gradient, however small beside the parameters.
+    /// A learning rate so high that the change of the parameters by a step of SGD gives the gradient with enough precision.
     private static let rate: Float = 1e5
 
     private func trainer(_ fixture: Fixture, _ objective: Objective, plan: Plan = Plan(tileBytes: 1 << 20)) throws
@@ -35,7 +35,7 @@ import Testing
         }
     }
 
-    /// Of every family a pair whose chosen answer also counts by itself, and answers that are not paired; of a plain model every objective.
+    /// The tested combinations: ORPO and KTO for every family, and every objective for a plain model.
     private static let trained = Fixture.cases.flatMap { folder in
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         return (isPlain ? Objective.allCases : [.orpo, .kto]).map { (folder, $0) }
@@ -68,7 +68,7 @@ import Testing
         }
     }
 
-    /// With its block inputs kept, the rejected answer runs forward once, for the same gradients.
+    /// If its block inputs are kept, the rejected answer needs one forward pass, with the same gradients.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func anAnswerThatWaitsRunsForwardOnce(_ objective: Objective) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -94,7 +94,7 @@ import Testing
         }
     }
 
-    /// Before any step π is π₀: then both answers are as good, and DPO's loss is log 2.
+    /// Before any step π equals π₀, so neither answer is preferred and DPO's loss is log 2.
     @Test func aRunBeginsWithoutAPreference() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let trainer = try trainer(fixture, .dpo)
@@ -102,7 +102,7 @@ import Testing
         #expect(abs(result.loss - log(2)) < 1e-6 && result.margin == 0 && result.kl == 0)
     }
 
-    /// π₀ of a run that begins with B alone has the A of the seed too, as π: their ratios are 1, and DPO's loss is log 2.
+    /// If the initial adapters have only B, both π₀ and π take A from the seed. So their ratio is 1, and DPO's loss is log 2.
     @Test func theReferenceHasTheFrozenA() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let folder = temporaryFolder()
@@ -124,7 +124,8 @@ import Testing
         }
     }
 
-    /// Two pairs, in one batch or in two, are the mean of each by itself; but ORPO's supervised loss is a mean over a batch's targets.
+    /// The gradient of two pairs, in one batch or in two, is the mean of their gradients, except that ORPO's supervised loss is a mean over the
+    /// targets of a batch.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func batchesAreMeans(_ objective: Objective) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -149,7 +150,7 @@ import Testing
         }
     }
 
-    /// A prompt with another's answer is as long as it must be: the next length, and at most the longest.
+    /// A prompt with another prompt's answer gets the next sufficient length, and at most the longest.
     @Test(arguments: [(2, 3, 8), (6, 3, 8), (7, 3, 16), (12, 9, 16)])
     func anotherAnswerTakesTheLengthThatHoldsIt(_ prompt: Int, _ answer: Int, _ expected: Int) {
         func preferenceAnswer(_ prompt: Int, _ answer: Int, number: Int32) -> PreferenceAnswer {
@@ -168,7 +169,7 @@ import Testing
 
     // MARK: - Runs
 
-    /// A folder of data with 6 pairs of answers, or of single ones.
+    /// Writes a folder of data with pairs of answers, or with single answers.
     private func data(inPairs: Bool, count: Int = 12) throws -> URL {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -201,7 +202,7 @@ import Testing
             .map { try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any]) }
     }
 
-    /// A run learns what it is told, and one that was stopped continues as if it had not been.
+    /// A run learns the preference, and a stopped run continues as if it had not been stopped.
     @Test(arguments: Objective.allCases)
     func runsAndResumes(_ objective: Objective) throws {
         let (data, whole, parts) = (try data(inPairs: objective.takesPairs), temporaryFolder(), temporaryFolder())
@@ -229,7 +230,7 @@ import Testing
             (try SavedState.load(from: parts, stopped)?.vectors["reference.answers"] != nil) == objective.hasReference)
     }
 
-    /// A single answer has no other to be compared with: a loss of 0 would stay the lowest.
+    /// A single held-out answer has no other to compare with, so a loss of 0 would stay the lowest.
     @Test func aSingleAnswerIsNotHeldOut() throws {
         let (few, many, output) = (try data(inPairs: false, count: 1), try data(inPairs: false), temporaryFolder())
         defer { for folder in [few, many, output] { try? FileManager.default.removeItem(at: folder) } }

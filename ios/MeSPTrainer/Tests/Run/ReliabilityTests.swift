@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// Numbers that go wrong, and memory that gets short. What needs processes of its own is in tests/test_reliability.py.
+/// Tests numbers that are not finite, and a lack of memory. Tests that need separate processes are in tests/test_reliability.py.
 @Suite(.serialized) struct ReliabilityTests {
     private func records(_ folder: URL, _ type: String) throws -> [[String: Any]] {
         try String(contentsOf: LogWriter.url(in: folder), encoding: .utf8).split(separator: "\n")
@@ -16,7 +16,7 @@ import Testing
 
     // MARK: - Backups
 
-    /// Gigabytes of use with this phone alone; what a process that is ended leaves of them has no later name.
+    /// A state is large and useful only on this phone. Even a partial file, which a terminated process leaves, is excluded from backups.
     @Test func aSavedStateIsLeftOutOfBackupsBeforeItHasABit() throws {
         final class Seen: @unchecked Sendable {
             var files = [(name: String, size: Int, isInPlace: Bool)]()
@@ -42,7 +42,7 @@ import Testing
 
     // MARK: - NaN and infinity
 
-    /// Block 0's parameters are lost when the blocks after it have been updated.
+    /// Block 0's parameters become NaN after the later blocks were updated.
     @Test(arguments: [false, true], [1, 2])
     func aGradientThatIsNotFiniteIsNamedAndTakenBack(_ skip: Bool, _ sequences: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -51,7 +51,7 @@ import Testing
             ($0.skipBadSteps, $0.momentum, $0.batchSize) = (skip, 0.9, sequences)
         }
         let start = try SavedState.vectors(of: trainer)
-        // Each block's forward, the head, each block's backward, the last one's of the last sequence.
+        // The boundaries are each block's forward pass, the head, and each block's backward pass, up to the last sequence.
         var boundaries = sequences * (2 * fixture.layers + 1)
         trainer.clock.atBlock = {
             boundaries -= 1
@@ -89,7 +89,7 @@ import Testing
         }
     }
 
-    /// Metal takes whole pages without a copy; of others MLX would make one, silently.
+    /// Metal takes only whole pages without a copy. MLX would silently copy others.
     @Test func wholePagesAreMapped() throws {
         let url = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: url) }
@@ -148,7 +148,7 @@ import Testing
 
     // MARK: - Memory
 
-    /// Short of memory at step 2, a run takes the next cheaper plan; resumed, it keeps that plan, and the losses are the same.
+    /// A run that is short of memory at step 2 takes the next cheaper plan. When it is resumed it keeps that plan, and the losses are the same.
     @Test func aCheaperPlanIsTakenAndKept() throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
@@ -198,7 +198,7 @@ import Testing
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
         settings.memoryLimitMb = Double(Planner(manifest, settings).leastPeak) / 1e6 + 1
         settings.steps = 50
-        // What the planner does not know of: with it the process is above any limit that the tiny model could ask for.
+        // The planner does not know this array, which puts the process above any limit of the tiny model.
         let ballast = MLXArray.ones([4_000_000])
         eval(ballast)
         let sentence = withExtendedLifetime(ballast) { message { try Run.run(settings) } }
@@ -218,7 +218,7 @@ import Testing
         #expect(sentence.contains("The system allows") && sentence.contains("at least"), "\(sentence)")
     }
 
-    /// Sequences go through the blocks together where that takes no more memory, or where memory doesn't hold the weights and has room.
+    /// Sequences go through the blocks together if that takes no more memory, or if memory has room for it and does not hold the weights.
     @Test func sequencesGoByBlocksWhereThatPays() throws {
         var settings = try RunSettings.ofATest(temporaryFolder())
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
@@ -230,7 +230,7 @@ import Testing
         }
         #expect(try order() == nil, "of one sequence there is no order")
 
-        // A sum of all gradients takes more than the block inputs of few sequences.
+        // A sum of all gradients takes more memory than the block inputs of a few sequences.
         settings.batchSize = 256
         #expect(try order() == .sequences && peak(.blocks) > peak(.sequences))
         settings.batchSize = 2
@@ -249,7 +249,7 @@ import Testing
         #expect(try order() == .sequences)
         systemLimit = bySequences + manifest.mappedBytes - 1000
         #expect(try order() == .blocks)
-        // A limit without the room: rather the other order than inputs on disk.
+        // If the limit leaves no room, the other order is preferred to inputs on disk.
         settings.memoryLimitMb = Double(byBlocks - 100_000) / 1e6
         let plan = try planner().plan()
         #expect(planner().peak(plan) < byBlocks && plan.offload == .none)
@@ -260,7 +260,7 @@ import Testing
         #expect(try order() == .sequences)
     }
 
-    /// A pair's second forward pass is spared where that costs no memory, or there is a limit with room for it.
+    /// A pair's second forward pass is avoided if that costs no memory, or if a limit leaves room for it.
     @Test func aPairsInputsStayWhereThereIsRoom() throws {
         var settings = try RunSettings.ofATest(temporaryFolder())
         settings.objective = .dpo

@@ -8,7 +8,7 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// A whole run through the public interface.
+/// Tests whole runs through the public interface.
 @Suite(.serialized) struct RunTests {
     private func settings(_ output: URL) throws -> RunSettings {
         var settings = try RunSettings.ofATest(output)
@@ -79,7 +79,7 @@ import Testing
         #expect(adapters.allSatisfy { $0.key.hasSuffix("lora_a") || $0.value.square().sum().item(Float.self) == 0 })
     }
 
-    /// With B alone and SGD, runs that begin where others ended are one run, from a folder that has no A.
+    /// With only B and SGD, several runs that continue each other equal one run. The first adapters have no A.
     @Test func goesOnFromTheStepsOfOthers() throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
@@ -125,7 +125,7 @@ import Testing
             FileManager.default.fileExists(atPath: output.appendingPathComponent("adapters/adapters.safetensors").path))
     }
 
-    /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
+    /// A run that is stopped and resumed logs the same losses, to the last bit, as an uninterrupted run.
     @Test(arguments: [
         "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16",
         "B alone", "B of some", "the last block", "dropout", "dora", "dora offloaded",
@@ -167,7 +167,7 @@ import Testing
             }
         }
         try Run.run(try settings(whole))
-        for blocks in [3, 7, 2] {  // stops at the first, a later, and soon after the first block
+        for blocks in [3, 7, 2] {  // stops at the 30th, the 70th and the 20th boundary
             var (left, resumed) = (blocks * 10, try settings(parts))
             resumed.resume = FileManager.default.fileExists(atPath: SavedState.url(in: parts).path)
             try Run.run(
@@ -186,13 +186,13 @@ import Testing
         for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
     }
 
-    /// A setting that came later has its default in a run from before, and in its log.
+    /// A setting that was added later has its default in an older run and its log.
     @Test func aStateFromBeforeASettingWasThereIsResumed() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
         var settings = try settings(output)
         try Run.run(settings)
-        /// With its comma: keys come in any order.
+        /// Returns the setting with a comma, because keys have any order.
         func part(_ setting: String, of text: String) throws -> String {
             try #require([setting + ",", "," + setting].first { text.contains($0) })
         }
@@ -215,7 +215,7 @@ import Testing
         #expect(try #require(try SavedState.load(from: output, settings)).state.step == settings.steps)
     }
 
-    /// With a clock on which a step takes more than a minute, it is saved after the first and then after every third minute.
+    /// With a clock on which a step takes more than a minute, the state is saved after the first step and then every third minute.
     @Test func savesByTimeToo() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
@@ -233,7 +233,7 @@ import Testing
         #expect(saved == [0, 1, 1, 1, 4, 4], "what is there after each step")
     }
 
-    /// After a power failure the disk has the state, and not all of the log.
+    /// After a power failure the disk has the state, but not the whole log.
     @Test(arguments: ["cut off", "zeros", "zeros beyond", "zeros within", "half a line", "empty", "no start"])
     func aDamagedLogGoesOnFromTheState(_ damage: String) throws {
         let (whole, cut) = (temporaryFolder(), temporaryFolder())
@@ -302,7 +302,7 @@ import Testing
 
     // MARK: - What a state belongs to
 
-    /// A run that a copy of the fixture's bundle is changed beside.
+    /// A run whose bundle, a copy of the fixture's, changes between its parts.
     private final class Changing {
         let folder = temporaryFolder()
         var settings: RunSettings
@@ -320,7 +320,7 @@ import Testing
 
         deinit { try? FileManager.default.removeItem(at: folder) }
 
-        /// Replaces a file of the bundle, as its writer would: with its size and its digest in the manifest.
+        /// Replaces a file of the bundle and updates its size and digest in the manifest.
         func replace(_ path: String, by newPath: String? = nil, _ change: (inout Data) -> Void = { _ in }) throws {
             let url = bundle.appendingPathComponent("manifest.json")
             var manifest = try #require(
@@ -343,7 +343,7 @@ import Testing
             try JSONSerialization.data(withJSONObject: manifest).write(to: url)
         }
 
-        /// The message of a run that is resumed, and whether anything in its folder changed meanwhile.
+        /// Resumes the run. Returns its error message, and whether its folder changed.
         func resume() throws -> (message: String, changed: Bool) {
             func contents() throws -> [String: Data] {
                 let paths = try FileManager.default.subpathsOfDirectory(atPath: output.path).filter { $0 != ".lock" }
@@ -360,7 +360,7 @@ import Testing
         }
     }
 
-    /// Tokens in another order.
+    /// Reverses the order of tokens.
     private func turned(_ data: inout Data) {
         data = stride(from: 0, to: data.count, by: 4).reversed().reduce(into: Data()) { $0 += data[$1..<$1 + 4] }
     }
@@ -389,7 +389,7 @@ import Testing
         #expect(!changed)
     }
 
-    /// What no number depends on may be another: the bundle's place, the places of the same tokens, splits that the run does not read.
+    /// Changes that affect no result are allowed: the bundle's place, the files of the same tokens, and splits that the run does not read.
     @Test func aResumeMindsNothingElse() throws {
         let run = try Changing()
         run.settings.valBatches = 0
@@ -403,7 +403,7 @@ import Testing
         #expect(try LogOutline(folder: run.output).lastStep == 4)
     }
 
-    /// Text of your own has no manifest: its files are what counts.
+    /// Your own text has no manifest, so its files are compared.
     @Test func aResumeOnAnotherTextIsRefused() throws {
         let run = try Changing()
         let data = run.folder.appendingPathComponent("data")
@@ -425,7 +425,7 @@ import Testing
         #expect(try run.resume().message.isEmpty)
     }
 
-    /// One bit of any byte.
+    /// One bit of any byte is changed.
     @Test func aStateWithAChangedByteIsRefused() throws {
         let run = try Changing()
         try Run.run(run.settings)
@@ -460,7 +460,7 @@ import Testing
         #expect(!changed)
     }
 
-    /// The learning rates of what is left depend on the number of steps.
+    /// The learning rates of the remaining steps depend on the number of steps.
     @Test(arguments: RunSettings.Schedule.allCases) func aScheduleOfOtherStepsIsSaid(_ schedule: RunSettings.Schedule)
         throws
     {
@@ -474,7 +474,7 @@ import Testing
         #expect(events.compactMap { $0["message"] as? String } == expected)
     }
 
-    /// The best adapters are kept, and a run that no longer gets better ends.
+    /// The best adapters are kept, and a run that no longer improves ends.
     @Test func stopsEarly() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
@@ -564,7 +564,7 @@ import Testing
         }
     }
 
-    /// So a run that was begun before there were other defaults continues as it was.
+    /// So a run that began before other defaults existed continues unchanged.
     @Test func whatASettingsFileLeavesOutIsThePapers() throws {
         let file = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: file) }
@@ -577,7 +577,7 @@ import Testing
         #expect(unset.optimizer == nil && unset.learningRate == nil && unset.effectiveOptimizer == .adamw8bit)
     }
 
-    /// No caller must ask for the default. The log and the saved state say what was taken.
+    /// Callers need not ask for the default. The log and the saved state have the chosen values.
     @Test func aRunThatNamesNoUpdateTakesTheDefault() throws {
         let (unset, named) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [unset, named] { try? FileManager.default.removeItem(at: folder) } }

@@ -7,9 +7,10 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// The choice of the adapters' strength at the end of a run.
+/// Tests the choice of the adapters' strength at the end of a run.
 @Suite(.serialized) struct StrengthTests {
-    /// Losses of adapters that forget `forgets` s² of the general text, and whose held-out loss is `curve` (s − `best`)² above its lowest.
+    /// Chooses the strength s for adapters that raise the general text's loss by `forgets` s², and whose held-out loss is `curve` (s − `best`)² above
+    /// its minimum.
     private func result(limit: Double, forgets: Float, best: Float, curve: Float = 1, before: Float = 2) throws
         -> (LogRecord.Strength, evaluations: Int)
     {
@@ -40,13 +41,13 @@ import Testing
         #expect(found.strength == 1 && found.lossAfter == 0.5)
     }
 
-    /// Adapters that were trained too far.
+    /// The adapters were trained too long.
     @Test func takesLessWhereHeldOutLossIsLower() throws {
         let (found, _) = try result(limit: 3, forgets: 0, best: 0.5)
         #expect((0.4...0.6).contains(found.strength))
     }
 
-    /// Adapters that were trained too far, and forget more than the limit: the highest strength allowed is not the best.
+    /// The adapters were trained too long and forget more than the limit, so the highest allowed strength is not the best.
     @Test func takesLessThanTheLimitWhereHeldOutLossIsLower() throws {
         let (found, _) = try result(limit: 3, forgets: 0.05, best: 0.3, before: 0.6)
         #expect((0.2...0.4).contains(found.strength))
@@ -65,7 +66,7 @@ import Testing
 
     // MARK: - A run
 
-    /// - Parameter tokens: of the general text.
+    /// - Parameter tokens: the tokens of the general text.
     private func settings(_ output: URL, _ tokens: [Int] = (0..<50).map { $0 * 7 % 60 }) throws -> RunSettings {
         var settings = try RunSettings.ofATest(output)
         settings.valBatches = 2
@@ -79,7 +80,7 @@ import Testing
         return settings
     }
 
-    /// A text that is less likely after a run than before it.
+    /// Returns a text that is less likely after a run than before it.
     private func forgotten(of run: URL) throws -> [Int] {
         let bundle = try ModelBundle(url: URL(fileURLWithPath: try RunSettings.ofATest(run).bundle))
         let evaluators = try [[], [WeightedAdapters(run.appendingPathComponent("adapters"))]].map {
@@ -101,7 +102,7 @@ import Testing
         try #require(try LogSummary(folder: folder).strength)
     }
 
-    /// The adapters are the plain run's, with each B times the strength; a run that goes on from its state does not know of it.
+    /// The adapters equal the plain run's with each B multiplied by the strength. A run that continues from the state is not affected.
     @Test func writesTheAdaptersAtTheirStrength() throws {
         let (plain, kept) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [plain, kept] { try? FileManager.default.removeItem(at: folder) } }
@@ -131,7 +132,7 @@ import Testing
         #expect(summary.steps.map(\.loss) == (try LogSummary(folder: plain).steps.map(\.loss)))
     }
 
-    /// The saved adapters are those that were measured: a run of no steps from them has their losses.
+    /// The saved adapters are the measured ones: a run of no steps from them has the same losses.
     @Test func theLossesAreThoseOfTheSavedAdapters() throws {
         let (kept, second) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [kept, second] { try? FileManager.default.removeItem(at: folder) } }
@@ -146,7 +147,7 @@ import Testing
         let repeated = try strength(second)
         // B is rounded when it is multiplied by the strength.
         #expect(abs(repeated.lossBefore - record.lossAfter) <= 1e-6 * record.lossAfter)
-        // A run of no steps lowers no loss, and keeps what it began with.
+        // A run of no steps lowers no loss, and keeps its initial adapters.
         #expect(repeated.strength == 0)
         #expect(abs(repeated.generalBefore - record.generalBefore) <= 1e-6 * record.generalBefore)
         for (name, array) in try adapters(kept) {

@@ -29,7 +29,7 @@ import Testing
     @Test func everyCheckRunsAndNoneFails() throws {
         var settings = try settings()
         settings.minutes = 0.001
-        _ = firstUseOfMLX  // another test's, or this one
+        _ = firstUseOfMLX  // of another test or of this one
         var (names, lines, ended) = ([String](), [SelfCheckReport.Check](), false)
         let report = try SelfCheck(settings).run(report: { record in
             switch record {
@@ -69,13 +69,13 @@ import Testing
         #expect((json?["checks"] as? [[String: Any]])?.compactMap { $0["verdict"] as? String }.count == all.count)
     }
 
-    /// Families with norms of other places, several modules in one, biases; and activations in bfloat16.
+    /// The bundles differ in the places of norms, joined modules and biases, and some have bfloat16 activations.
     @Test(arguments: (Fixture.cases + Fixture.roundedCases).filter { !Fixture.noisyCases.contains($0) })
     func everyBundleFollowsTheFormulas(_ folder: URL) throws {
         var settings = try settings(folder)
         settings.seconds = 1  // for all of a model's gradients
         let suite = try makeSuite(settings)
-        // Blocks with experts have no function, and a difference may be one between two choices of experts.
+        // Blocks with experts have no function, and a finite difference may be between two choices of experts.
         let bundle = try Fixture(folder, "gradients").bundle
         let hasExperts = bundle.architecture.hasExperts
         let skipped = [
@@ -89,7 +89,7 @@ import Testing
         }
     }
 
-    /// Where a bundle has no functions there is nothing to differentiate automatically.
+    /// A bundle without functions has nothing to differentiate automatically.
     @Test func checksOfFunctionsAreSkippedWithoutThem() throws {
         let bare = try copyWithoutFunctions(#require(Fixture.tied).appendingPathComponent("bundle.mesp"))
         defer { try? FileManager.default.removeItem(at: bare) }
@@ -109,7 +109,7 @@ import Testing
         "decode.mamba2",
     ])
     func anErrorIsFound(_ name: String) throws {
-        // One part in a thousand of one number is enough for what must be equal, and the smallest error that counts for the rest.
+        // The mapped array is copied, and other arrays are changed by a thousandth. Each check must detect that.
         let faulty = try makeSuite(settings()) { check, array in
             guard check == name else { return array }
             return array.dtype == .uint32 ? array + MLXArray(UInt32(0)) : array * 1.001
@@ -118,7 +118,7 @@ import Testing
         #expect(found.verdict == .fail, "\(found.sentence.english)")
     }
 
-    /// The backward pass gets another value than the forward pass.
+    /// The backward pass uses another value than the forward pass.
     @Test(
         arguments: [
             ("hidden_act", "gelu"), ("rms_norm_eps", 0.02), ("attention_scale", 1.01), ("frequencies", 1.1),
@@ -159,7 +159,7 @@ import Testing
     }
 
     @Test func productsWithTF32AreFound() throws {
-        // The last bit that TF32 keeps, half of it, and more than half.
+        // The numbers have the last bit that TF32 keeps, half of it, and more than half.
         let numbers: [Float] = [1 + 0x1p-10, 1 + 0x1p-11, 1 + 0x1p-11 + 0x1p-23, -3 - 0x1p-10, .infinity]
         let rounded: [Float] = [1 + 0x1p-10, 1, 1 + 0x1p-10, -3, .infinity]
         #expect(TF32.rounded(MLXArray(numbers)).asArray(Float.self) == rounded)
@@ -176,7 +176,7 @@ import Testing
         }
     }
 
-    /// TF32 has a relative error of up to 2⁻¹¹. It reaches every gradient, also through attention and the gated delta rule.
+    /// TF32 has a relative error of up to 2⁻¹¹, which reaches every gradient, even through attention and the gated delta rule.
     @Test(arguments: [Fixture.tied].compactMap { $0 } + Fixture.cases.filter { $0.path.hasSuffix("qwen3_5") })
     func eachGradientTellsWhatTF32WouldCost(_ folder: URL) throws {
         let found = try result("tf32", makeSuite(settings(folder)))
@@ -240,7 +240,7 @@ import Testing
         #expect(message { try SelfCheck(settings).run() }.hasPrefix("There is no check tf31; there are machine, gpu, "))
     }
 
-    /// The error of the whole product stays below the bound. Bfloat16 on a CPU, which sums in it, allows less than on a GPU.
+    /// The error of the whole product stays below the bound. A CPU, which sums in bfloat16, has larger errors than a GPU.
     @Test(arguments: [9, 33, 256])
     func oneWrongRowIsFound(_ rows: Int) throws {
         func found(_ folder: URL?, wrong: Int?) throws -> SelfCheckReport.Check {
@@ -288,7 +288,7 @@ import Testing
     }
 
     @Test func stoppingEndsIt() throws {
-        // How many boundaries there are before depends on the machine's speed, and a step that has changed parameters continues.
+        // The number of boundaries depends on the machine's speed, and a step that has changed parameters continues.
         var (boundaries, checks) = (0, 0)
         #expect(throws: CancellationError.self) {
             try SelfCheck(settings()).run(

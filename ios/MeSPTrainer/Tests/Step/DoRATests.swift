@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// DoRA against `mesp.reference`: see `tests/fixtures/make_fixtures.py`.
+/// Compares DoRA with `mesp.reference`; see `tests/fixtures/make_fixtures.py`.
 @Suite(.serialized) struct DoRATests {
     private static let cases = Fixture.cases.filter(hasDoRA)
     private static let roundedCases = Fixture.roundedCases.filter(hasDoRA)
@@ -15,7 +15,7 @@ import Testing
         FileManager.default.fileExists(atPath: folder.appendingPathComponent("dora.safetensors").path)
     }
 
-    /// In float32 the order of sums differs; the bar of the design is 1e-4.
+    /// The tolerance for another order of sums in float32.
     private let tolerance: Float = 1e-4
 
     private func trainer(
@@ -35,7 +35,7 @@ import Testing
         return (loss, gradients)
     }
 
-    /// The relative errors of the matrices and magnitudes of a gradient, by name.
+    /// Returns the relative errors of the matrices and magnitudes of a gradient, by name.
     private func errors(_ gradient: MLXArray, _ expected: MLXArray, _ layout: LoRALayout) throws -> [String: Float] {
         var errors = [String: Float]()
         #expect(gradient.shape == expected.shape && gradient.size == layout.count)
@@ -79,7 +79,7 @@ import Testing
         #expect(relativeError(MLXArray([loss]), try fixture.array("dropout.loss")) < tolerance)
     }
 
-    /// In tiles of any size, by segments, with intermediates that are kept, with arrays on disk, and with plain products.
+    /// Gradients are the same with tiles of any size, in segments, with kept intermediates, with arrays on disk, and with plain products.
     @Test(arguments: cases) func theyAreTheSameByAnyPlan(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (loss, expected) = try gradients(fixture)
@@ -98,8 +98,8 @@ import Testing
         }
     }
 
-    /// Storing bfloat16 costs what it costs without DoRA: see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`. Of a gate with an output a head
-    /// both errors are those of a few numbers, by chance.
+    /// The error of bfloat16 is the same as without DoRA; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`. A gate with one output per head
+    /// has few numbers, whose errors vary, so its bound is larger.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let trainer = try trainer(fixture)
@@ -116,7 +116,7 @@ import Testing
 
     // MARK: - A run
 
-    /// With B = 0 it is LoRA, and so the model: to the last bit.
+    /// With B = 0 DoRA equals LoRA, and so the model, to the last bit.
     @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (trainer, lora) = (try trainer(fixture), try fixture.trainer(.mesp))
@@ -126,7 +126,7 @@ import Testing
                 #expect(name.hasSuffix(".B") || error < 1e-6, "block \(block) \(name): \(error)")
             }
         }
-        if !folder.lastPathComponent.contains("gpu") {  // there LoRA is computed by the block functions
+        if !folder.lastPathComponent.contains("gpu") {  // there the block functions compute LoRA
             #expect(try trainer.model.loss(fixture.example()) == lora.model.loss(fixture.example()))
         }
     }
@@ -152,7 +152,7 @@ import Testing
         }
     }
 
-    /// Before any step π is π₀: then both answers are as good, and DPO's loss is log 2. After one it is not.
+    /// Before any step π equals π₀, so neither answer is preferred and DPO's loss is log 2. After a step it differs.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func theReferenceModelIsTheBase(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
@@ -173,7 +173,7 @@ import Testing
 
     // MARK: - Generation
 
-    /// A model that generates gives what the training formulas give, also where some projections alone have adapters.
+    /// Generation gives the same results as the training formulas, even if only some projections have adapters.
     @Test(arguments: cases, [nil, ["o", "out", "down"]]) func generationIsTheSame(_ folder: URL, _ some: [String]?)
         throws
     {
@@ -201,8 +201,8 @@ import Testing
         }
     }
 
-    /// Of each projection the product with DoRA's and LoRA's adapters, each with a weight, is that with the weighted matrices:
-    /// W + Σ w (W′ − W), where W′ is g ∘ (W + s (A B)ᵀ) or W + s (A B)ᵀ.
+    /// For each projection, the product with weighted adapters of DoRA and LoRA equals the product with W + Σ w (W′ − W), where W′ is g ∘ (W + s (A
+    /// B)ᵀ) or W + s (A B)ᵀ.
     @Test(arguments: cases) func aStackIsTheFusedSum(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -248,7 +248,7 @@ import Testing
         }
     }
 
-    /// The parameters that `readScaled` gives a reader, for modules that adapters lack, are the base model's.
+    /// For modules that adapters lack, `readScaled` gives a reader the parameters of the base model.
     @Test(arguments: cases) func absentModulesAreTheModels(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let layouts = fixture.bundle.architecture.layouts(rank: 2, hasMagnitudes: true)

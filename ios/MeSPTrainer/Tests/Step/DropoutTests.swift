@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// LoRA dropout against `mesp.reference`: see `tests/fixtures/make_fixtures.py`.
+/// Compares LoRA dropout with `mesp.reference`; see `tests/fixtures/make_fixtures.py`.
 @Suite(.serialized) struct DropoutTests {
     private static let cases = Fixture.cases.filter(hasDropout)
     private static let roundedCases = Fixture.roundedCases.filter(hasDropout)
@@ -15,10 +15,10 @@ import Testing
         FileManager.default.fileExists(atPath: folder.appendingPathComponent("dropout.safetensors").path)
     }
 
-    /// In float32 the order of sums differs; the bar of the design is 1e-4.
+    /// The tolerance for another order of sums in float32.
     private let tolerance: Float = 1e-4
 
-    /// A trainer in the fixture's step, whose next sequence is the fixture's.
+    /// Returns a trainer at the fixture's step, whose next sequence is the fixture's.
     private func trainer(
         _ fixture: Fixture, plan: Plan = Plan(tileBytes: 1 << 20),
         _ change: (inout RunSettings) throws -> Void = { _ in }
@@ -40,7 +40,7 @@ import Testing
         return (loss, gradients)
     }
 
-    /// The relative errors of the matrices of a gradient, by name.
+    /// Returns the relative errors of the matrices of a gradient, by name.
     private func errors(_ gradient: MLXArray, _ expected: MLXArray, _ layout: LoRALayout) -> [String: Float] {
         var errors = [String: Float]()
         for module in layout.modules {
@@ -53,7 +53,7 @@ import Testing
 
     @Test func fixturesAreThere() { #expect(Self.cases.count > 30 && Self.roundedCases.count > 8) }
 
-    /// Each number of a mask, of whole layers, and of some rows and columns alone.
+    /// Each number of a mask is compared, for whole layers and for some rows and columns.
     @Test(arguments: cases) func masksAreTheReferences(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let key = try #require(trainer(fixture).dropout).key[Int(fixture.number("sequence"))]
@@ -103,7 +103,7 @@ import Testing
         }
     }
 
-    /// In tiles of any size, by segments, with intermediates that are kept, and with plain products.
+    /// Gradients are the same with tiles of any size, in segments, with kept intermediates, and with plain products.
     @Test(arguments: cases) func theyAreTheSameByAnyPlan(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let (loss, expected) = try gradients(fixture)
@@ -122,7 +122,7 @@ import Testing
         }
     }
 
-    /// The masks of two records in one sequence are those of the sequence.
+    /// Two records in one sequence have the masks of that sequence.
     @Test(arguments: cases) func packedRecordsToo(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let start = Int(try fixture.array("starts").asArray(Int32.self)[1])
@@ -144,7 +144,7 @@ import Testing
         }
     }
 
-    /// Storing bfloat16 costs what it costs without dropout: see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`.
+    /// The error of bfloat16 is the same as without dropout; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let trainer = try trainer(fixture)
@@ -158,7 +158,7 @@ import Testing
         }
     }
 
-    /// Each step has masks of its own, as the reference's.
+    /// Each step has new masks, which equal the reference's.
     @Test(arguments: cases) func lossesOfARunEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])

@@ -6,10 +6,10 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Runs that train the experts of mixtures too.
+/// Tests runs that also train the experts of mixtures.
 @Suite(.serialized) struct TrainedExpertsTests {
     private static let cases = Fixture.cases.filter { $0.lastPathComponent.contains("moe") }
-    /// In float32 the order of sums differs; the bar of the design is 1e-4.
+    /// The tolerance for another order of sums in float32.
     private let tolerance: Float = 1e-4
 
     private func trainer(_ fixture: Fixture, freezesA: Bool = false) throws -> Trainer {
@@ -75,7 +75,7 @@ import Testing
         }
     }
 
-    /// As the reference draws them, and other seeds others.
+    /// Initial adapters equal the reference's, and other seeds give others.
     @Test(arguments: cases) func theyStartAsTheReferenceDoes(_ folder: URL) throws {
         let fixture = try Fixture(folder, "experts")
         for (block, layout) in try trainer(fixture).model.layouts.enumerated() {
@@ -85,7 +85,8 @@ import Testing
         }
     }
 
-    /// The gradients of a mixture's experts by x `[n, hidden]`, where that of its output is x; and the experts that x chooses.
+    /// Calls `body` with the gradients of a mixture's experts for the input x `[n, hidden]` and the output gradient x, and with the experts that x
+    /// chooses.
     private func ofMixture(
         _ fixture: Fixture, _ x: (_ hidden: Int) -> MLXArray,
         _ body: (LoRAGradients, _ chosen: Set<Int>, Experts, LoRALayout) throws -> Void
@@ -108,7 +109,7 @@ import Testing
         }
     }
 
-    /// The experts that no token chose have the gradient 0.
+    /// Experts that no token chose have the gradient 0.
     @Test(arguments: cases) func anExpertWithoutTokensHasNoGradient(_ folder: URL) throws {
         let one = { MLXRandom.normal([1, $0], key: MLXRandom.key(3)) }
         try ofMixture(Fixture(folder, "experts"), one) { gradients, chosen, experts, layout in
@@ -126,7 +127,7 @@ import Testing
         }
     }
 
-    /// The gradients of the parts in which an expert takes many tokens add up.
+    /// The gradients of the parts in which an expert processes many tokens are summed.
     @Test(arguments: cases) func thePartsOfManyTokensAddUp(_ folder: URL) throws {
         let fixture = try Fixture(folder, "experts")
         var found = [MLXArray]()
@@ -137,7 +138,7 @@ import Testing
         #expect(relativeError(found[1], 150 * found[0]) < 1e-5)
     }
 
-    /// In the forms of mlx-lm and PEFT, of all blocks and of the last.
+    /// Adapters are read in the formats of mlx-lm and PEFT, for all blocks and for the last.
     @Test(arguments: cases, [nil, 1]) func adaptersAreReadAsTheyWereWritten(_ folder: URL, _ layers: Int?) throws {
         let fixture = try Fixture(folder, "experts")
         let (rank, architecture) = (Int(try fixture.number("rank")), fixture.bundle.architecture)

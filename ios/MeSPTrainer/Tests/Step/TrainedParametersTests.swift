@@ -6,11 +6,11 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Runs that train some projections, some blocks, or B alone.
+/// Tests runs that train some projections, some blocks, or only B.
 @Suite(.serialized) struct TrainedParametersTests {
     struct Part: Sendable, CustomTestStringConvertible {
         let testDescription: String
-        /// nil for all.
+        /// The trained projections; nil for all.
         var projections: [Projection]?
         var numLayers: Int?
         var freezesA = false
@@ -32,7 +32,7 @@ import Testing
             freezesA: true),
     ]
 
-    /// Of the whole fixture's parameters, with B = 0 where `layouts` have none: adapters that are not trained add nothing.
+    /// Returns the fixture's parameters, with B = 0 for modules that `layouts` lack, because untrained adapters add nothing.
     private func parameters(_ fixture: Fixture, _ layouts: [LoRALayout]) throws -> [MLXArray] {
         try layouts.enumerated().map { block, layout in
             let (whole, vector) = (layout.whole, try fixture.array("lora.\(block)"))
@@ -45,11 +45,11 @@ import Testing
         }
     }
 
-    /// Everything that is done for what is not trained adds zeros.
+    /// Untrained adapters add zeros.
     @Test(arguments: Fixture.cases, parts)
     func gradientsAreThoseOfARunThatTrainsAll(_ folder: URL, _ part: Part) throws {
         let fixture = try Fixture(folder, "gradients")
-        // How MeBP gets its gradients is the same for every family.
+        // MeBP computes its gradients in the same way for every family.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         for method in isPlain ? [GradientMethod.mesp, .mebp] : [.mesp] {
             let all = try fixture.trainer(method)
@@ -72,13 +72,13 @@ import Testing
                 let whole = try #require(expected.gradients[block])
                 let right = layouts[block].trained(in: layouts[block].part(of: whole))
                 #expect(gradient.shape == [layouts[block].trainedCount])
-                // OpenBLAS's kernels for AVX2 add a product of four terms in another order than one of eight, of which four are 0.
+                // OpenBLAS's kernels for AVX2 sum four terms in another order than eight terms of which four are 0.
                 #expect(relativeError(gradient, right) < 1e-6, "\(method), block \(block)")
             }
         }
     }
 
-    /// Whatever the update does to a parameter by itself, as decay or rounding at random.
+    /// Frozen parameters do not change, even by weight decay or stochastic rounding.
     @Test(arguments: GradientMethod.allCases, RunSettings.LoRADtype.allCases)
     func whatIsFrozenStaysToTheBit(_ method: GradientMethod, _ dtype: RunSettings.LoRADtype) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -102,11 +102,12 @@ import Testing
         }
     }
 
-    /// LoRA+: A moves as at its rate, and B as at that times the ratio. The ratio is a power of two, so that both round alike.
+    /// With LoRA+, A is updated with its learning rate, and B with that rate multiplied by the ratio. The ratio is a power of two, so that both round
+    /// in the same way.
     @Test(arguments: Fixture.cases, RunSettings.OptimizerKind.allCases)
     func aAndBHaveRatesOfTheirOwn(_ folder: URL, _ optimizer: RunSettings.OptimizerKind) throws {
         let fixture = try Fixture(folder, "gradients")
-        // How MeBP and MeZO update is the same for every family.
+        // MeBP and MeZO update in the same way for every family.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         for method in isPlain ? GradientMethod.allCases : [.mesp] {
             func matrices(rate: Float, ratio: Float) throws -> [LoRAMatrices] {
@@ -134,7 +135,7 @@ import Testing
         }
     }
 
-    /// The peak of a step falls by at least the size of the vectors that the run does not have, and the planner counts them.
+    /// The peak of a step is lower by at least the size of the missing vectors, and the planner predicts that.
     @Test(
         arguments: [
             (["q", "v"], false, nil), (nil, true, nil), (["q", "v"], true, nil), (nil, false, 1),
@@ -143,7 +144,7 @@ import Testing
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func take(_ change: (inout RunSettings) -> Void) throws -> (measured: Int, predicted: Int, vectors: Int) {
             var settings = RunSettings(bundle: "", output: "")
-            // What the last case left goes when MLX's thread gets to it.
+            // MLX's thread frees the arrays of the last case after a short time.
             Thread.sleep(forTimeInterval: 0.1)
             let before = Memory.activeMemory
             let trainer = try fixture.trainer(.mesp) {
@@ -152,7 +153,7 @@ import Testing
                 settings = $0
             }
             _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0)
-            // An operand may go early or late, as the next piece's graph is made beside a piece's work: the median of several steps.
+            // The next piece's graph is built while a piece runs, so an operand may be freed early or late. The median of several steps is used.
             let peaks = try (1...9).map { number in
                 Memory.peakMemory = 0
                 _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number)
@@ -173,7 +174,7 @@ import Testing
         #expect(all.predicted - some.predicted >= less)
     }
 
-    /// A block's kind may have none of the projections that are trained.
+    /// A kind of blocks may have none of the trained projections.
     @Test func blocksWithoutTheProjectionsAreNotTrained() throws {
         let folder = try #require(Fixture.cases.first { $0.lastPathComponent == "qwen3_5" })
         let fixture = try Fixture(folder, "gradients")

@@ -6,14 +6,14 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// The trainer against `mesp.reference`. `tests/fixtures/make_fixtures.py` makes a bundle and what the reference computes on it; `make test`
+/// Compares the trainer with `mesp.reference`. `tests/fixtures/make_fixtures.py` writes bundles and the reference's results on them. `make test`
 /// names their folder in `MESP_FIXTURES`.
 @Suite(.serialized) struct TrainerTests {
     @Test func fixturesAreThere() {
         #expect(!Fixture.cases.isEmpty, "run the tests with `make test`, which makes the fixtures")
     }
 
-    /// Different order of summation in float32; the bar of the design is 1e-4.
+    /// The tolerance for another order of sums in float32.
     private let tolerance: Float = 1e-4
 
     @Test(arguments: Fixture.cases) func gradientsEqualTheReference(_ folder: URL) throws {
@@ -39,7 +39,7 @@ import Testing
         }
     }
 
-    /// HostMLX's products and MLX's own, for which W is dequantized before.
+    /// The gradients are the same with HostMLX's products and with MLX's own, for which W is dequantized before.
     @Test(arguments: Fixture.cases) func gradientsAreTheSameWithPlainProducts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         func gradients() throws -> (loss: Float, [Int: MLXArray]) {
@@ -55,9 +55,9 @@ import Testing
         }
     }
 
-    /// A step that stores bfloat16 is off by what storing costs, the fixture's `floor`, and little more for how it computes: at
-    /// Qwen2.5-0.5B's width, with biases of k as large as its own. Where these don't hide it, a tiny model's error also shows that norms
-    /// are rounded, and on the GPU each product.
+    /// Storing arrays in bfloat16 causes an error, the fixture's `floor`, and computing adds little to it. This is tested at the width of
+    /// Qwen2.5-0.5B with biases of k as large as that model's. Without such biases, a tiny model's error also includes the rounding of norms and, on
+    /// the GPU, of each product.
     @Test(arguments: Fixture.roundedCases)
     func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -85,14 +85,14 @@ import Testing
         }
     }
 
-    /// A CPU's forward pass calls the formulas, a GPU's the bundle's function.
+    /// The forward pass uses the formulas on a CPU, and the bundle's function on a GPU. Both give the same results.
     @Test(arguments: Fixture.cases + Fixture.roundedCases)
     func theFormulasGiveWhatTheFunctionGives(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 14))
         try fixture.restore(trainer)
         let model = trainer.model
-        // What is stored in bfloat16 is rounded by up to 2⁻⁹; sums in another order, or a norm of what was rounded, go the other way.
+        // Storing in bfloat16 rounds by up to 2⁻⁹. Sums in another order, or norms of rounded numbers, may round the other way.
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
         var x = try model.embed(fixture.example())
         let context = try model.makeContext(fixture.example(), x0: x)
@@ -121,7 +121,7 @@ import Testing
         }
     }
 
-    /// A CPU's run does not call the functions. Of each family, and of a mixture some blocks of which have none.
+    /// A run on a CPU does not call the functions. The fixtures cover several families, and a mixture in which some blocks have no functions.
     @Test(
         arguments: Fixture.cases.filter { ["tied-32", "gemma3", "qwen3_5", "lfm2_moe"].contains($0.lastPathComponent) })
     func aRunOnACPUNeedsNoFunctions(_ folder: URL) throws {
@@ -146,8 +146,7 @@ import Testing
         #expect(losses[0].count == 2 && losses[0] == losses[1], "\(losses)")
     }
 
-    /// A GPU runs blocks without functions by the formulas, whose gradients are those of the reference and of automatic
-    /// differentiation.
+    /// A GPU computes blocks without functions by the formulas. The gradients equal those of the reference and of automatic differentiation.
     @Test(arguments: Fixture.cases) func aGPUTrainsWithoutFunctions(_ folder: URL) throws {
         let url = try copyWithoutFunctions(folder.appendingPathComponent("bundle.mesp"))
         defer { try? FileManager.default.removeItem(at: url) }
@@ -184,7 +183,7 @@ import Testing
             "\(sentence)")
     }
 
-    /// Tiles, kept intermediates and offloading change nothing but the order of sums.
+    /// Tiles, kept intermediates and offloading change only the order of sums.
     @Test(arguments: Fixture.cases) func everyPlanGivesTheSameGradients(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         var plans = [
@@ -192,7 +191,7 @@ import Testing
             Plan(tileBytes: 1 << 10, keptBlocks: 1, offload: .inputs),
             Plan(tileBytes: 1 << 20, offload: .all),
         ]
-        if folder.lastPathComponent.hasPrefix("tied") {  // of these parts alone, the family does not matter
+        if folder.lastPathComponent.hasPrefix("tied") {  // these options do not depend on the family
             plans += [
                 Plan(tileBytes: 1 << 10), Plan(tileBytes: 1 << 24), Plan(tileBytes: 1 << 20, keptBlocks: 1),
             ]
@@ -208,7 +207,7 @@ import Testing
         }
     }
 
-    /// Mixer, MLP and loss by a few tokens, as they go by hundreds of a long sequence.
+    /// Mixer, MLP and loss are computed in segments of a few tokens. Long sequences have segments of hundreds.
     @Test(arguments: Fixture.cases, [2, 3]) func segmentsGiveTheSameGradients(_ folder: URL, _ tokens: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let plan = tokens == 2 ? Plan(tileBytes: 1 << 10) : Plan(tileBytes: 1 << 20, keptBlocks: fixture.layers)
@@ -245,7 +244,7 @@ import Testing
         }
     }
 
-    /// A step's gradient is that of the mean over all its targets, whether they lie in one sequence or several.
+    /// A step's gradient is that of the mean loss over all its targets, in one sequence or several.
     @Test(arguments: Fixture.cases) func contextAndPaddingDoNotCount(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let whole = try fixture.example()
@@ -265,7 +264,7 @@ import Testing
             #expect(abs(splitNorm - norm) < tolerance * norm)
         }
 
-        // What follows the last counted target changes nothing.
+        // Tokens after the last target in the loss change nothing.
         var tokens = whole.tokens
         for index in (middle + 1)..<tokens.count { tokens[index] = 0 }
         let (padded, half) = (
@@ -281,13 +280,13 @@ import Testing
         Plan(tileBytes: 1 << 16, order: .blocks),
     ]
 
-    /// Each case with two plans, one of them by blocks or on disk; the plain models with all.
+    /// Each case has two of the plans, and the plain models have all.
     private static let packed = (Fixture.cases + Fixture.roundedCases).enumerated().flatMap { index, folder in
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         return packing.enumerated().filter { isPlain || $0.offset % 2 == index % 2 }.map { (folder, $0.element) }
     }
 
-    /// Records that share a sequence have the loss and the gradients of one sequence each.
+    /// Records that share a sequence have the same loss and gradients as separate sequences.
     @Test(arguments: packed.filter { $0.0.lastPathComponent != "wide-gpu-bfloat16" })
     func packedRecordsTrainAsABatch(_ folder: URL, _ plan: Plan) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -297,7 +296,7 @@ import Testing
         let counted = records.dropLast().flatMap { $0.dropLast() } + records[2]
         let packed = Example(tokens: whole.tokens, counted: counted, records: records)
         let batch = records.enumerated().map { index, rows in
-            // A GPU's function is for sequences of one length.
+            // A GPU's function takes sequences of one length.
             let padding = fixture.bundle.backend == .gpu ? fixture.length - rows.count : 0
             return Example(
                 tokens: whole.tokens[rows.lowerBound...rows.upperBound] + Array(repeating: 0, count: padding),
@@ -318,7 +317,7 @@ import Testing
         }
         let expected = try gradients(plan.order == .blocks ? [batch] : batch.map { [$0] })
         let found = try gradients([[packed]])
-        // What is stored in bfloat16 is rounded by up to 2⁻⁹; a product of another shape sums in another order.
+        // Storing in bfloat16 rounds by up to 2⁻⁹, and a product of another shape sums in another order.
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 3e-2
         #expect(abs(found.loss - expected.loss) <= (bar / 10) * expected.loss)
         for block in 0..<fixture.layers {
@@ -327,7 +326,7 @@ import Testing
         }
     }
 
-    /// The function of packed records gives what the formulas give of each record.
+    /// The function for packed records gives the same results as the formulas for each record.
     @Test(arguments: (Fixture.cases + Fixture.roundedCases).filter { $0.lastPathComponent.contains("gpu") })
     func theFunctionKeepsPackedRecordsApart(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -356,7 +355,7 @@ import Testing
         }
     }
 
-    /// Also behind blocks that take the keys and values of others, and of packed records: all of it runs again to name the place.
+    /// The place is also named after blocks with shared keys and values, and for packed records, because the whole step runs again to find it.
     @Test(arguments: Fixture.cases) func whatIsNotFiniteHasAName(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let whole = try fixture.example()
@@ -378,7 +377,7 @@ import Testing
 
     struct Ordered: Sendable, CustomTestStringConvertible {
         let testDescription: String
-        /// Sequences of a step, and batches that they are in.
+        /// The number of sequences in a step; `batches` is the number of batches.
         let sequences: Int
         var batches = 1
         var plan = Plan(tileBytes: 1 << 14)
@@ -404,7 +403,7 @@ import Testing
         Ordered(testDescription: "MeBP", sequences: 2, method: .mebp) { $0.projections = ["q", "down"] },
     ]
 
-    /// Sequences that go through each block together make the sums that they make one after the other, in the same order.
+    /// Sequences that go through each block together give the same sums, in the same order, as one after another.
     @Test(
         arguments: orders, Fixture.cases.filter { ["tied-32", "tied-gpu"].contains($0.lastPathComponent) })
     func theOrderOfSequencesChangesNothing(_ ordered: Ordered, _ folder: URL) throws {
@@ -444,7 +443,8 @@ import Testing
         }
     }
 
-    /// By blocks a file of weights is mapped once a pass, and otherwise once a pass of each sequence; the planner knows how much that is.
+    /// In the order of blocks, a file of weights is mapped once per pass, and otherwise once per pass of each sequence. The planner predicts these
+    /// numbers.
     @Test(arguments: [("untied-7", nil), ("untied-7", 1), ("qwen3_moe", nil)])
     func weightsAreReadOnceAPass(_ name: String, _ layers: Int?)
         throws
@@ -468,7 +468,7 @@ import Testing
         }
     }
 
-    /// A map that is kept doesn't hide that its file is another.
+    /// A kept map does not hide a change of its file.
     @Test func aFileThatChangesWhileItIsMappedIsNoticed() throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -484,7 +484,7 @@ import Testing
         #expect(message { try bundle.withBlock(0) { _ in } }.contains("has changed since the bundle was opened"))
     }
 
-    /// Stands for a process that has few addresses: while maps are kept the system gives it no further one.
+    /// Simulates a process with few addresses: while maps are kept, the system refuses further ones.
     private final class FewAddresses: @unchecked Sendable {
         let bundle: ModelBundle
         init(_ bundle: ModelBundle) { self.bundle = bundle }
@@ -523,7 +523,7 @@ import Testing
         #expect(Set(all).count == all.count)
     }
 
-    /// While a step has changed nothing a stop ends it; afterwards the step is finished, and the stop heeded in the next.
+    /// A stop ends a step that has changed nothing. Otherwise the step is completed, and the next one stops.
     @Test(arguments: GradientMethod.allCases, [nil, 1 as Float?])
     func aStopIsHeededWhileNothingHasChanged(_ method: GradientMethod, _ maxGradNorm: Float?) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -550,7 +550,7 @@ import Testing
         }
         let (whole, start) = (try step(stopAt: .max), try step(stopAt: 1))
         #expect(whole.isDone && !start.isDone && !equal(whole.vectors, start.vectors))
-        // The blocks after the first that is updated.
+        // The number of blocks after the first update.
         let updated = fixture.layers - 1
         for place in 1...whole.boundaries {
             let found = try step(stopAt: place)
@@ -559,7 +559,7 @@ import Testing
         }
     }
 
-    /// A pause can wait within the head too, and changes nothing.
+    /// A pause can also wait within the head, and changes nothing.
     @Test func theHeadHasBoundaries() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func step(work: Int) throws -> (boundaries: Int, loss: Float, vectors: [String: MLXArray], waiting: Double) {
@@ -585,7 +585,7 @@ import Testing
         }
     }
 
-    /// A plan with room for it maps a file of weights once; otherwise each use does. Either notices that the file is gone.
+    /// A plan with room for it maps a file of weights once. Otherwise each use maps it. Both detect that the file was deleted.
     @Test(arguments: [true, false]) func weightsStayMappedWhereThePlanSaysSo(_ keepsMaps: Bool) throws {
         let copy = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: copy) }
@@ -599,10 +599,10 @@ import Testing
         #expect(message { _ = try takeStep(trainer, [SequenceLoss([example])], number: 2) }.contains("Cannot open"))
     }
 
-    /// Updates of 1/1000 of the last bit of bfloat16 are lost when rounded to the nearest, and add up when rounded at random.
+    /// Updates far below the last bit of bfloat16 are lost when rounded to nearest, and add up with stochastic rounding.
     @Test func stochasticRoundingKeepsSmallUpdates() {
         let (count, steps) = (4096, 500)
-        let update: Float = 1e-5  // of parameters of 1, whose neighbours are 1/256 and 1/128 away
+        let update: Float = 1e-5  // for parameters of 1, whose neighbours are 1/256 and 1/128 away
         var (nearest, random) = (MLXArray.ones([count], dtype: .bfloat16), MLXArray.ones([count], dtype: .bfloat16))
         for step in 0..<steps {
             nearest = (nearest.asType(.float32) - update).asType(.bfloat16)
@@ -622,8 +622,8 @@ import Testing
                 == exact.asArray(Float.self))
     }
 
-    /// With parameters in bfloat16 the model is the float32 one to the precision of bfloat16, and its loss goes down with it.
-    /// How parameters are kept is the same for every way to multiply.
+    /// With parameters in bfloat16 the model equals the float32 model to the precision of bfloat16, and its loss falls in the same way. The cases of a
+    /// GPU are left out, because the storage of parameters does not depend on how products are computed.
     @Test(arguments: Fixture.cases.filter { !$0.lastPathComponent.contains("gpu") })
     func trainsInBFloat16(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
@@ -636,7 +636,7 @@ import Testing
         }
         for (step, reference) in expected.prefix(20).enumerated() {
             let loss = try takeStep(trainer, [SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
-            // Parameters of 8 bits give outputs that differ by some 2⁻⁸ of the adapters' share.
+            // Parameters with 8 bits change the outputs by some 2⁻⁸ of the adapters' part.
             #expect(abs(loss - reference) < 5e-3 * reference, "step \(step + 1)")
         }
     }

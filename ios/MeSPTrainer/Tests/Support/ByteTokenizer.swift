@@ -2,14 +2,14 @@ import MeSPBundle
 
 @testable import MeSP
 
-/// A token a byte.
+/// A tokenizer with one token per byte.
 struct ByteTokenizer: TextTokenizer {
     var beginOfText: Int?
-    /// Whether a text is to begin with that token.
+    /// Whether a text begins with that token.
     var addsBegin = false
     let endOfText: Int? = 0
     var hasChatTemplate = true
-    /// Whether the template writes a thought before an answer that ends the conversation, or that nothing but answers follow.
+    /// Whether the template writes a thought before an answer after which there is no message or only answers.
     var thinks = false
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
         let begin = addsSpecialTokens && addsBegin ? beginOfText.map { [$0] } : nil
@@ -29,7 +29,7 @@ struct ByteTokenizer: TextTokenizer {
     }
 }
 
-/// The role and the text of a message, as a chat template gets them.
+/// The role and the text of a message, as a chat template receives them.
 struct Said: Equatable {
     var role: String
     var content: String

@@ -3,35 +3,35 @@ import Testing
 
 @testable import MeSPFiles
 
-/// The token ids that the commands make of texts with a tokenizer of a token a byte: `text_ids` in `tests/fixtures/make_cases.py`.
+/// The token ids that the commands make of texts with a tokenizer of one token per byte, from `text_ids` in `tests/fixtures/make_cases.py`.
 struct CommandIDs: Decodable, Sendable {
     let words: String
     /// A text file, with line ends of all kinds.
     let file: String
-    /// A thousand of them are a long text, which `mesp-export` cuts into pieces of so many characters.
+    /// A paragraph. A thousand of it are a long text, which `mesp-export` cuts into pieces of `pieces` characters.
     let paragraph: String
     let pieces: [Int]
-    /// With a token that begins each text, with one that no text begins with, and without.
+    /// The results with a token that begins each text, with a token that no text begins with, and without such a token.
     let tokenizers: [OfTokenizer]
 
     struct OfTokenizer: Decodable, Sendable {
         private let beginOfText: Int?
         private let addsBegin: Bool
-        /// Of the words, as `mesp evaluate` puts a text to the model, as `mesp generate` writes on from them without a template, and as
-        /// `mesp-export` makes a record's training data of them; then of the file.
+        /// The ids of the words as a text in `mesp evaluate`. `prompt` has them as a prompt in `mesp generate` without a template, and `record` as a
+        /// record in `mesp-export`. `file` has the ids of the file.
         let text: [Int]
         let prompt: [Int]
         let record: [Int]
         let file: [Int]
-        /// The first token of each window of a packed text; nil where the stream's own token stays.
+        /// The first token of each window of a packed text; nil if it is not replaced.
         let begin: Int?
-        /// Of " again" as the completion to the words, joined without a template, and which of them count.
+        /// The ids of the words with the completion " again", joined without a template. `answerCounted` says which are in the loss.
         let answer: [Int]
         let answerCounted: [Bool]
-        /// As `mesp evaluate` puts choices to the model.
+        /// The ids of questions with choices in `mesp evaluate`.
         let questions: [Question]
 
-        /// The same here.
+        /// The same tokenizer in Swift.
         var tokenizer: ByteTokenizer {
             ByteTokenizer(beginOfText: beginOfText, addsBegin: addsBegin, hasChatTemplate: false)
         }
@@ -40,7 +40,7 @@ struct CommandIDs: Decodable, Sendable {
     struct Question: Decodable, Sendable {
         let prompt: String
         let choices: [String]
-        /// Of the prompt and of what follows it, a choice each.
+        /// The ids of the prompt and of the continuation, for each choice.
         let ids: [[[Int]]]
     }
 

@@ -6,21 +6,21 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// ‖a − b‖₂ / ‖b‖₂
+/// Returns ‖a − b‖₂ / ‖b‖₂.
 func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
     ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
 }
 
-/// The fixtures of `tests/fixtures/make_fixtures.py`, in the folder that MESP_FIXTURES names: bundles, and the reference's results on them.
+/// A fixture of `tests/fixtures/make_fixtures.py`, in the folder that MESP_FIXTURES names: a bundle, and the reference's results on it.
 struct Fixture {
-    /// Every case is a folder with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
+    /// The folders of the cases, each with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
     static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
 
-    /// Those with activations in bfloat16.
+    /// The cases with activations in bfloat16.
     static let roundedCases = folders.filter { !cases.contains($0) }
 
-    /// Of them those where rounding what is stored alone costs up to a seventh of a gradient: biases of k are large, or a gated delta
-    /// net's few small heads are normalized.
+    /// The cases in bfloat16 in which the rounding of stored arrays changes a gradient by up to a seventh, because biases of k are large or a gated
+    /// delta net normalizes few small heads.
     static let noisyCases = roundedCases.filter {
         ["wide", "qwen3_5"].contains(where: $0.lastPathComponent.hasPrefix)
     }
@@ -32,26 +32,26 @@ struct Fixture {
         return (folders ?? []).sorted { $0.path < $1.path }
     }()
 
-    /// A plain model of three blocks, for tests of what doesn't depend on the family.
+    /// A plain model of three blocks, for tests that do not depend on the family.
     static let tied = cases.first { $0.lastPathComponent == "tied-32" }
 
-    /// Where `tests/fixtures/make_cases.py` says so in the folder's name, its products go the GPU's way, as its functions do.
+    /// The bundle. If the folder's name contains `gpu`, it computes products as on a GPU, like its functions.
     let bundle: ModelBundle
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]
 
     /// - Parameters:
-    ///   - other: in place of the folder's bundle.
-    ///   - onGPU: whether it goes the GPU's way; nil for what the folder's name says.
+    ///   - other: a bundle in place of the folder's.
+    ///   - onGPU: whether to compute as on a GPU; nil to decide by the folder's name.
     init(_ folder: URL, _ name: String, bundle other: URL? = nil, onGPU: Bool? = nil) throws {
-        // Hashing is most of the time that opening takes in a debug build; runs, which tests start too, hash.
+        // Hashing would take most of the time in a debug build. Runs compare the checksums.
         var bundle = try ModelBundle(url: other ?? folder.appendingPathComponent("bundle.mesp"), checksums: false)
         if onGPU ?? folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
         self.bundle = bundle
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
     }
 
-    /// The exact methods that can train it.
+    /// The exact methods that can train the bundle.
     var exactMethods: [GradientMethod] {
         bundle.manifest.blocks.allSatisfy(\.hasFunctions) ? [.mesp, .mebp] : [.mesp]
     }
@@ -71,14 +71,14 @@ struct Fixture {
         Example(tokens: try array("tokens").asArray(Int32.self), counted: Array(0..<length))
     }
 
-    /// With the fixture's parameters and tokens; the mean loss.
+    /// Computes the gradients with the fixture's parameters and tokens. Returns the mean loss.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink) throws -> Float {
         try restore(trainer)
         let weight = 1 / Float(length)
         return try trainer.backpropagate([(example: example(), weight: weight)], into: sink)
     }
 
-    /// Gives a trainer the fixture's parameters.
+    /// Restores the fixture's parameters in a trainer.
     func restore(_ trainer: Trainer) throws { try SavedState.restore(trainer) { arrays[$0] } }
 
     func trainer(
@@ -96,7 +96,7 @@ struct Fixture {
     }
 }
 
-/// An error's message; empty if there is none.
+/// Returns the message of the error that `body` throws; empty if there is none.
 func message(_ body: () throws -> Void) -> String {
     do {
         try body()
@@ -110,7 +110,7 @@ func temporaryFolder() -> URL {
     FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
 }
 
-/// Copies a bundle to a temporary folder, with a manifest that names no functions of blocks.
+/// Copies a bundle to a temporary folder, with a manifest without block functions.
 func copyWithoutFunctions(_ bundle: URL) throws -> URL {
     let copy = temporaryFolder()
     try FileManager.default.copyItem(at: bundle.resolvingSymlinksInPath(), to: copy)
@@ -122,7 +122,7 @@ func copyWithoutFunctions(_ bundle: URL) throws -> URL {
 }
 
 extension RunSettings {
-    /// Of a run on the plain fixture's longest sequences that changes something in each of its 6 steps.
+    /// Returns the settings of a run on the plain fixture's longest sequences that changes parameters in each of its 6 steps.
     static func ofATest(_ output: URL) throws -> RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest
@@ -136,7 +136,7 @@ extension RunSettings {
 }
 
 extension BlockwiseModel {
-    /// A block's formulas with the model's parameters for x `[T, hidden]`, of a block that takes its input alone.
+    /// Returns a block's formulas with the model's parameters for x `[T, hidden]`, for a block without side inputs.
     func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
         let call = BlockCall(index: index, weights: weights, lora: try parameters(index), side: .nothing)
         return block(call, x.expandedDimensions(axis: 0))
@@ -144,6 +144,6 @@ extension BlockwiseModel {
 }
 
 extension SideInputs {
-    /// Of a block that takes its input alone.
+    /// The side inputs of a block that has none.
     static var nothing: SideInputs { SideInputs(records: nil, perLayer: nil, shared: nil) }
 }

@@ -5,8 +5,8 @@ import MeSPFiles
 import MeSPSentences
 import Testing
 
-/// Records in chat templates with what the exporter makes of them, and the tokenizer that it has, in a process of its own: see
-/// `tests/helpers/chat_template_server.py`. The interpreter is the one that MESP_PYTHON names.
+/// Records in chat templates with the exporter's results, and the exporter's tokenizer, in a process of `tests/helpers/chat_template_server.py`.
+/// MESP_PYTHON names the interpreter.
 final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     static let python = ProcessInfo.processInfo.environment["MESP_PYTHON"]
 
@@ -15,7 +15,7 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
         let template: String
         let record: String
         let lossOn: String
-        /// Why the exporter refuses it; nil where it does not.
+        /// The reason why the exporter refuses the record; nil if it does not.
         let refused: String?
         let ids: [Int]?
         let counted: [Bool]?
@@ -46,7 +46,7 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
 
     deinit { try? input.fileHandleForWriting.close() }
 
-    /// Goes to the next record, which the tokenizer then belongs to, and returns it; nil after the last.
+    /// Goes to the next record and returns it; nil after the last. The tokenizer then belongs to that record.
     func next() throws -> Case? {
         let line = try ask(["do": "next"])
         let decoder = JSONDecoder()

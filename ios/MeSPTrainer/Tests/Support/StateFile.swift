@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// A run's saved state, to be changed and written as if the trainer had saved it so.
+/// A run's saved state, which tests change and write as if the trainer had saved it.
 struct StateFile {
     private var header: [String: Any]
     private let tensors: Data
@@ -28,7 +28,7 @@ struct StateFile {
         text = try JSONSerialization.data(withJSONObject: state)
     }
 
-    /// - Parameter seals: whether the file ends with its digest, as the first format's did not.
+    /// - Parameter seals: whether the file ends with its digest, which the first format lacks.
     func data(seals: Bool = true) throws -> Data {
         var header = header
         if !seals { header["sha256"] = nil }
@@ -37,7 +37,7 @@ struct StateFile {
         return seals ? Self.sealed(content) : content
     }
 
-    /// Bytes with their digest behind them.
+    /// Returns the bytes followed by their digest.
     static func sealed(_ content: Data) -> Data {
         let digest = sha256(content)
         return content

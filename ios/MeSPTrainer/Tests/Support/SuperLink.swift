@@ -7,32 +7,31 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// A SuperLink in this process: what a node's calls reach in place of the network. It has one message for the node.
+/// A SuperLink in this process, which a node's calls reach in place of the network. It has one message for the node.
 final class SuperLink: URLProtocol {
     struct State {
         var calls = [String]()
-        /// The responses to calls of these names in place of an answer, one after the other: a status, 0 for no connection, or -1 for what
-        /// the system does not let through.
+        /// The faulty responses to calls of these names, in order. The status is 0 for no connection, and -1 for no response.
         var faults = [String: [(status: Int, body: String)]]()
-        /// The time from calls of these names to their answers, in seconds.
+        /// The delays of the responses to calls of these names, in seconds.
         var delays = [String: Double]()
         var question: (tree: FlowerObjectTree, contents: [String: Data])?
         var isDelivered = false
         var wanted = Set<String>()
         var answer: (metadata: Metadata, tree: FlowerObjectTree)?
         var received = [String: Data]()
-        /// Objects that it asks for, beside those that it lacks.
+        /// The objects that the server requests in addition to missing ones.
         var alsoWanted = [String]()
-        /// Its name of the node.
+        /// The node's id at the server.
         var node = SuperLink.node
     }
     nonisolated(unsafe) private static var states = [String: State]()
     private static let lock = NSLock()
 
-    /// The status of a call that gets no answer, and keeps its connection.
+    /// The status of a call that gets no response and keeps its connection.
     static let never = -1
 
-    /// - Parameter host: which SuperLink; each test has its own.
+    /// - Parameter host: the host of the SuperLink; each test has its own.
     static func with<R>(_ host: String, _ body: (inout State) throws -> R) rethrows -> R {
         try lock.withLock { try body(&states[host, default: State()]) }
     }
@@ -49,7 +48,7 @@ final class SuperLink: URLProtocol {
 
     override func startLoading() {
         guard let url = request.url, let host = url.host else { return }
-        // As Python's `datetime.fromisoformat` wants it, with a zone.
+        // Python's `datetime.fromisoformat` needs a time zone.
         let signed = request.value(forHTTPHeaderField: "flwr-timestamp") ?? ""
         #expect(signed.wholeMatch(of: /\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z/) != nil)
         #if canImport(FoundationNetworking)
@@ -78,7 +77,7 @@ final class SuperLink: URLProtocol {
         client?.urlProtocolDidFinishLoading(self)
     }
 
-    /// On Apple's systems a body comes as a stream.
+    /// The body of the request, which is a stream on Apple's systems.
     private var sent: Data {
         if let body = request.httpBody { return body }
         guard let stream = request.httpBodyStream else { return Data() }
@@ -124,14 +123,14 @@ final class SuperLink: URLProtocol {
         return answer.data
     }
 
-    /// Has a message for the node: adapters of two numbers, or these records.
+    /// Puts a message for the node on the server: adapters of two numbers, or these records.
     ///
-    /// - Parameter age: how long ago it was made, in seconds; it is good for an hour.
+    /// - Parameter age: the age of the message in seconds. It is valid for an hour.
     static func ask(_ host: String, _ records: FlowerRecords? = nil, age: Double = 0) throws {
         try ask(host, age: age) { try $0.add(records ?? FlowerRecords(arrays: ["arrays": ["a": numbers([1, 2])]])) }
     }
 
-    /// - Parameter content: puts the message's content into a store.
+    /// - Parameter content: adds the message's content to a store.
     static func ask(
         _ host: String, age: Double = 0, content: (inout FlowerObjectStore) throws -> FlowerObjectTree
     ) throws {
@@ -156,7 +155,7 @@ final class SuperLink: URLProtocol {
         FlowerArray(.float32, shape: [numbers.count], data: numbers.withUnsafeBytes { Data($0) })
     }
 
-    /// The records of the answer that came, or the reason that there are none.
+    /// Returns the records of the received answer, or the reason why there are none.
     static func answered(_ host: String) throws -> (Metadata, FlowerRecords?, reason: String?) {
         try with(host) { state in
             let (metadata, tree) = try #require(state.answer)

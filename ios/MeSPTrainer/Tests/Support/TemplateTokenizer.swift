@@ -5,19 +5,19 @@ import MeSPSentences
 
 @testable import MeSP
 
-/// A token a byte, but for special tokens and words, and a chat template.
+/// A tokenizer with one token per byte, except special tokens and words, and with a chat template.
 struct TemplateTokenizer: TextTokenizer {
     typealias Template = @Sendable ([Said], Bool) -> String
 
     static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>"]
 
     var beginOfText: Int?
-    /// Whether a text is to begin with that token.
+    /// Whether a text begins with that token.
     var addsBegin = false
     var endOfText: Int? = TemplateTokenizer.id("<|endoftext|>")
     /// Tokens of several characters.
     var words = [String]()
-    /// Whether a space is put before a text, which decoding takes away, as SentencePiece does.
+    /// Whether encoding puts a space before a text and decoding removes it, as SentencePiece does.
     var addsSpace = false
     var template: Template?
 
@@ -66,19 +66,19 @@ struct TemplateTokenizer: TextTokenizer {
         messages.map { "<|im_start|>\($0.role)\n\($0.content)<|im_end|>\n" }.joined()
             + (opens ? "<|im_start|>assistant\n" : "")
     }
-    /// As MiniCPM's: nothing after an answer, and no white space around a text.
+    /// A template like MiniCPM's, which writes nothing after an answer and no white space around a text.
     static let endless: Template = { messages, _ in
         messages.map {
             let text = $0.content.trimmed
             return $0.role == "user" ? "<User>\(text)<AI>" : text
         }.joined()
     }
-    /// As Phi's: another token at the end, which shares its first characters with what begins a message.
+    /// A template like Phi's, with a different token at the end, which shares its first characters with the beginning of a message.
     static let phi: Template = { messages, opens in
         messages.map { "<|\($0.role)|>\n\($0.content)</s>\n" }.joined()
             + (opens ? "<|assistant|>\n" : "<|endoftext|>")
     }
-    /// Asks for thoughts that an answer without them has not.
+    /// A template whose prompt opens thoughts, which an answer without thoughts does not have.
     static let asksForThoughts: Template = { messages, opens in
         messages.enumerated().map { index, message in
             let text = message.content.components(separatedBy: "</think>")
@@ -87,11 +87,11 @@ struct TemplateTokenizer: TextTokenizer {
                 "<|im_start|>\(message.role)\n\((isLast ? message.content : text[text.count - 1]).trimmed)<|im_end|>\n"
         }.joined() + (opens ? "<|im_start|>assistant\n<think>\n" : "")
     }
-    /// Knows users and assistants, and passes over others.
+    /// A template that knows only users and assistants and ignores others.
     static let passesOver: Template = { messages, opens in
         chatML(messages.filter { ["user", "assistant"].contains($0.role) }, opens)
     }
-    /// As Mistral's: the system's text before that of the last user.
+    /// A template like Mistral's, with the system's text before the last user's.
     static let systemIsLast: Template = { messages, _ in
         let system = messages.filter { $0.role == "system" }.map { $0.content + "\n\n" }.joined()
         let last = messages.lastIndex { $0.role == "user" }

@@ -32,7 +32,7 @@ final class TestClock: Clock, @unchecked Sendable {
     let minimumResolution = Swift.Duration.zero
 
     var now: Instant { lock.withLock { time } }
-    /// How often anybody began to sleep.
+    /// The number of sleeps that have begun.
     var sleeps: Int { lock.withLock { begun } }
 
     func advance(by duration: Duration) {

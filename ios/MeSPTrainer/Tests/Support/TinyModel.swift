@@ -3,11 +3,11 @@ import Testing
 
 @testable import MeSPBundle
 
-/// A model in MLX's format, made of the plain fixture's bundle: a config.json, a tokenizer, and weights in two files.
+/// A model in MLX's format, made from the plain fixture's bundle: a config.json, a tokenizer, and weights in two files.
 enum TinyModel {
     /// - Parameters:
-    ///   - folder: gets the model; it is made.
-    ///   - card: its README.md.
+    ///   - folder: the folder to create for the model.
+    ///   - card: the text of README.md.
     static func write(to folder: URL, card: String = "---\nlicense: apache-2.0\n---\n# A model\n") throws {
         let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

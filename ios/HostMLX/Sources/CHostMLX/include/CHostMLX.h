@@ -1,7 +1,7 @@
 // A C interface to the part of MLX's C++ library that module `MLX` needs.
 //
-// Handles own what they point to and are freed with the matching `…_free`. A function that fails reports the message
-// to the handler of `host_set_error_handler` and returns null, zero or false; no C++ exception leaves this library.
+// Handles own the objects that they point to, and are freed with the matching `…_free`. A function that fails passes the message to the handler of
+// `host_set_error_handler` and returns null, zero or false. No C++ exception leaves this library.
 
 #ifndef C_HOST_MLX_H
 #define C_HOST_MLX_H
@@ -30,7 +30,7 @@ typedef struct {
     bool has_value;
 } HostOptionalInt;
 
-/// A Swift function. Whatever takes one by value also takes over `context`, and releases it.
+/// A Swift function. A function that takes one by value also takes ownership of `context`, and releases it.
 typedef struct {
     void *context;
     HostVector (*call)(void *context, HostVector arguments);  // returns a new vector, or null on failure
@@ -41,16 +41,16 @@ void host_set_error_handler(void (*handler)(const char *message));
 
 // MARK: Arrays
 
-/// A copy of `data`; `dtype` is the number of MLX's Dtype::Val.
+/// Creates an array with a copy of `data`. `dtype` is the number of MLX's Dtype::Val.
 HostArray host_array_new(const void *data, const int32_t *shape, size_t ndim, int32_t dtype);
-/// An array over memory the caller owns, copied where it cannot be adopted; see the implementation.
+/// Creates an array that uses the caller's memory, or a copy if the memory cannot be adopted; see the implementation.
 HostArray host_array_adopt(
     void *data, const int32_t *shape, size_t ndim, int32_t dtype, void *context, void (*release)(void *context));
 HostArray host_array_retain(HostArray a);
 void host_array_free(HostArray a);
 void host_array_assign(HostArray *a, HostArray other);
 
-/// Whether the data is there.
+/// Returns whether the array has data.
 bool host_array_is_computed(HostArray a);
 size_t host_array_ndim(HostArray a);
 size_t host_array_size(HostArray a);
@@ -62,11 +62,11 @@ const int64_t *host_array_strides(HostArray a);
 size_t host_dtype_size(int32_t dtype);
 
 void host_array_eval(HostArray a);
-/// The bytes of an evaluated array, in whatever layout its strides say.
+/// Returns the bytes of an evaluated array, in the layout of its strides.
 const void *host_array_data(HostArray a);
 /// Copies an evaluated array to `destination` in row-major order.
 void host_array_copy_bytes(HostArray a, void *destination);
-/// Text to be released with free().
+/// Returns a text to release with free().
 char *host_array_description(HostArray a);
 
 HostVector host_vector_new(const HostArray *arrays, size_t count);
@@ -84,16 +84,16 @@ HostArray host_vector_get(HostVector v, size_t index);
     X(add) X(bitwise_and) X(divide) X(equal) X(greater) X(greater_equal) X(less) X(logaddexp) X(logical_and) \
     X(matmul) X(maximum) X(multiply) X(remainder) X(right_shift) X(subtract) X(take)
 
-/// `count < 0` reduces over all axes.
+/// These reduce over all axes if `count < 0`.
 #define HOST_REDUCTIONS(X) X(all) X(logsumexp) X(max) X(mean) X(sum)
 
 #define HOST_SCANS(X) X(cumsum)
 
-/// (array, int) and (array, int, int), the ints being an axis, a count, a diagonal …
+/// These take (array, int) and (array, int, int). The ints are an axis, a count, a diagonal …
 #define HOST_INT_OPERATIONS(X) X(argsort) X(repeat)
 #define HOST_INT2_OPERATIONS(X) X(flatten) X(repeat) X(swapaxes)
 
-/// (array, list of ints): axes or a shape.
+/// These take (array, list of ints). The list has axes or a shape.
 #define HOST_LIST_OPERATIONS(X) X(broadcast_to) X(expand_dims) X(reshape) X(squeeze) X(transpose)
 
 #define HOST_DECLARE(name) HostArray host_##name(HostArray a, HostStream s);
@@ -132,7 +132,7 @@ HostArray host_rms_norm(HostArray x, HostArray weight, float eps, HostStream s);
 HostArray host_rope(
     HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, int offset,
     HostArray frequencies, HostStream s);
-/// `offsets`: int32, one for each of the first axis of `x`, or one for all.
+/// Applies RoPE with `offsets`, int32: one for each index of the first axis of `x`, or one for all.
 HostArray host_rope_dynamic(
     HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, HostArray offsets,
     HostArray frequencies, HostStream s);
@@ -147,11 +147,11 @@ HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStrea
 HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
 HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
-/// `a` with `updates` [n, 1, …] added to the rows that `indices` [n] name.
+/// Returns `a` with `updates` [n, 1, …] added to the rows that `indices` [n] name.
 HostArray host_scatter_add(HostArray a, HostArray indices, HostArray updates, HostStream s);
-/// `start`, `end` and `strides` have one entry for each axis of `a`.
+/// Returns a slice. `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
-/// `a` with `update` in that place.
+/// Returns `a` with `update` in the slice.
 HostArray host_slice_update(
     HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 
@@ -195,16 +195,16 @@ bool host_async_eval(HostVector arrays);
 bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients);
 bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector *values, HostVector *derivatives);
 
-/// Calls `f` compiled; `id` names the compiled code, which `host_compile_erase` drops.
+/// Calls the compiled form of `f`. `id` identifies the compiled code, which `host_compile_erase` drops.
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs);
 void host_compile_erase(uintptr_t id);
 
 HostFunction host_import_function(const char *path);
 void host_function_free(HostFunction f);
-/// `named` holds one array for each of the `count` names.
+/// Calls a function. `named` has one array for each of the `count` names.
 HostVector host_function_call(
     HostFunction f, HostVector arguments, const char *const *names, size_t count, HostVector named);
-/// `f` gets the arguments, then the named arrays in the order of `names`.
+/// Exports `f`, which receives the arguments, then the named arrays in the order of `names`.
 bool host_export_function(
     const char *path, HostClosure f, HostVector arguments, const char *const *names, size_t count, HostVector named,
     bool shapeless);
@@ -233,7 +233,7 @@ int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
 bool host_new_stream(int32_t device, HostStream *stream);
-/// Makes a stream for the GPU of a machine that has none: graphs on it can be built, but not computed.
+/// Makes a stream for the GPU on a machine without one. Graphs on it can be built, but not computed.
 void host_make_gpu_stream(void);
 void host_synchronize(HostStream s);
 
@@ -242,18 +242,18 @@ void host_synchronize(HostStream s);
 typedef struct {
     bool tf32;                  // operands of float32 products are rounded to TF32
     bool gpu_by_default;        // the default device of C++ is the GPU
-    size_t first_failing;       // the first command buffer that fails, each evaluation being one, from 1; 0: none
-    size_t failing_count;       // how many fail: after the error of one was thrown, the next does
-    size_t delay;               // evaluations that go through before the one that throws the error
-    bool leaves_zeros;          // arrays of a buffer that failed hold zeros, and not NaN
-    bool fails_at_once;         // the evaluation throws, and computes nothing, as where memory is refused
-    const char *message;        // of the error
+    size_t first_failing;       // the number of the first failing command buffer, from 1; 0: none. Each evaluation is one
+    size_t failing_count;       // the number that fail; the next one fails after the error of the last was thrown
+    size_t delay;               // evaluations that succeed before one throws the error
+    bool leaves_zeros;          // arrays of a failed buffer hold zeros in place of NaN
+    bool fails_at_once;         // the evaluation throws and computes nothing, as when memory is refused
+    const char *message;        // the message of the error
 } HostMetalRules;
 
-/// Puts the rules in force; false where some are already.
+/// Begins to apply the rules. Returns false if rules already apply.
 bool host_metal_begin(HostMetalRules rules);
-/// Ends them. Calls `fault` for what would have ended a process on Metal, with how often it happened; returns how many evaluations
-/// had something to compute.
+/// Ends the rules. Calls `fault` with each kind of fault that would have ended a process on Metal, and its count. Returns the number of evaluations
+/// that computed something.
 size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count));
 
 #ifdef __cplusplus

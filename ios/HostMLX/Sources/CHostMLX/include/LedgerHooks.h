@@ -1,4 +1,4 @@
-// What a ledger of a phone's GPU (ios/HostMLXLedger) does in MLX's place, in C++. Without one nothing is registered here.
+// The functions with which a ledger of a phone's GPU (ios/HostMLXLedger) replaces MLX's, in C++. Without a ledger nothing is registered here.
 
 #ifndef LEDGER_HOOKS_H
 #define LEDGER_HOOKS_H
@@ -20,7 +20,7 @@ class LedgerHooks {
     virtual void evaluate(std::vector<mlx::core::array> outputs, bool async) = 0;
     virtual void wait(mlx::core::array &a) = 0;
     virtual void synchronize(mlx::core::Stream stream) = 0;
-    /// MLX's own figures as they would be on the phone, in bytes.
+    /// MLX's memory figures as on the phone, in bytes.
     struct Memory {
         size_t active, cache, peak, limit;
     };
@@ -37,9 +37,9 @@ class LedgerHooks {
 
     // MARK: Events, also while nothing is recorded
 
-    /// An array was made from data in memory.
+    /// An array was created from data in memory.
     virtual void created(mlx::core::array &a) = 0;
-    /// Memory that MLX did not allocate is now the data of an array, or no longer is.
+    /// Memory that MLX did not allocate has become the data of an array; `released` ends that.
     virtual void adopted(const void *buffer, size_t bytes) = 0;
     virtual void released(const void *buffer) = 0;
     virtual void set_memory_limit(size_t limit) = 0;
@@ -50,13 +50,13 @@ class LedgerHooks {
     ~LedgerHooks() = default;
 };
 
-/// The hooks of the one ledger that is linked into the program, which registers them before `main`; null where none is.
+/// The hooks of the ledger that is linked into the program, which registers them before `main`; null without a ledger.
 extern LedgerHooks *ledger_hooks;
 
-/// The hooks while their ledger records; else null.
+/// Returns the hooks while their ledger records; otherwise null.
 LedgerHooks *recording_ledger();
 
-/// Makes a stream for the GPU of a machine that has none, unless it is there: graphs on it can be built, but not computed.
+/// Makes a stream for the GPU on a machine without one, unless it exists. Graphs on it can be built, but not computed.
 void make_gpu_stream();
 
 }  // namespace host

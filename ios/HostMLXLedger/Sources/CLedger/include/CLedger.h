@@ -11,15 +11,15 @@
 extern "C" {
 #endif
 
-/// The device of the recorded work.
+/// The rules of the device that the ledger assumes.
 typedef struct {
     bool compute;                      // also compute the values, on the CPU; else they are zeros
     bool metal;                        // Metal's allocator and cache; else the CPU's, which has exact sizes and no cache
     int32_t operations_per_buffer;     // a command buffer is committed after more kernels than this,
     int32_t mega_elements_per_buffer;  // or when it uses buffers of more elements than this, in units of 2^20
     int32_t run_ahead;                 // command buffers that may run while the next is encoded; 0: none
-    int32_t generation;                // of the GPU's architecture: 15 in `applegpu_g15p`
-    bool gpu_only;                     // what is on a CPU's stream takes memory, and no kernels or command buffers
+    int32_t generation;                // the generation of the GPU's architecture: 15 in `applegpu_g15p`
+    bool gpu_only;                     // work on a CPU's stream takes memory, but no kernels or command buffers
     int32_t late_handlers;             // command buffers whose arrays are freed after the wait for them returns
 } HostLedgerRules;
 
@@ -33,11 +33,11 @@ typedef struct {
     size_t peak_bytes, peak_active_bytes;  // with and without the cache; neither has adopted memory
     size_t peak_arrays;                    // buffers of arrays
     size_t spins;                          // waits for memory with one task active, in which `eval` polls
-    size_t spin_kernels;                   // what the GPU runs during them
+    size_t spin_kernels;                   // the GPU's kernels during these waits
     double spin_flop, spin_bytes;
-    size_t first_kernels, most_first_kernels;  // used for the first time; the most between two boundaries
-    size_t mappings;                           // arrays made of memory that the caller owns
-    double wired_bytes;                        // of that memory, what kernels are given
+    size_t first_kernels, most_first_kernels;  // kernels at their first use; the largest number between two boundaries
+    size_t mappings;                           // arrays that use the caller's memory
+    double wired_bytes;                        // the bytes of that memory that kernels use
 } HostLedgerCounts;
 
 typedef struct {
@@ -45,16 +45,16 @@ typedef struct {
     double flop, read_bytes, written_bytes;
 } HostLedgerKind;
 
-/// Begins to record what is evaluated; returns null or a message to be released with free().
+/// Begins to record evaluations. Returns null, or a message to release with free().
 char *host_ledger_begin(HostLedgerRules rules);
-/// Ends it; returns null or why an evaluation failed, to be released with free().
+/// Ends the recording. Returns null, or the reason why an evaluation failed, to release with free().
 char *host_ledger_end(
     HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
-/// Begins the counts again, but for those of kernels that are used for the first time.
+/// Resets the counts. Kernels used before do not count as first used.
 void host_ledger_restart(void);
 /// Marks a point at which the work may pause, for `most_first_kernels`.
 void host_ledger_boundary(void);
-/// Calls `trace` for each primitive that is evaluated, in order, with the number of elements of its output.
+/// Calls `trace` for each evaluated primitive, in order, with the number of elements in its output.
 void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size));
 
 #ifdef __cplusplus

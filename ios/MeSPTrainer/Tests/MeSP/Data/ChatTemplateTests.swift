@@ -6,17 +6,17 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Conversations with tools become what the exporter makes of them, in chat templates that Python renders.
+/// Conversations with tools give the same tokens as the exporter does, in chat templates that Python renders.
 @Suite(.enabled(if: PythonTemplates.python != nil)) struct ChatTemplateTests {
     private struct Found: Equatable {
         var ids: [Int]
         var counted: [Bool]
 
-        /// The tokens and the loss's mask. The first token has no loss.
+        /// Stores the tokens and the mask of the loss. The first token has no loss.
         init(_ ids: [Int], _ counted: [Bool]) { (self.ids, self.counted) = (ids, [false] + counted.dropFirst()) }
     }
 
-    /// The first sequence of a source, or why there is none.
+    /// Returns the first sequence of a source, or the error.
     private func first(
         _ source: TextData.Source, _ tokenizer: any TextTokenizer, answersOnly: Bool
     ) -> Result<Found, MeSPError> {
@@ -37,7 +37,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let file = folder.appendingPathComponent("a.jsonl")
         let python = try PythonTemplates()
-        // By who takes it.
+        // The number of records, by which of both accept it.
         var counts = [String: Int]()
         var withCalls = 0
         while let each = try python.next() {
@@ -51,7 +51,7 @@ import Testing
                 if each.record.contains("tool_calls") { withCalls += 1 }
                 #expect(found.ids == expected.ids, "\(each.template): \(each.record)")
                 #expect(found.counted == expected.counted, "\(each.template): \(each.record)")
-                // Typed values go the same way, also from JSON and back.
+                // Typed conversations give the same tokens, even after a round trip through JSON.
                 let typed = try Conversation.read(contentsOf: file)
                 let reread = try JSONDecoder().decode([Conversation].self, from: JSONEncoder().encode(typed))
                 let same = first(.conversations(reread), python, answersOnly: each.lossOn == "answers")

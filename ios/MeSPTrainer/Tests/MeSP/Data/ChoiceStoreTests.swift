@@ -28,7 +28,7 @@ import Testing
         #expect(!FileManager.default.fileExists(atPath: store.url.path))
     }
 
-    /// As mesp data and TRL read pairs: lists of messages.
+    /// mesp data and TRL read pairs as lists of messages.
     @Test func theFileIsOfPreferences() throws {
         try store.append(choice("Hello.", "Hm"))
         let json = try JSONSerialization.jsonObject(with: Data(contentsOf: store.url)) as? [String: Any]

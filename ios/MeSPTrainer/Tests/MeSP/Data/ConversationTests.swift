@@ -5,15 +5,15 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// What is trained is what was answered, and nothing is lost; what cannot be is refused by its name.
+/// Tests that exactly the answers are trained and no text is lost. A record that cannot be trained is refused with a named reason.
 @Suite struct ConversationTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var target: URL { folder.appendingPathComponent("tokens") }
 
-    /// What is trained of the first record, two of which are the file.
+    /// The trained tokens of the first record; the file has the record twice.
     private struct Trained {
         var text: String
-        /// The texts of the tokens in a row that are in the loss.
+        /// The texts of consecutive tokens in the loss.
         var spans: [String]
         var specials = [Int]()
     }
@@ -110,7 +110,7 @@ import Testing
                 == [
                     "hm\n</think>\n\nb<|im_end|>\n"
                 ])
-        // Thoughts of earlier answers are left out, and this is said.
+        // Thoughts of earlier answers are left out, with a notice.
         let two = try messages(
             ("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb"), ("user", "c"), ("assistant", "d"))
         #expect(try trained(record: two, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
@@ -139,7 +139,7 @@ import Testing
             refusal(record, tokenizer).contains("one token holds the end of an answer and the start of the next text"))
     }
 
-    /// Tokens that the marks alone make say nothing of where an answer is.
+    /// Tokens that occur only with the marks do not affect the place of an answer.
     @Test func aMarkMayShareATokenWithTheTemplate() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         var tokenizer = chatML
@@ -158,7 +158,7 @@ import Testing
         #expect(refusal(record, tokenizer).contains("leaves out the thoughts of message 2"))
     }
 
-    /// The answer before it is written otherwise where it is the last.
+    /// The template writes the last answer differently from earlier ones.
     @Test func anAnswerIsAskedForAsItIsTrained() throws {
         let tokenizer = TemplateTokenizer { said, opens in
             TemplateTokenizer.chatML(
@@ -173,7 +173,7 @@ import Testing
                 "the prompt for the answer in message 3 is not the beginning of the conversation in the chat template"))
     }
 
-    /// Its question is in what the template writes of it.
+    /// The template repeats the question within the answer.
     @Test func noOtherMessageIsInAnAnswer() throws {
         let tokenizer = TemplateTokenizer { said, opens in
             said.enumerated().map { index, each in
@@ -226,7 +226,7 @@ import Testing
         let notices = try TextData(tokenizer: chatML, length: 512).write(
             .file(folder.appendingPathComponent("a.jsonl")), to: target)
         #expect(notices.sentences.isEmpty)
-        // Without a template, and of a text.
+        // The same holds without a template, and for a text.
         let pair = #"{"prompt": "a<|im_end|>", "completion": "b<|endoftext|>"}"#
         let joined = try trained(record: pair, TemplateTokenizer())
         #expect(joined.text == "a<|im_end|>b<|endoftext|><|endoftext|>" && joined.specials.count == 1)
@@ -257,7 +257,7 @@ import Testing
 
     // MARK: - Tools
 
-    /// A template without tools writes none of them.
+    /// A template without tools writes no tools.
     @Test func whatATemplateLeavesOutOfToolsIsRefused() throws {
         let call = #"{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"zone": "UTC"}}]}"#
         #expect(
@@ -312,7 +312,7 @@ import Testing
         let record = #"{"prompt": "The end", "completion": "ing."}"#
         let split = TemplateTokenizer(words: ["ending", "end"])
         #expect(try trained(record: record, split).spans == ["ing.<|endoftext|>"])
-        // Where a space is put before each text, they are tokenized together, and the token across the border counts.
+        // If the tokenizer puts a space before each text, both are tokenized together, and the token across the border is in the loss.
         let joined = TemplateTokenizer(words: ["ending", "end"], addsSpace: true)
         let found = try trained(record: record, joined)
         #expect(found.text == "The ending.<|endoftext|>" && found.spans == ["ending.<|endoftext|>"])
@@ -354,7 +354,7 @@ import Testing
         #expect(try trained(record: record, chatML).spans == ["d<|im_end|>\n"])
         let all = try trained(record: record, chatML, answersOnly: false)
         #expect(all.spans.joined() == all.text.replacing("b<|im_end|>\n", with: ""))
-        // A record is left out, and counted.
+        // The record is left out and counted.
         let answer = #"{"prompt": "a", "completion": "b"}"#
         let file = folder.appendingPathComponent("b.jsonl")
         let left = #"{"prompt": "x", "completion": "y", \#(key)}"#

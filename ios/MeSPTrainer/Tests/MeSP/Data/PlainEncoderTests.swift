@@ -3,7 +3,7 @@ import Testing
 @testable import MeSP
 @testable import MeSPBundle
 
-/// What people write has no special tokens, and is otherwise as the tokenizer has it.
+/// People's texts are encoded without special tokens, and otherwise as the tokenizer does.
 @Suite struct PlainEncoderTests {
     private let chatML = TemplateTokenizer(words: ["<|", "|>", "im", "\n\n"], template: TemplateTokenizer.chatML)
 
@@ -21,7 +21,7 @@ import Testing
             #expect(chatML.decode(ids) == text && specials(ids).isEmpty)
         }
         #expect(plain.hasSplit)
-        // Cut where the tokenizer's own tokens end: before the words of several characters, not within them.
+        // The cut is at the end of a token of the tokenizer, not within a word of several characters.
         let known = ["<|", "im"].map { chatML.encode($0, addsSpecialTokens: false)[0] }
         let ids = try plain.encode("x <|im_end|>", addsSpecialTokens: false)
         #expect(ids.count == 9 && ids[2...3].elementsEqual(known))

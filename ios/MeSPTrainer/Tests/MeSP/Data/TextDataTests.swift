@@ -28,7 +28,7 @@ import Testing
 
     @Test func aTextIsOneStreamWithItsLastTenthHeldOut() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
-        // Long enough to be tokenized in several pieces.
+        // The text is long enough to be tokenized in several pieces.
         let text = (0..<4000).map { "Line \($0).\n" }.joined()
         try write("text.txt", text)
         let (train, valid) = (try words("train.bin"), try words("valid.bin"))
@@ -73,14 +73,15 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let records = (0..<3).map { #"{"prompt": "\#($0)", "completion": "yes, it is"}"# }
         try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: false)
-        // "<user>0\n<assistant>yes, it is\n", of which 17 tokens are one sequence; the answer begins with the 20th.
+        // A sequence has 17 tokens of "<user>0\n<assistant>yes, it is\n", whose answer begins with the 20th token.
         #expect(try words("train.examples.bin") == [0, 17, 17, 17])
         #expect(try words("valid.examples.bin") == [0, 17])
         let found = message { try write("chat.jsonl", records.joined(separator: "\n")) }
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    /// The counted tokens of a conversation, with a line feed after each message, which is no end: that is added; in one whose thoughts go when it continues, too.
+    /// The template writes a line feed after each message, which does not end an answer, so an end token is added. This also holds for a template
+    /// that drops thoughts of earlier answers.
     @Test(arguments: [
         (
             ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,
