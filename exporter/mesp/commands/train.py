@@ -102,7 +102,7 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
         try:
             click.echo(describe_count(find_count(settings)))
         except MespError as error:  # the plan stands without it
-            log.warning("A phone's work is not counted: %s", error)
+            log.warning("A phone's work is not counted: %s", error.message)
 
 
 def summary(run: RunLog, output: Path) -> str:
