@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mesp.adapters.weighted import check_folder
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.model_card import write_terms_of_run
@@ -264,6 +265,8 @@ def prepare_training(
         for name, value in given.items()
         if value is not None
     }
+    if "adapters" in given:
+        check_folder(Path(given["adapters"]))
     for name in ("adapters", "general"):
         if name in given:
             given[name] = str(Path(given[name]).resolve())

@@ -44,6 +44,8 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
     runs: dict[str, RunLog] = {}
     samples: dict[str, list[dict[str, str]]] = {}
     for folder in folders:
+        if not folder.is_dir():
+            raise MespError(f"There is no folder {folder}; name a run's, or one with runs in it.")
         found = find_runs(folder)
         if not found:
             raise MespError(f"There is no run in {folder}.")
