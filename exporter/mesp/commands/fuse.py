@@ -24,8 +24,9 @@ from mesp.folders import replacing
 from mesp.formatting import decimal
 from mesp.models.quantization_formats import Quantization, describe_quantization
 from mesp.progress import ProgressCallback, Task
+from mesp.settings.train_settings import TrainSettings
 
-MOST_LOST = 0.1  # the part of what the adapters gained that quantizing may take without a word
+MOST_LOST = 0.1  # the share of the adapters' gain that quantizing may lose without a message
 FUSED_GGUF = "model.gguf"
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
@@ -57,7 +58,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 )  # fmt: skip
 @click.option(
     "--val-batches", type=click.IntRange(min=0), default=8,
-    help="Held-out sequences to measure the loss on, before and after; 0 for none.",
+    help="Held-out sequences to measure the loss on; 0 measures none.",
 )  # fmt: skip
 def main(
     bundle: Path, adapters: tuple[Path, ...], weights: tuple[float, ...], out: Path, bits: str,
@@ -65,7 +66,7 @@ def main(
 ) -> None:  # fmt: skip
     """Write the model in BUNDLE with adapters fused into the weights, as mlx-lm reads it.
 
-    Prints the adapters' gain on held-out data, and the rest of it after quantizing.
+    Prints the held-out loss without adapters, with them, and of the fused model.
     """
     if out.exists():
         raise MespError(f"{out} exists; name another --out.")
@@ -106,6 +107,12 @@ def main(
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
         click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
+        if val_batches != TrainSettings.val_batches:
+            click.echo(
+                f"They are means over at most {val_batches} sequences of up to "
+                f"{max(opened.manifest.seq_lens)} tokens. A run's losses are means over "
+                f"{TrainSettings.val_batches}, or its --val-batches, of its --seq-len."
+            )
     click.echo(describe_changes(opened, quantized))
     if gguf_base is not None:
         click.echo(
@@ -118,7 +125,7 @@ def main(
 def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
-    """The held-out loss; nan where none is asked for."""
+    """Returns the held-out loss; nan where `count` is 0."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
@@ -126,7 +133,8 @@ def measure_with_progress(
 
 
 def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:
-    """How the matrices were quantized and are now, in words; `quantized` is what `fuse` returns."""
+    """Returns the quantization of the matrices before and after, in words; `quantized` is the
+    result of `fuse`."""
     had = BundleWeights(bundle).quantizations()
     if not quantized:
         kinds = dict.fromkeys(describe_quantization(had.of(name)) for name in had.others)
@@ -148,7 +156,7 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
-    """The three losses in words, and what quantizing took."""
+    """Returns the three losses in words, and the share of the gain that quantizing lost."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."

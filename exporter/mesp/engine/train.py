@@ -117,8 +117,8 @@ class TrainingJob:
                 if engine.said:
                     log.warning("%s", engine.said)
                 if reward is not None and reward.error is not None:
-                    left = f"{self._left()} Mend it and resume the run."
-                    raise MespError(reward.error.message + left) from reward.error
+                    said = f"{reward.error.message} Mend it.{self._left()}"
+                    raise MespError(said) from reward.error
                 is_stopped = run.end.get("reason") == "stopped" and engine.signals
                 return replace(run, stopped_by=engine.signals[0] if is_stopped else None)
             if len(engine.signals) > 1:
@@ -174,7 +174,7 @@ class TrainingJob:
         )
 
     def _left(self) -> str:
-        """The files that a failed run has left, as sentences."""
+        """Returns the files that a failed run has left and how to resume it, as sentences."""
         if not (self.folder / LOG_NAME).exists():
             return ""
         adapters = self.folder / "adapters"
@@ -182,7 +182,10 @@ class TrainingJob:
         left = (
             f"the adapters last saved are in {adapters}" if saved else "no adapters had been saved"
         )
-        return f" The log is in {self.folder / LOG_NAME}; {left}."
+        return (
+            f" The log is in {self.folder / LOG_NAME}; {left}. Continue the run with --resume and "
+            f"--out {self.folder}."
+        )
 
 
 class _Rewards:
@@ -330,7 +333,7 @@ def _resumed(
     Raises MespError if there is no run, or where another setting would change it.
     """
     if folder is None:
-        raise MespError("Name the run to resume: --resume --out FOLDER.")
+        raise MespError("Name the folder of the run to resume with --out.")
     entries = read_recorded_settings(folder, LOG_NAME)
     try:
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)

@@ -35,7 +35,15 @@ class Setting:
     federated: bool = False  # whether the server of a federation may set it
     may_change: bool = False  # when a run is resumed: no result depends on it
     can_be_refused: bool = False  # whether there is an option with --no- too
-    only_with: tuple[str, Collection[str]] | None = None  # a setting, and values, that it needs
+    # A setting that it needs, and the values of that; None for any.
+    only_with: tuple[str, Collection[str] | None] | None = None
+
+    def applies(self, settings: Mapping[str, Any]) -> bool:
+        """Returns whether the setting that this one needs, by its name or key, has such a value."""
+        if self.only_with is None:
+            return True
+        other, values = self.only_with
+        return settings[other] is not None if values is None else settings[other] in values
 
     def find_problem(self, value: Any) -> str | None:
         """The requirement that a value does not meet, as the end of a sentence, or None."""
