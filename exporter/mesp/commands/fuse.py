@@ -109,9 +109,8 @@ def main(
         click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
         if val_batches != TrainSettings.val_batches:
             click.echo(
-                f"They are means over at most {val_batches} sequences of up to "
-                f"{max(opened.manifest.seq_lens)} tokens. A run's losses are means over "
-                f"{TrainSettings.val_batches}, or its --val-batches, of its --seq-len."
+                f"These losses are of the first {val_batches} held-out sequences, and a run's of "
+                f"{TrainSettings.val_batches} by default; --val-batches takes as many."
             )
     click.echo(describe_changes(opened, quantized))
     if gguf_base is not None:
