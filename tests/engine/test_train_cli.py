@@ -529,7 +529,7 @@ def test_resuming_where_there_is_no_run_is_refused(bundle: Path, tmp_path: Path)
     done = train("--resume", "--out", run)
     assert done.returncode == 2
     assert done.stderr == (f"Error: {run} holds no run to resume; start one without --resume.\n")
-    assert train("--resume").stderr == ("Error: Name the run to resume: --resume --out FOLDER.\n")
+    assert train("--resume").stderr == ("Error: Name the folder of the run to resume with --out.\n")
     assert train(bundle, "--steps", 2, "--out", run).returncode == 0
     settings = json.loads((run / "settings.json").read_text())
     for bad in ({}, settings | {"projections": 5}, settings | {"projections": "q,v"}):
