@@ -115,8 +115,8 @@ def several(
     then: Callable[[click.Option, list[Any]], Any] = lambda _, values: tuple(values),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """An option of several values, repeated or separated by commas, of which the command gets what
-    `then` makes."""
+    """Returns a decorator that adds an option of several values, repeated or separated by commas.
+    The command gets what `then` makes of them."""
 
     def flat(_: click.Context, option: click.Parameter, given: tuple[list[Any], ...]) -> Any:
         assert isinstance(option, click.Option)

@@ -12,7 +12,7 @@ from mesp.files import parse_yaml, read_bytes
 
 
 def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
-    """The callback of an eager `--config`: what the file says stands where no option is typed.
+    """Reads the file of an eager `--config`; its entries hold for the options that are not typed.
 
     A key is the name of an option or argument, with `_` or `-`; `null` leaves the default.
     Raises MespError, in a sentence that names the file and the key.

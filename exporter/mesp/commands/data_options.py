@@ -25,7 +25,7 @@ OPTIONS = (
 
 
 def given_data_options(context: click.Context) -> list[str]:
-    """Those of these options that were typed, or that --config has, as they are typed."""
+    """Returns those of these options that were typed or that --config has, with their dashes."""
     return [
         f"--{name.replace('_', '-')}"
         for name in OPTIONS
@@ -87,7 +87,8 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
-    """The data that a command's options name. Raises MespError where two of them contradict."""
+    """Returns the data that a command's options name. Raises MespError where two of them
+    contradict."""
     loss_on = options["loss_on"]
     if options["mask_prompt"]:
         if loss_on not in (None, "last"):

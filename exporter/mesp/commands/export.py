@@ -26,7 +26,7 @@ from mesp.source_model.quantization_loss import QuantizationLoss
 
 
 def list_and_exit(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """The callback of --list-models."""
+    """Lists the models and exits: the callback of --list-models."""
     if wanted and not context.resilient_parsing:  # which only looks for what to complete
         from mesp.commands.models import show_models
 
@@ -166,7 +166,7 @@ def main(
 
 
 def describe_loss(loss: QuantizationLoss) -> str:
-    """The distance of a bundle's predictions from those of its source."""
+    """Returns the distance of a bundle's predictions from those of its source."""
     before, after = loss.perplexities
     return (
         f"KL to the source {loss.kl.mean():.4f} nats, perplexity {before:.2f} -> {after:.2f}, on "
@@ -203,7 +203,7 @@ def check_options_of_from(out: Path | None, overwrite: bool) -> None:
 
 
 def summary(out: Path, manifest: Manifest) -> str:
-    """A summary of an export, for people."""
+    """Returns a summary of an export, for people."""
     arch = manifest.architecture
     size = sum(file.size for file in manifest.files)
     lora = {r: sum(block.lora_size(r) for block in arch.blocks) for r in manifest.ranks}
@@ -225,7 +225,8 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """The quantization, that of the head where it alone has another, or that some do."""
+    """Returns the quantization in words, with the head's if it differs, or a note that some
+    matrices differ."""
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {
         Quantization.of(group.layout, f"{name}.", columns)

@@ -97,8 +97,8 @@ def main(
 
 
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
-    """A federation of the command's options, in a folder with its settings and tokens, of all
-    clients where they are simulated; or the one to resume. Raises MespError."""
+    """Returns a federation of the command's options, in a folder with its settings and tokens, of
+    all clients where they are simulated; or the one to resume. Raises MespError."""
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
     if resume:
@@ -151,8 +151,8 @@ def read_resumed(
     own: Mapping[str, Any],
     training: Mapping[str, Any],
 ) -> tuple[Path, FederationSettings, TrainSettings]:
-    """The bundle and the settings of the federation in `output`, with those that are given: of a
-    federation and of its training. Raises MespError where another one would change it."""
+    """Returns the bundle and the settings of the federation in `output`, with those that are given:
+    of a federation and of its training. Raises MespError where another one would change it."""
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
     entries = read_recorded_settings(output, SETTINGS_NAME)

@@ -69,7 +69,7 @@ def main(bundle: Path, prompt: str, **options: Any) -> None:
 
 
 def summary(end: dict[str, Any], prompt_tokens: int) -> str:
-    """An end record as a line of text."""
+    """Returns an end record as a line of text."""
 
     def speed(tokens: int, seconds: float) -> str:
         return f"{tokens} tokens, {decimal(tokens / seconds if seconds else None, 1)} tokens/s"

@@ -94,7 +94,7 @@ def show_models() -> None:
 def plans_without_weights(
     source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions
 ) -> dict[int, dict[str, Any]]:
-    """`find_plans` of a bundle whose weight files are holes: planning reads none of them."""
+    """Returns the plans of a bundle whose weight files are holes: planning reads none of them."""
     with (
         plain_os_errors("Cannot plan the training"),
         tempfile.TemporaryDirectory(prefix="mesp-") as path,

@@ -126,10 +126,10 @@ def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
 
 
 def export_progress() -> AbstractContextManager[ProgressCallback]:
-    """The bars of an export, in bytes."""
+    """Returns the bars of an export, in bytes."""
     return _bars(DownloadColumn())
 
 
 def evaluation_progress() -> AbstractContextManager[ProgressCallback]:
-    """The bars of an evaluation, one a model."""
+    """Returns the bars of an evaluation, one for each model."""
     return _bars(MofNCompleteColumn())

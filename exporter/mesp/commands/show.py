@@ -34,7 +34,7 @@ def show_records(path: Path, count: int) -> None:
 
 
 def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text]:
-    """The first `count` records of the train split, each with a heading."""
+    """Returns the first `count` records of the train split, each with a heading."""
     tokens, mask, labels = bundle.tokens("train"), bundle.mask("train"), bundle.labels("train")
     examples, longest = bundle.examples("train"), max(bundle.manifest.seq_lens)
     if examples is None:

@@ -48,7 +48,8 @@ COUNTER = Program("mesp-count", "ios/HostMLXLedger")
 def find_engine(
     checkout: Path = CHECKOUT, sources: Path = SOURCES, carried: Path = CARRIED
 ) -> Path:
-    """A ready engine: MESP_ENGINE, the checkout's, the wheel's, or the one in the user's cache.
+    """Returns a ready engine: MESP_ENGINE, the checkout's, the wheel's, or the one in the user's
+    cache.
 
     The checkout's and the cache's are built first where they are missing or old. Raises
     MespError where that fails.
@@ -76,12 +77,12 @@ def find_engine(
 
 
 def has_engine(carried: Path) -> bool:
-    """Whether the package came with a built engine."""
+    """Returns whether the package came with a built engine."""
     return (carried / ENGINE.name).is_file()
 
 
 def misfit(carried: Path) -> str:
-    """Why the engine that came with the package cannot be used here; empty where it can.
+    """Returns why the engine that came with the package cannot be used here, or an empty text.
 
     It is compiled with the headers of one version of MLX, which go with that version's library
     alone.
@@ -94,8 +95,8 @@ def misfit(carried: Path) -> str:
 
 
 def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
-    """A ready mesp-count: the one beside the engine that MESP_ENGINE names, the checkout's, or the
-    one in the user's cache.
+    """Returns a ready mesp-count: the one beside the engine that MESP_ENGINE names, the checkout's,
+    or the one in the user's cache.
 
     The last two are built first where they are missing or old. Raises MespError where that fails,
     or where nothing can be counted.
@@ -119,7 +120,7 @@ def _find(program: Program, checkout: Path, sources: Path) -> Path:
 
 
 def engine_path() -> Path:
-    """The path of the engine, which `find_engine` builds."""
+    """Returns the path of the engine, which `find_engine` builds."""
     if named := os.environ.get("MESP_ENGINE"):
         return Path(named)
     if has_sources(CHECKOUT):
@@ -130,17 +131,17 @@ def engine_path() -> Path:
 
 
 def has_sources(folder: Path) -> bool:
-    """Whether what both programs are built from lies there, as in a checkout."""
+    """Returns whether what both programs are built from lies there, as in a checkout."""
     return (folder / "Package.swift").is_file()
 
 
 def built_program(checkout: Path, program: Program = ENGINE) -> Path:
-    """The path of a checkout's program."""
+    """Returns the path of a checkout's program."""
     return checkout / program.package / ".build" / "release" / program.name
 
 
 def is_older_than_sources(program: Path, checkout: Path) -> bool:
-    """Whether a Swift source of the checkout was written after the program."""
+    """Returns whether a Swift source of the checkout was written after the program."""
     built = program.stat().st_mtime
     sources = [checkout / "Package.swift"]
     for folder, folders, files in os.walk(checkout / "ios"):
@@ -150,12 +151,12 @@ def is_older_than_sources(program: Path, checkout: Path) -> bool:
 
 
 def expected_version(program: Program = ENGINE) -> str:
-    """The output of `PROGRAM --version` for this package's program."""
+    """Returns the output of `PROGRAM --version` for this package's program."""
     return f"{program.name} {mesp.__version__} with MLX {metadata.version('mlx')}"
 
 
 def version_of(program: Path) -> str:
-    """The last line that `PROGRAM --version` prints, on standard output or error."""
+    """Returns the last line that `PROGRAM --version` prints, on standard output or error."""
     try:
         done = subprocess.run(
             [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -195,7 +196,7 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
 
 
 def _set_engine(program: Program) -> str:
-    """What a user who has the program built does."""
+    """Returns what to do if the program has been built elsewhere."""
     beside = " with mesp-count beside it" if program == COUNTER else ""
     return f"set MESP_ENGINE to a built mesp-engine{beside}"
 
@@ -213,13 +214,14 @@ def _require_own(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """The user's folder of what can be rebuilt: the XDG Base Directory's, on a Mac Apple's."""
+    """Returns the user's folder of what can be rebuilt: the XDG Base Directory's, on a Mac
+    Apple's."""
     own = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 
 
 def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
-    """The path of the program of these sources and this `mlx` package.
+    """Returns the path of the program of these sources and this `mlx` package.
 
     It finds MLX's library by its path: another environment's is another program.
     """
@@ -259,7 +261,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def mlx_folder() -> Path:
-    """The installed `mlx` package, whose headers and library the engine is built with."""
+    """Returns the installed `mlx` package, whose headers and library the engine is built with."""
     spec = importlib.util.find_spec("mlx.core")
     if spec is None or spec.origin is None:
         raise MespError("The Python package mlx is missing: install MeSP with its dependencies.")

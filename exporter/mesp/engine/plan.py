@@ -16,7 +16,7 @@ from mesp.settings.train_settings import OPTIMIZERS, TrainSettings
 
 
 def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """The plan of mesp-train's defaults by length, for the bundle's first rank.
+    """Returns the plan of mesp-train's defaults by length, for the bundle's first rank.
 
     Raises MespError where the engine has not been built, or refuses.
     """
@@ -26,8 +26,8 @@ def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
 
 
 def predicted_memory(out: Path, manifest: Manifest) -> str | None:
-    """The trainer's predicted peak for each length with its default plan, and the lowest memory
-    limit of a run, which is the least peak with a margin.
+    """Returns the trainer's predicted peak for each length with its default plan, and the lowest
+    memory limit of a run, which is the least peak with a margin.
 
     None where the engine has not been built: exporting does not need it.
     """
@@ -91,7 +91,7 @@ def describe_count(count: Record) -> str:
 
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
-    """The memory of a run with each optimizer, without a limit and all in memory."""
+    """Returns the memory of a run with each optimizer, without a limit and all in memory."""
     # As of a new run: a run that goes on keeps its optimizer.
     free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}
     peaks = (
@@ -103,7 +103,7 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
 
 
 def describe_privacy(settings: TrainSettings, examples: int, steps: int) -> str:
-    """The ε of this many steps of a run with DP-SGD, in a sentence."""
+    """Returns the ε of this many steps of a run with DP-SGD, in a sentence."""
     if not settings.dp_noise:
         return "Differential privacy: none, as gradients are clipped and get no noise."
     sampled = settings.batch_size / examples

@@ -59,8 +59,8 @@ class Engine:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """While the engine waits for what is computed here: the signal that kills it raises
-        KeyboardInterrupt."""
+        """Lets the signal that kills the engine raise KeyboardInterrupt, while the engine waits for
+        a computation here."""
         self.is_waiting = True
         try:
             yield
@@ -68,7 +68,7 @@ class Engine:
             self.is_waiting = False
 
     def receive(self) -> Record:
-        """The next record."""
+        """Returns the next record."""
         for record in self:
             return record
         raise BrokenPipeError  # `check` says why
@@ -100,7 +100,7 @@ def running(
     interruptible: bool = False,
     timeout: float | None = None,
 ) -> Iterator[Engine]:
-    """`mesp-engine COMMAND SETTINGS`, or mesp-count, which is ended where it has not ended itself.
+    """Runs `mesp-engine COMMAND SETTINGS`, or mesp-count, and kills it if it has not ended.
 
     `environment` is added to this process's. With `interruptible` signals that ask for an end go
     to the engine, which ends in order; else Ctrl-C raises KeyboardInterrupt. Raises MespError where
@@ -227,7 +227,8 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
 
 
 def failure(status: int, said: str, after: str = "", program: str = "mesp-engine") -> MespError:
-    """Why a program ended with this status, having `said` that on standard error."""
+    """Returns the error of a program that ended with this status and had written `said` to standard
+    error."""
     if status > 0 and said:
         return MespError(said)
     if status > 0:
@@ -243,13 +244,13 @@ def failure(status: int, said: str, after: str = "", program: str = "mesp-engine
 
 
 def find_plan(engine: Path, settings: Settings) -> Record:
-    """The engine's plan for these settings, its ``plan`` record. Nothing is written."""
+    """Returns the engine's plan for these settings, its ``plan`` record. Nothing is written."""
     return _answer(engine, settings)
 
 
 def find_count(settings: Settings) -> Record:
-    """The counts of a step with these settings on a phone's GPU: the record of mesp-count, which is
-    built first where it is missing or old.
+    """Returns the counts of a step with these settings on a phone's GPU: the record of mesp-count,
+    which is built first where it is missing or old.
 
     Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
     """
@@ -269,8 +270,8 @@ def _answer(program: Path, settings: Settings, name: str = "mesp-engine") -> Rec
 def stream_records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """The records that `mesp-engine COMMAND` prints with these settings. An ``end`` record has the
-    ``signal`` that asked for the end, if one did.
+    """Yields the records that `mesp-engine COMMAND` prints with these settings. An ``end`` record
+    has the ``signal`` that asked for the end, if one did.
 
     Signals reach the engine. Raises MespError where the engine fails.
     """
@@ -293,7 +294,7 @@ def generate(
     seed: int = 0,
     stop: Sequence[int] = (),
 ) -> Iterator[Record]:
-    """The engine's records as they come: ``token`` records, then one ``end`` record.
+    """Yields the engine's records as they come: ``token`` records, then one ``end`` record.
 
     A signal ends the text early, with reason "stopped". Raises MespError where the engine fails.
     """
@@ -329,13 +330,14 @@ class Evaluator:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """The log-likelihood of each choice after the `prompt`, which is computed once."""
+        """Returns the log-likelihood of each choice after the `prompt`, which is computed once."""
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
 
     def text(self, tokens: Sequence[int], window: int) -> float:
-        """The log-likelihood in nats of all `tokens` but the first, in windows of `window`."""
+        """Returns the log-likelihood in nats of all `tokens` but the first, in windows of
+        `window`."""
         request = {"type": "text", "tokens": list(tokens), "window": window}
         return float(self._engine.ask(request)["log_likelihood"])
 
@@ -371,7 +373,8 @@ class Evaluator:
 
 @contextmanager
 def evaluator(bundle: Path, adapters: Sequence[WeightedAdapters] = ()) -> Iterator[Evaluator]:
-    """An engine with the model of `bundle` and `adapters`. Raises MespError where it fails."""
+    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError where it
+    fails."""
     settings = {"bundle": str(bundle.resolve()), "adapters": _named(adapters)}
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:

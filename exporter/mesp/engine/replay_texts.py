@@ -58,7 +58,7 @@ def sample_replay_texts(
 
 
 def find_opening(tokenizer: Any) -> list[int]:
-    """The tokens before a person's first words in a conversation, or before a text."""
+    """Returns the tokens before a person's first words in a conversation, or before a text."""
     if tokenizer.has_chat_template:
         first, second = (
             tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)

@@ -59,7 +59,7 @@ class TrainingJob:
     reward: Reward | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The settings that mesp-engine reads."""
+        """Returns the settings that mesp-engine reads."""
         paths = {"bundle": str(self.bundle), "output": str(self.folder.resolve())}
         settings = {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
         if self.settings.reward is not None:
@@ -260,9 +260,9 @@ def prepare_training(
     to_run: bool = True,
     may_import: bool = True,
 ) -> TrainingJob:
-    """The run that `train` begins, or continues with; it must be the bundle's machine where it is
-    `to_run`. A reward that is `given` is imported only where the user named it, `may_import`.
-    Raises MespError where something cannot be used. Nothing is written."""
+    """Returns the run that `train` begins or continues. With `to_run` this machine must be able to
+    run the bundle. A reward that is `given` is imported only if the user named it (`may_import`).
+    Raises MespError if something cannot be used. Nothing is written."""
     given = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in given.items()
@@ -321,14 +321,14 @@ def check_prompts(bundle: Bundle) -> None:
 
 
 def default_folder(manifest: Manifest, kind: str) -> Path:
-    """A run's folder where none is named: `runs/BUNDLE-KIND-TIME`."""
+    """Returns the default folder of a run: `runs/BUNDLE-KIND-TIME`."""
     return Path("runs") / f"{manifest.name}-{kind}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
 
 
 def _resumed(
     folder: Path | None, bundle: Path | None, given: Mapping[str, Any]
 ) -> tuple[Path, TrainSettings]:
-    """The bundle and the settings of the run in `folder`, with those that are `given`.
+    """Returns the bundle and the settings of the run in `folder`, with those that are `given`.
 
     Raises MespError if there is no run, or where another setting would change it.
     """
@@ -344,8 +344,8 @@ def _resumed(
 
 
 def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
-    """The settings of the run in `folder`, which has `begun` where there is a file of that name.
-    Raises MespError if there are none."""
+    """Returns the settings of the run in `folder`, which has `begun` where there is a file of that
+    name. Raises MespError if there are none."""
     path = folder / SETTINGS_NAME
     if not (folder / begun).exists():
         raise MespError(f"{folder} holds no run to resume; start one without --resume.")

@@ -51,7 +51,7 @@ class EvaluatedModel:
         return before, both[len(before) :]
 
     def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
-        """The log-likelihood of each continuation of the same prompt.
+        """Returns the log-likelihood of each continuation of the same prompt.
 
         Raises MespError where one has no token of its own, or more than `max_length`.
         """
@@ -70,7 +70,7 @@ class EvaluatedModel:
         )
 
     def log_likelihood(self, text: str, encode: Encode | None = None) -> tuple[float, int]:
-        """The log-likelihood in nats of a text, and how many tokens it has."""
+        """Returns the log-likelihood in nats of a text, and how many tokens it has."""
         tokens = (encode or self.tokenizer.encode)(text, add_special_tokens=False)
         if not tokens:
             return 0.0, 0
@@ -83,7 +83,7 @@ class EvaluatedModel:
         stops: Sequence[str],
         advance: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """The likeliest text after each prompt, until one of `stops`, which is left out.
+        """Returns the likeliest text after each prompt, until one of `stops`, which is left out.
 
         `advance` is called after each.
 
@@ -129,6 +129,7 @@ def running_model(
     max_length: int,
     at_once: int = AT_ONCE,
 ) -> Iterator[EvaluatedModel]:
-    """The model of `bundle`, with adapters or without. Raises MespError where the engine fails."""
+    """Yields the model of `bundle`, with adapters or without. Raises MespError where the engine
+    fails."""
     with evaluator(bundle, adapters) as engine:
         yield EvaluatedModel(engine, tokenizer, max_length, at_once)

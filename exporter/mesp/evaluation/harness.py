@@ -106,7 +106,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Those with one prompt at once."""
+        """Scores the requests with the same prompt at once."""
         by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             by_prompt[tuple(request[1])].append(index)
@@ -142,7 +142,7 @@ class HarnessModel(TemplateLM):
 def run(
     model: EvaluatedModel, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """The figures of the tasks, and what the harness logs of each document.
+    """Returns the figures of the tasks, and what the harness logs of each document.
 
     Raises MespError where a task cannot be run.
     """

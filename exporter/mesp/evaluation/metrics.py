@@ -17,7 +17,7 @@ def mean(value: float) -> float:
 
 
 def exponential(value: float) -> float:
-    """exp, infinite where it is too large for a float."""
+    """Returns exp, infinite where it is too large for a float."""
     return math.exp(value) if value < 700 else math.inf
 
 
@@ -32,7 +32,7 @@ def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int =
 
 
 def interval(drawn: np.ndarray) -> tuple[float, float]:
-    """The bounds of 95% of a bootstrap's draws."""
+    """Returns the bounds of 95% of a bootstrap's draws."""
     low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
     return low, high
 
@@ -59,7 +59,7 @@ class Metric:
         return replace(metric, value=metric.final(float(given[0].sum() / given[1].sum())))
 
     def resampled(self) -> np.ndarray:
-        """The values of the bootstrap's draws, float [RESAMPLES]."""
+        """Returns the values of the bootstrap's draws, float [RESAMPLES]."""
         assert self.sums is not None and self.weights is not None
         return np.array([*map(self.final, bootstrap(self.sums, self.weights, RESAMPLES).tolist())])
 

@@ -50,9 +50,9 @@ Record = TextRecord | ChoiceRecord | AnswerRecord
 
 
 def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) -> list[Record]:
-    """The records of a file of any kind, a file of text being one, or of JSON lines on standard
-    input for ``-``; all of one kind, the first `limit` of them, without the `ignored` fields of
-    records and messages. Raises MespError if there are none, or one is wrong."""
+    """Returns the records of a file of any kind, a file of text being one, or of JSON lines on
+    standard input for ``-``; all of one kind, the first `limit` of them, without the `ignored`
+    fields of records and messages. Raises MespError if there are none, or one is wrong."""
     if data == "-":
         name, rows = "standard input", read_lines(sys.stdin.buffer, "standard input")
     else:

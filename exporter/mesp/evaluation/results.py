@@ -34,8 +34,8 @@ class Row:
 def make_rows(
     adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
-    """A row for each metric of each model, which are named by their adapters. Where the first has
-    none, it is what the others are compared with."""
+    """Returns a row for each metric of each model, which are named by their adapters. Where the
+    first has none, it is what the others are compared with."""
     return tuple(
         Row(
             metric.task,
@@ -51,7 +51,7 @@ def make_rows(
 
 
 def format_table(found: Sequence[Row], width: int = 200) -> str:
-    """The rows as a table of at most `width` columns of text."""
+    """Returns the rows as a table of at most `width` columns of text."""
     from rich.console import Console
     from rich.table import Table
 
@@ -116,7 +116,7 @@ def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], sample
 
 
 def _numbers(estimate: Estimate | None) -> dict[str, float | None]:
-    """For JSON, which has no infinity."""
+    """Returns a value for JSON, which has no infinity."""
     return {
         name: value if value is not None and math.isfinite(value) else None
         for name, value in ({} if estimate is None else asdict(estimate)).items()

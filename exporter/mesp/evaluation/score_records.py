@@ -42,7 +42,8 @@ def score_records(
     records: Sequence[Record],
     options: ScoringOptions,
 ) -> tuple[list[Metric], list[Sample]]:
-    """The figures of all records, which are of one kind, and what the model made of each."""
+    """Returns the figures of all records, which are of one kind, and what the model made of
+    each."""
     if isinstance(records[0], AnswerRecord):
         samples = _score_answers(model, advance, records, options)
         return _answer_metrics(samples), samples
@@ -118,8 +119,8 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """The ids of `text`, which is a `prompt` in the chat template and a choice after it, with the
-    template's special tokens alone."""
+    """Returns the ids of `text`, which is a `prompt` in the chat template and a choice after it,
+    with the template's special tokens alone."""
     written = rendering.written(rendering.render_marked(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
     bounds = [*written, *(found.span() for found in choice)]

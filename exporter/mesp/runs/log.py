@@ -70,7 +70,8 @@ Record = dict[str, Any]
 
 
 def is_record(value: object) -> bool:
-    """Whether a value is a record with what is read of its kind; other kinds may hold anything."""
+    """Returns whether a value is a record with all fields that are read of its kind. Records of
+    other kinds may have any fields."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         return False
     needed, optional = FIELDS.get(value["type"], {}), OPTIONAL.get(value["type"], {})
@@ -80,7 +81,7 @@ def is_record(value: object) -> bool:
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Whether a JSON value is text, an object, a count or a finite number."""
+    """Returns whether a JSON value is text, an object, a count or a finite number."""
     if kind in (str, dict):
         return isinstance(value, kind)
     if isinstance(value, bool):
@@ -99,7 +100,7 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, steps: Iterable[Record]) -> Speed:
-        """That of some steps' records. Old logs have no `input_tokens`."""
+        """Returns the speed over some steps' records. Old logs have no `input_tokens`."""
         steps = list(steps)
         seconds = sum(step["seconds"] for step in steps)
         if not seconds:
@@ -108,7 +109,7 @@ class Speed(NamedTuple):
         return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
 
     def words(self, unit: str) -> str:
-        """Both with their unit; one where they are equal, as of a packed text."""
+        """Returns both speeds with their unit, or one if they are equal, as of a packed text."""
         said = f"{decimal(self.tokens, 0)} {unit}"
         if self.tokens == self.in_loss:
             return said
@@ -136,7 +137,7 @@ class RunLog:
 
     @classmethod
     def of(cls, records: Iterable[Record], folder: Path | None = None) -> RunLog:
-        """The run of these records; kinds that this version does not know are passed over."""
+        """Returns the run of these records. Kinds that this version does not know are skipped."""
         found: dict[str, Any] = {}
         several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
         last_time = None
@@ -195,8 +196,8 @@ class RunLog:
         return folder
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The records of the steps, a row each: `loss` in nats a token, `seconds`, `tokens`,
-        `footprint_bytes` and what else docs/formats.md lists. Needs pandas."""
+        """Returns the records of the steps, a row each: `loss` in nats a token, `seconds`,
+        `tokens`, `footprint_bytes` and what else docs/formats.md lists. Needs pandas."""
         import pandas
 
         return pandas.DataFrame(list(self.steps)).drop(columns="type").set_index("step")
@@ -212,7 +213,7 @@ class RunLog:
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
     def evals_of(self, split: str) -> list[Record]:
-        """The evaluations on `valid` or `test` data."""
+        """Returns the evaluations on `valid` or `test` data."""
         return [record for record in self.evals if record.get("split", "valid") == split]
 
     @property
@@ -227,8 +228,8 @@ class RunLog:
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
-        """The strength that the adapters were given at the end, as a sentence; None where they are
-        as they were trained."""
+        """Returns the strength that the adapters were given at the end, as a sentence; None where
+        they are as they were trained."""
         if not self.strength:
             return None
         record = self.strength
@@ -252,7 +253,8 @@ class RunLog:
         return (before[0] if before else None, after[-1] if after else None)
 
     def state(self, now: datetime | None = None) -> str:
-        """The reason in the end record; without one `running`, or `killed` if the log is silent."""
+        """Returns the reason in the end record. Without one the state is `running`, or `killed` if
+        the log is silent."""
         if self.end:
             return str(self.end.get("reason", "?"))
         if self.last_time is None:
@@ -269,7 +271,8 @@ class RunLog:
 
 
 def _records(path: Path, data: bytes) -> Iterator[Record]:
-    """The records of a log. Raises MespError for a line that is none, but for a cut-off last."""
+    """Yields the records of a log. Raises MespError for a line that is none, except a last line
+    that is cut off."""
     for number, line in enumerate(io.BytesIO(data), 1):
         if not line.strip():
             continue

@@ -32,7 +32,7 @@ class Steps:
 
 
 def epsilon(steps: Iterable[Steps], delta: float) -> float:
-    """The ε of all of these steps together; infinite without noise.
+    """Returns the ε of all of these steps together; infinite without noise.
 
     Raises MespError where dp-accounting is not installed.
     """
@@ -55,15 +55,16 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
-    """The ε of this many releases together, with Gaussian noise whose standard deviation is `noise`
-    times the sensitivity of one."""
+    """Returns the ε of this many releases together, with Gaussian noise whose standard deviation is
+    `noise` times the sensitivity of one."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     return float(get_epsilon_gaussian(noise / math.sqrt(releases), delta))
 
 
 def noise_for(epsilon: float, delta: float) -> float:
-    """The smallest noise of a single release that has this ε, as a multiple of its sensitivity."""
+    """Returns the smallest noise of a single release that has this ε, as a multiple of its
+    sensitivity."""
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
     return float(get_sigma_gaussian(epsilon, delta))

@@ -70,7 +70,7 @@ def unique_name(name: str, taken: dict[str, RunLog]) -> str:
 
 
 def read_samples(path: Path) -> list[dict[str, str]]:
-    """The model's answers before and after; nothing where the run has no samples."""
+    """Returns the model's answers before and after; nothing where the run has no samples."""
     if not path.exists():
         return []
     try:
@@ -99,7 +99,8 @@ def smooth(
 
 
 def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
-    """An SVG that `paint(axes, name, run, color)` draws each run into, in the page's colours."""
+    """Returns an SVG in the page's colours, into which `paint(axes, name, run, color)` draws each
+    run."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -166,7 +167,7 @@ def unit_of_loss(runs: dict[str, RunLog]) -> str:
 
 
 def draw_reward(runs: dict[str, RunLog]) -> str:
-    """The mean reward of each step's answers; nothing where no run has one."""
+    """Draws the mean reward of each step's answers; returns nothing if no run has one."""
     rewarded = {name: run for name, run in runs.items() if rewarded_steps(run)}
     if not rewarded:
         return ""
@@ -241,7 +242,7 @@ def has_phases(run: RunLog) -> bool:
 
 
 def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
-    """The page, which loads nothing: style and pictures are in it."""
+    """Returns the page. It loads nothing: style and pictures are in it."""
     pictures = [
         draw_loss(runs), draw_reward(runs), draw_memory(runs), draw_time(runs),
     ]  # fmt: skip
@@ -258,7 +259,7 @@ def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]
 
 
 def render_document(title: str, *parts: str) -> str:
-    """A whole page of these parts, with the style of all pages."""
+    """Returns a whole page of these parts, with the style of all pages."""
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -297,7 +298,7 @@ small { opacity: .7 }
 
 
 def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
-    """A column for each run: on a phone one or two runs need no scrolling."""
+    """Returns a table with a column for each run: on a phone one or two runs need no scrolling."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
     lines = [f"<tr><th></th>{head}</tr>"]
     for name, values in rows:
@@ -335,7 +336,7 @@ def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def describe_reward(run: RunLog) -> str:
-    """The mean reward of the first tenth of the steps and of the last."""
+    """Returns the mean reward of the first tenth of the steps and of the last."""
     steps = rewarded_steps(run)
     some = max(1, len(steps) // 10)
     means = (sum(step["reward"] for step in part) / some for part in (steps[:some], steps[-some:]))
@@ -382,7 +383,7 @@ def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def render_events(runs: dict[str, RunLog]) -> str:
-    """The events of a run, such as a pause or a failure."""
+    """Returns the events of a run, such as a pause or a failure."""
     items = []
     for name, run in runs.items():
         for event in run.events:
@@ -393,7 +394,7 @@ def render_events(runs: dict[str, RunLog]) -> str:
 
 
 def render_samples(name: str, samples: list[dict[str, str]]) -> str:
-    """The answers of one run's model before and after."""
+    """Returns the answers of one run's model before and after."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:
         parts.append(f"<p><b>{html.escape(sample['prompt'])}</b></p><div class='sample'>")

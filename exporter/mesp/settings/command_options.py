@@ -46,7 +46,7 @@ class SomeOf(click.ParamType[list[str]]):
 
 
 def make_type(declared: Setting) -> click.ParamType[Any]:
-    """The value of an option from its text."""
+    """Returns the value of an option from its text."""
     if declared.kind is list:
         return SomeOf(declared.choices or ())
     if declared.choices is not None:
@@ -87,8 +87,8 @@ def _whole(bound: float | None) -> int | None:
 def add_options(
     kind: type[Settings], defaults: Mapping[str, Any] | None = None, names: Collection[str] = ()
 ) -> Decorator:
-    """A decorator that adds an option for each setting that a dataclass declares, or for those with
-    these `names`. `defaults` are other than the declared ones."""
+    """Returns a decorator that adds an option for each setting that a dataclass declares, or for
+    those with these `names`. `defaults` are other than the declared ones."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for each in reversed(fields(kind)):
@@ -122,7 +122,7 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
 
 
 def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
-    """The settings that were typed, or that --config has."""
+    """Returns the settings that were typed, or that --config has."""
     found = {}
     for each in fields(kind):
         key = each.metadata["setting"].key or each.name

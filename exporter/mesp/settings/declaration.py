@@ -46,7 +46,7 @@ class Setting:
         return settings[other] is not None if values is None else settings[other] in values
 
     def find_problem(self, value: Any) -> str | None:
-        """The requirement that a value does not meet, as the end of a sentence, or None."""
+        """Returns the requirement that a value does not meet, as the end of a sentence, or None."""
         if self.kind is list:
             choices = self.choices or ()
             names = value if isinstance(value, list) else [None]
@@ -82,8 +82,8 @@ class Setting:
 
 
 def is_held(value: object) -> bool:
-    """Whether mesp-engine has room for a value: a whole number of 64 bits, or a finite one of 32,
-    where it is not too small."""
+    """Returns whether mesp-engine can represent a value: a whole number in 64 bits, or a finite
+    number in 32 that does not become 0."""
     if type(value) is int:
         return abs(value) < 1 << 63
     try:
@@ -94,12 +94,12 @@ def is_held(value: object) -> bool:
 
 
 def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
-    """A field of a dataclass of settings."""
+    """Returns a field of a dataclass of settings."""
     return field(default=default, metadata={"setting": Setting(kind, help, **others)})
 
 
 def list_settings(kind: type[Settings]) -> dict[str, Setting]:
-    """The settings that a dataclass declares, by name."""
+    """Returns the settings that a dataclass declares, by name."""
     return {each.name: each.metadata["setting"] for each in fields(kind)}
 
 
@@ -118,13 +118,13 @@ class Settings:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
-        """The settings in the object of a `settings.json`; those that it lacks, as a file of an
-        older version does, have their defaults. Raises TypeError or MespError if invalid."""
+        """Returns the settings in the object of a `settings.json`. A missing one, as in a file of
+        an older version, has its default. Raises TypeError or MespError if invalid."""
         keys = {declared.key or name: name for name, declared in list_settings(cls).items()}
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
 
     def to_json(self) -> dict[str, Any]:
-        """By their keys in `settings.json`."""
+        """Returns the settings by their keys in `settings.json`."""
         return {
             declared.key or name: getattr(self, name)
             for name, declared in list_settings(type(self)).items()
@@ -132,7 +132,7 @@ class Settings:
 
 
 def name_option(name: str) -> str:
-    """The option of a setting, as in `--seq-len`."""
+    """Returns the option of a setting, as in `--seq-len`."""
     return "--" + name.replace("_", "-")
 
 

@@ -16,7 +16,7 @@ ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
 
 
 def choose_optimizer(method: str) -> str:
-    """AdamW with its moments in 8 bits; MeZO's is SGD."""
+    """Returns AdamW with its moments in 8 bits, or SGD for MeZO."""
     return "sgd" if method == "mezo" else "adamw8bit"
 
 

@@ -281,8 +281,8 @@ class TrainSettings(Settings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:
-        """The settings by these names. Raises MespError where one is unknown, or there are no
-        `steps`."""
+        """Returns the settings by these names. Raises MespError where one is unknown, or there are
+        no `steps`."""
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
             raise MespError(f"There is no setting {unknown[0]}; there are {', '.join(known)}.")
@@ -291,8 +291,8 @@ class TrainSettings(Settings):
         return cls(**given)
 
     def complete(self, manifest: Manifest, paper: bool = False) -> TrainSettings:
-        """With what goes by the bundle filled in: the sequence length, the rank and the update,
-        the `paper`'s or the default.
+        """Returns the settings with all that depend on the bundle: the sequence length, the rank
+        and the update, the `paper`'s or the default.
 
         Raises MespError where the bundle cannot serve it, or `paper` and another update are given.
         """
@@ -323,7 +323,8 @@ class TrainSettings(Settings):
 
 
 def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
-    """The value asked for, if the bundle has it; by default the preferred one or the largest."""
+    """Returns the value asked for, if the bundle has it; by default the preferred one or the
+    largest."""
     if wanted is None:
         return preferred if preferred in available else max(available)
     if wanted not in available:
