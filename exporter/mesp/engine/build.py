@@ -167,8 +167,8 @@ def version_of(program: Path) -> str:
 
 
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
-    """The user's program, built first where it is missing, or where it no longer starts: it needs
-    the libraries of the Swift that built it."""
+    """Returns the user's program. Builds it if it is missing or no longer starts: it needs the
+    libraries of the Swift that built it."""
     if not has_sources(sources):
         raise MespError(
             f"{program.name}'s sources have not been installed with this package: install MeSP "

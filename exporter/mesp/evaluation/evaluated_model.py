@@ -38,9 +38,9 @@ class EvaluatedModel:
     def encode_pair(
         self, prompt: str, continuation: str, special: bool = True, encode: Encode | None = None
     ) -> tuple[list[int], list[int]]:
-        """Token ids of both, cut where lm-evaluation-harness cuts: white space at the end of the
-        prompt goes to the continuation, and both are tokenized together, by `encode` or else the
-        tokenizer's."""
+        """Returns the token ids of both, cut where lm-evaluation-harness cuts: white space at the
+        end of the prompt goes to the continuation. Both are tokenized together, by `encode` or else
+        the tokenizer."""
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
         encode = encode or self.tokenizer.encode

@@ -193,8 +193,8 @@ def _negated_exponential(value: float) -> float:
 
 
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
-    """Of the harness's value of a metric and those of its documents: numbers, or pairs of a
-    log-likelihood and what it is divided by. How they make the one is what gives it."""
+    """Returns a metric of the harness's value and those of its documents: numbers, or pairs of a
+    log-likelihood and its divisor. The kind of metric is the one whose value is the harness's."""
     try:
         columns = np.asarray(values, float)
     except (TypeError, ValueError):

@@ -22,7 +22,7 @@ def exponential(value: float) -> float:
 
 
 def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:
-    """Σ sums / Σ weights over n rows drawn with replacement, `resamples` times: float [resamples].
+    """Returns Σ sums / Σ weights over n rows drawn with replacement, float [resamples].
 
     The draws depend on n and `seed` alone: figures of the same rows are paired.
     """
@@ -53,7 +53,7 @@ class Metric:
     def of(
         cls, name: str, sums: Sequence[float], weights: Sequence[float] | None = None, **others: Any
     ) -> Metric:
-        """With the value that its records give; the weights are 1 if there are none."""
+        """Returns the metric of records with these sums; without `weights` each weight is 1."""
         given = np.asarray(sums, float), np.asarray([1] * len(sums) if weights is None else weights)
         metric = cls(name, math.nan, *given, **others)
         return replace(metric, value=metric.final(float(given[0].sum() / given[1].sum())))
@@ -74,8 +74,8 @@ class Estimate:
 
 
 def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]:
-    """Of one metric of several models on the same records: each with its interval, and from the
-    second on its difference from the first's.
+    """Returns one metric of several models on the same records, each with its interval. From the
+    second model on it also has its difference from the first's.
 
     The bootstrap is paired: all models are measured on the same draws of records.
     """

@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 def table_row(run: RunLog) -> list[str]:
-    """One run under `COLUMNS`: losses as first → last, tokens a second, footprint in MB."""
+    """Returns one run under `COLUMNS`: losses as first → last, tokens a second, footprint in MB."""
     losses = run.losses
     before, after = run.held_out
     return [

@@ -27,8 +27,8 @@ def choose_learning_rate(
     objective: str | None = None,
     is_rewarded: bool = False,
 ) -> float:
-    """0.007 / √hidden_size for AdamW: 5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B; 0.1 for
-    SGD; a tenth of these with an objective, a third with a reward; 1e-4 for MeZO."""
+    """Returns 0.007 / √hidden_size for AdamW (5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B)
+    and 0.1 for SGD. An objective takes a tenth of these, a reward a third, and MeZO 1e-4."""
     if method == "mezo":
         return float(PAPER["learning_rate"])
     rate = 0.007 / math.sqrt(hidden_size) if optimizer in ADAMW else 0.1
