@@ -450,8 +450,8 @@ LONG = [message("user", "long " * 90), message("assistant", "a")]
 @pytest.mark.parametrize(
     ("records", "options", "named"),
     [
-        ("text", {"loss_on": "last"}, "has text, .* leave out --loss-on last"),
-        ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out --loss-on answers"),
+        ("text", {"loss_on": "last"}, "has text, .* leave out `loss_on` last"),
+        ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out `loss_on` answers"),
         ([message("user", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
         ([message("user", "Alone.")] * 90, {"pack": True}, "no example with something to predict"),
         ([message("user", "Alone.")], {}, "no example with something to predict in its first"),
