@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import json
 import logging
 import re
@@ -56,6 +58,59 @@ def test_errors_are_the_packages_own(tmp_path: Path):
         mesp.train(tmp_path, stepz=1)
     with pytest.raises(mesp.MespError, match="Set the number of steps"):
         mesp.train(tmp_path)
+
+
+def test_python_errors_name_arguments(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    typed = "exists; name another --out, or replace it with --overwrite."
+    done = run("export", "--model", "demo", "--out", tmp_path / "there")
+    assert done.stderr == f"Error: {tmp_path / 'there'} {typed}\n"
+    with pytest.raises(mesp.MespError) as caught:
+        mesp.export("demo", tmp_path / "there")
+    assert str(caught.value) == (
+        f"{tmp_path / 'there'} exists; name another `out`, or replace it with `overwrite`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        ("leave out --no-chat, or --loss-on all", "leave out `chat=False`, or `loss_on` all"),
+        ("a --seq-len up to 8", "a `seq_len` up to 8"),
+        ("write it with mesp data --no-pack.", "write it with mesp data --no-pack."),
+        ("add it with mesp data, or --seq-len 8", "add it with mesp data, or `seq_len` 8"),
+        ("run mesp-export --from a --out b: --json", "run mesp-export --from a --out b: `is_json`"),
+        ("/tmp/a--b/--c is empty", "/tmp/a--b/--c is empty"),
+    ],
+)  # fmt: skip
+def test_options_become_arguments(sentence: str, said: str):
+    assert str(mesp.MespError(sentence)) == said
+    assert mesp.MespError(sentence).message == sentence
+
+
+def texts(node: ast.AST) -> str:
+    """A literal's text, with {} for what is put into it."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(texts, node.values))
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
+
+
+def test_every_option_in_an_error_is_an_argument():
+    """Of a function, or a field of what it takes. Commands that have no function are left out."""
+    classes = (TrainSettings, mesp.DataOptions, mesp.Selection)
+    functions = (mesp.export, mesp.rewrite, mesp.train, mesp.generate, mesp.evaluate)
+    known = {each.name for kind in classes for each in dataclasses.fields(kind)}
+    known |= {name for each in functions for name in inspect.signature(each).parameters}
+    # Options of mesp export, fuse and evaluate alone; `Tasks` has the last.
+    known |= {"measure", "source", "gguf", "gguf_base", "ignore", "include_path"}
+    for path in PACKAGE.rglob("*.py"):
+        if not {"commands", "federate", "sources"} & {*path.parts}:
+            for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "MespError":
+                    said = str(mesp.MespError(texts(call.args[0])))
+                    named = re.findall(r"`(\w+)(?:=False)?`", said)
+                    assert known.issuperset(named), f"{path.name}: {said}"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def main() -> None:
     try:
         programs, tag = build_engine()
     except MespError as error:
-        sys.exit(f"Error: {error}")
+        sys.exit(f"Error: {error.message}")
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(sdist) as archive:
             archive.extractall(folder, filter="data")

@@ -18,11 +18,11 @@ COMMANDS = {
     "check": "Check a bundle, and training with it on this machine.",
     "data": "Replace the data in a bundle.",
     "train": "Fine-tune a bundle's model with LoRA.",
-    "generate": "Write on from a prompt.",
+    "generate": "Continue a prompt.",
     "evaluate": "Measure how good a model is.",
     "fuse": "Put adapters into the weights.",
     "report": "Write a page about runs.",
-    "federate": "Fine-tune a bundle with the data of many.",
+    "federate": "Fine-tune a bundle with the data of many people.",
 }
 
 

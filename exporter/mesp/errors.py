@@ -1,6 +1,7 @@
 """The exceptions that this package raises."""
 
 import errno
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,12 +13,37 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class MespError(Exception):
     """An error that the caller can fix: one plain sentence that names the problem and the remedy.
 
-    A command prints it as ``Error: <sentence>`` and exits with code 2.
+    A command prints `message` as ``Error: <sentence>`` and exits with code 2. In Python `str` names
+    the arguments in place of the options.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+    def __str__(self) -> str:
+        return name_arguments(self.message)
+
+
+# A command as it is typed, up to the end of its part of the sentence; or an option.
+_TYPED = re.compile(
+    r"(?P<command>\b(?:mesp[ -][a-z]+|lm-eval|llama-gguf-split) (?:(?![;:,]|\. ).)*)"
+    r"|(?<![\w./-])--(?P<no>no-)?(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
+)
+_RENAMED = {"json": "is_json"}  # options whose argument has another name
+
+
+def name_arguments(sentence: str) -> str:
+    """Returns a sentence with Python's arguments in place of options, as in `seq_len` for --seq-len
+    and `chat=False` for --no-chat. A whole command stays as it is typed."""
+
+    def name(found: re.Match[str]) -> str:
+        if found["command"]:
+            return found["command"]
+        argument = _RENAMED.get(found["option"], found["option"].replace("-", "_"))
+        return f"`{argument}=False`" if found["no"] else f"`{argument}`"
+
+    return _TYPED.sub(name, sentence)
 
 
 class EngineError(MespError):

@@ -32,6 +32,17 @@ MODEL_FILES = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)
 WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
+def refuse_path(name: str) -> None:
+    """Raises MespError where a name that no file or folder has can only be a path: it is never
+    looked up on the Hub."""
+    if name.startswith("~"):
+        raise MespError(f"There is no folder or file {name}: write the path out, without ~.")
+    is_rooted = name.startswith((".", "/")) or "\\" in name or name.endswith("/")
+    # The name of a GGUF file there is OWNER/NAME/FILE.gguf.
+    if is_rooted or (name.count("/") > 1 and not name.lower().endswith(".gguf")):
+        raise MespError(f"There is no folder or file {name}; correct the path.")
+
+
 def download_model(repo: str, with_weights: bool) -> Path:
     """Returns the folder with a model of the Hub; without weights, its geometry, tokenizer and
     terms.

@@ -3,6 +3,7 @@ again.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -313,3 +314,21 @@ def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
         fused.eos_token_id,
     }
     assert len(fused.eos_token_ids) == 2
+
+
+def test_its_losses_are_a_runs_on_as_many_sequences(tmp_path: Path):
+    bundle, out = tmp_path / "demo.mesp", tmp_path / "run"
+    exported = call("export", "--model", "demo", "--seq-len", 64, "--out", bundle)
+    assert "Record 1 of 1: 64 tokens and the one after, 64 in the loss\n" in exported.stdout
+    trained = call("train", bundle, "--steps", 2, "--val-batches", 25, "--out", out).stdout
+    (losses,) = re.findall(r"Held-out loss (.*) before, (.*) after", trained)
+    options = ("--adapters", out / "adapters", "--out")
+    same = call("fuse", bundle, *options, tmp_path / "same", "--val-batches", 25).stdout
+    assert re.findall(r"Held-out loss (.*), (.*) with adapters", same) == [losses]
+    assert "These losses" not in same
+    fewer = call("fuse", bundle, *options, tmp_path / "fewer").stdout
+    assert re.findall(r"Held-out loss (.*), (.*) with adapters", fewer) != [losses]
+    assert (
+        "\nThese losses are of the first 8 held-out sequences, and a run's of 25 by default; "
+        "--val-batches takes as many.\n"
+    ) in fewer

@@ -148,10 +148,11 @@ def test_one_whole_set_of_adapters_stays_what_it_is(family: Path, tmp_path: Path
 
 @pytest.fixture
 def asked(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list]:
-    """Returns a function for the adapters of each engine that was started.
-
-    The working folder is empty, except for two of them.
+    """Returns a function for the adapters of each engine that was started. The folder
+    has two of them and is otherwise empty.
     """
+    for name in ("a", "b"):
+        (working_folder / name).mkdir()
     notes = working_folder / "notes"
     monkeypatch.setenv("MESP_ENGINE", str(FAKE_ENGINE))
     monkeypatch.setenv("FAKE_ENGINE_NOTES", str(notes))
@@ -251,16 +252,17 @@ def test_weights_that_fit_no_adapters_are_refused(bundle: Path, asked, command: 
 
 def test_the_library_refuses_weights_in_the_same_words(bundle: Path, asked):
     for function in (mesp.generate, mesp.evaluate):
-        with pytest.raises(MespError, match=r"^--weights has nan; give numbers from 0 to 10\.$"):
+        with pytest.raises(MespError, match=r"^`weights` has nan; give numbers from 0 to 10\.$"):
             function(bundle, "a", adapters=["a", "b"], weights=[1.0, float("nan")])
-        with pytest.raises(MespError, match=r"^--weights needs --adapters\.$"):
+        with pytest.raises(MespError, match=r"^`weights` needs `adapters`\.$"):
             function(bundle, "a", weights=[1.0])
 
 
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ("nowhere", "Cannot load the adapters in {}: it has no adapter_config.json."),
+        ("nowhere", "There is no folder {}; name one with adapters."),
+        ("run", "{0} is a run's folder, with its adapters in another: name {0}/adapters."),
         ("another", "Cannot load the adapters in {}: it holds model.layers."),
         ("zero", "Every one of --weights is 0, which leaves nothing to fuse; raise one."),
         (
@@ -276,6 +278,8 @@ def test_what_cannot_be_fused_is_named_and_nothing_is_left(
     """A folder with the weight 0 is named too. The other model has more blocks."""
     if second == "another":
         write_adapters(tmp_path / "another", bundle)
+    if second == "run":
+        shutil.copytree(family / "second", tmp_path / "run" / "adapters")
     if second == "zero":
         shutil.copytree(family / "second", tmp_path / "zero")
     if second == "dora":

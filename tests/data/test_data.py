@@ -347,7 +347,7 @@ def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
     assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
     assert len(splits["train"].examples) == len(records) - 4
-    with pytest.raises(MespError, match=r"has one record, too few .* with --hold-out 0"):
+    with pytest.raises(MespError, match=r"has one record, too few .* with `hold_out` 0"):
         load(write_records(path, records[:1]), chat_tokenizer)
 
 
@@ -362,10 +362,10 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
     assert [*whole] == ["train"]
     assert whole["train"].tokens.tolist() == tokens(load(text, tokenizer, hold_out=0.3)).tolist()
     (tmp_path / "short.txt").write_text("Too short for two sequences of so many tokens.")
-    with pytest.raises(MespError, match=r"too few to train on .* with --hold-out 0\."):
+    with pytest.raises(MespError, match=r"too few to train on .* with `hold_out` 0\."):
         load(tmp_path / "short.txt", tokenizer, 30)
     assert [*load(tmp_path / "short.txt", tokenizer, 30, hold_out=0)] == ["train"]
-    with pytest.raises(MespError, match=r"--hold-out is 0 or more and below 1, and not 1\.5"):
+    with pytest.raises(MespError, match=r"`hold_out` is 0 or more and below 1, and not 1\.5"):
         load(text, tokenizer, hold_out=1.5)
     # An existing split stays whole.
     folder = tmp_path / "folder"
@@ -409,7 +409,8 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     assert (split.too_long, split.left_out) == (len(longer) - lost, lost)
     (line,) = caplog.messages
     count = len(longer) - lost
-    said = f"Records longer than 25 tokens were {long}: {count} in train, {count} in valid."
+    said = f"Records longer than 24 tokens and the one after were {long}: {count} in train, "
+    said += f"{count} in valid."
     if lost:
         said += f" Records with nothing to predict were left out: {lost} in train, {lost} in valid."
     assert line == said
@@ -449,8 +450,8 @@ LONG = [message("user", "long " * 90), message("assistant", "a")]
 @pytest.mark.parametrize(
     ("records", "options", "named"),
     [
-        ("text", {"loss_on": "last"}, "has text, .* leave out --loss-on last"),
-        ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out --loss-on answers"),
+        ("text", {"loss_on": "last"}, "has text, .* leave out `loss_on` last"),
+        ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out `loss_on` answers"),
         ([message("user", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
         ([message("user", "Alone.")] * 90, {"pack": True}, "no example with something to predict"),
         ([message("user", "Alone.")], {}, "no example with something to predict in its first"),
@@ -466,7 +467,7 @@ def test_records_that_cannot_be_taken(chat_tokenizer, tmp_path, records, options
 
 
 def test_a_text_file_has_no_examples(tokenizer, text):
-    with pytest.raises(MespError, match="leave out --no-pack"):
+    with pytest.raises(MespError, match="leave out `pack=False`"):
         load(text, tokenizer, pack=False)
 
 
@@ -864,5 +865,5 @@ def test_answers_of_the_same_tokens_are_no_pair(chat_tokenizer, tmp_path):
     path = write_records(tmp_path / "data.jsonl", [long] * 2)
     with pytest.raises(MespError, match="of the same tokens, as far as sequences of 65 hold"):
         load(path, chat_tokenizer, 64)
-    with pytest.raises(MespError, match="leave out --long split"):
+    with pytest.raises(MespError, match="leave out `long` split"):
         load(path, chat_tokenizer, 64, long="split")

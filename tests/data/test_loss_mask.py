@@ -172,7 +172,7 @@ UNMARKED = (
         (
             UNMARKED,
             [user("a"), assistant("b"), user("c"), assistant("d")],
-            "message 2 begins and ends: take --loss-on all",
+            "message 2 begins and ends: take `loss_on` all",
         ),
     ],
 )

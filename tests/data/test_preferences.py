@@ -106,12 +106,12 @@ def test_without_a_template_strings_are_joined(tokenizer, tmp_path):
 
 
 MISUSES = {
-    "template": ([PAIR], {"chat": True}, False, "has no chat template: leave out --chat"),
+    "template": ([PAIR], {"chat": True}, False, "has no chat template: leave out `chat`"),
     "messages": (
         [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
         {"chat": False},
         True,
-        "has messages, which go through the chat template: leave out --no-chat",
+        "has messages, which go through the chat template: leave out `chat=False`",
     ),
     "messages without": (
         [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],

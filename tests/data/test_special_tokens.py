@@ -262,7 +262,7 @@ ONE = [{"type": "function", "function": {"name": "f", "description": "Ends with 
 def test_what_cannot_be_told_from_the_template_is_refused(tokenizer, template, said, named):
     tokenizer._tokenizer.chat_template = template
     encode_conversation(tokenizer, said, "all")
-    with pytest.raises(MespError, match=f"{named}.*--split-special-tokens"):
+    with pytest.raises(MespError, match=f"{named}.*`split_special_tokens`"):
         encode_conversation(tokenizer, said, "all", split_special=True)
 
 

@@ -306,7 +306,7 @@ def test_an_opening_that_fills_a_sequence_is_refused(bundle: Path):
         def apply_chat_template(self, messages: list[dict], return_dict: bool) -> list[int]:
             return [1] * SEQ_LEN + [2, ord(messages[0]["content"])]
 
-    with pytest.raises(MespError, match="--replay-data"):
+    with pytest.raises(MespError, match="`replay_data`"):
         sample_replay_texts(bundle, None, Tokenizer(), 4, SEQ_LEN, seed=0)
 
 

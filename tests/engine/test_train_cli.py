@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -528,7 +529,7 @@ def test_resuming_where_there_is_no_run_is_refused(bundle: Path, tmp_path: Path)
     done = train("--resume", "--out", run)
     assert done.returncode == 2
     assert done.stderr == (f"Error: {run} holds no run to resume; start one without --resume.\n")
-    assert train("--resume").stderr == ("Error: Name the run to resume: --resume --out FOLDER.\n")
+    assert train("--resume").stderr == ("Error: Name the folder of the run to resume with --out.\n")
     assert train(bundle, "--steps", 2, "--out", run).returncode == 0
     settings = json.loads((run / "settings.json").read_text())
     for bad in ({}, settings | {"projections": 5}, settings | {"projections": "q,v"}):
@@ -546,6 +547,14 @@ def test_what_is_missing_is_named(bundle: Path, tmp_path: Path, missing: str):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("Error: Missing ")
     assert missing in done.stderr.splitlines()[-1]
+
+
+def test_a_peak_that_the_limit_raises_is_explained(bundle: Path, tmp_path: Path):
+    done = train(bundle, "--steps", 4, "--out", tmp_path / "run", how="kept")
+    assert done.stderr.splitlines()[1] == (
+        "Room below the memory limit is used for speed: the intermediates of 6 blocks are kept. A "
+        "lower --memory-limit keeps fewer."
+    )
 
 
 def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, tmp_path: Path):
@@ -695,7 +704,8 @@ def test_a_failure_on_the_way_says_what_is_left(bundle: Path, tmp_path: Path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         "Error: There is no space left on the disk. "
-        f"The log is in {run / 'metrics.jsonl'}; no adapters had been saved."
+        f"The log is in {run / 'metrics.jsonl'}; no adapters had been saved. "
+        f"Continue the run with --resume and --out {run}."
     )
 
 
@@ -705,7 +715,8 @@ def test_a_crash_says_what_was_saved(bundle: Path, tmp_path: Path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "Error: mesp-engine was ended by SIGSEGV after step 3. "
-        f"The log is in {run / 'metrics.jsonl'}; the adapters last saved are in {run / 'adapters'}."
+        f"The log is in {run / 'metrics.jsonl'}; the adapters last saved are in "
+        f"{run / 'adapters'}. Continue the run with --resume and --out {run}."
     )
 
 
@@ -743,7 +754,7 @@ def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Po
 def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
     bundle: Path, tmp_path: Path, whole_group: bool
 ):
-    run = tmp_path / "run"
+    run = tmp_path / "a run"
     process = start_and_wait_for_steps(bundle, run, "slow")
     if whole_group:
         os.killpg(process.pid, signal.SIGINT)
@@ -754,6 +765,7 @@ def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
     assert (run / "signals").read_text() == "SIGINT\n"
     assert records(run)[-1]["reason"] == "stopped"
     assert output.startswith(f"Stopped after {records(run)[-1]['step']} steps")
+    assert output.endswith(f"\nTo resume: mesp train --resume --out {shlex.quote(str(run))}\n")
     assert "Traceback" not in errors
     assert (run / "adapters" / "adapters.safetensors").exists()
 

@@ -338,7 +338,7 @@ def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
         return json.loads((made.held_out / "data.json").read_text())["valid"]
 
     assert held_out("all", "--loss-on", "all") != held_out("answers")
-    with pytest.raises(MespError, match="leave out --columns"):
+    with pytest.raises(MespError, match="leave out `columns`"):
         federation(bundle, tmp_path / "asked.jsonl", tmp_path / "all", "--resume", *columns)
 
 
@@ -417,7 +417,7 @@ def test_what_is_no_topic_is_refused(tmp_path: Path):
 def test_another_part_of_each_topic_is_held_out(tmp_path: Path):
     write_records(tmp_path / "a.jsonl", RECORDS[:20])
     assert len(read_topics(str(tmp_path), hold_out=0.5)[1]) == 10
-    with pytest.raises(MespError, match="are measured by held-out data: leave out --hold-out 0"):
+    with pytest.raises(MespError, match="are measured by held-out data: leave out `hold_out` 0"):
         read_topics(str(tmp_path), hold_out=0)
     write_records(tmp_path / "dev.jsonl", RECORDS[20:])
     topics, held_out = read_topics(str(tmp_path), hold_out=0)
@@ -627,7 +627,7 @@ def test_a_federation_goes_on_with_its_settings(bundle: Path, data: Path, tmp_pa
     )
     on = federation(bundle, data, tmp_path / "f", "--resume", "--rounds", 4)
     assert on.options == first.options | {"rounds": 4, "resume": True}
-    with pytest.raises(MespError, match="--steps is 3 and cannot become 4"):
+    with pytest.raises(MespError, match="`steps` is 3 and cannot become 4"):
         federation(bundle, data, tmp_path / "f", "--resume", "--steps", 4)
     with pytest.raises(MespError, match="already holds a federation"):
         federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)

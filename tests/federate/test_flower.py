@@ -525,7 +525,7 @@ def test_krum_passes_over_a_client_that_sends_noise(bundle: Path, data: Path, tm
 
 
 def test_an_unknown_option_of_a_strategy_is_refused(bundle: Path, data: Path, tmp_path: Path):
-    with pytest.raises(MespError, match="--strategy fedavg has no option eta; it has"):
+    with pytest.raises(MespError, match="`strategy` fedavg has no option eta; it has"):
         federation(
             *(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1),
             *("--strategy-options", "eta=1"),

@@ -118,7 +118,8 @@ else:
         model=model,
         settings=settings,
     )
-    write("plan", predicted_peak_bytes=45_200_000, least_peak_bytes=40_000_000)
+    kept = {"kept_blocks": 6} if how == "kept" else {}
+    write("plan", predicted_peak_bytes=45_200_000, least_peak_bytes=40_000_000, **kept)
     evaluate(0, 4.5)
 if how == "noisy":
     print("a library says hello", flush=True)

@@ -47,8 +47,8 @@ def test_a_page_of_several_runs_stands_alone(tmp_path: Path):
     page = made(tmp_path / "new" / "report.html", tmp_path / "runs", begun)
     assert page.row("") == ["a<b>$x$", "unfinished", "unfinished (2)"]
     assert page.row("model") == ["Qwen2.5-0.5B"] * 3
-    assert page.row("loss") == ["4.00 → 3.70", "4.00 → 4.00", "-"]
-    assert page.row("held-out")[0] == "4.51 → 3.77"
+    assert page.row("loss, nats a token") == ["4.00 → 3.70", "4.00 → 4.00", "-"]
+    assert page.row("held-out, nats a token")[0] == "4.51 → 3.77"
     assert page.row("peak MB") == ["61.2", "50.0", "-"]
     assert page.row("seq_len") == ["256"] * 3
     assert page.source.count("<svg") == 3
@@ -59,6 +59,46 @@ def test_a_page_of_several_runs_stands_alone(tmp_path: Path):
     )
     names = re.findall(r'id="([^"]+)"', page.source)
     assert len(names) == len(set(names)), "a name in one picture is not one in another"
+
+
+def test_settings_that_do_not_apply_are_left_out(tmp_path: Path):
+    def run(name: str, **settings: object) -> Path:
+        def changed(each: dict) -> dict:
+            if each["type"] != "start":
+                return each
+            return each | {"settings": each["settings"] | settings}
+
+        return rewrite(write_run(tmp_path / name), changed)
+
+    common = {
+        "mezo_epsilon": 1e-3,
+        "momentum": 0,
+        "beta1": 0.9,
+        "max_tokens": 128,
+        "dry_run": False,
+    }
+    mezo = run("mezo", method="mezo", optimizer="sgd", stop=[], **common)
+    adam = run("adam", method="mesp", optimizer="adamw8bit", replay_text=None, **common)
+    page = made(tmp_path / "report.html", mezo, adam)
+    assert page.row("mezo_epsilon") == ["0.001", "-"]
+    assert page.row("momentum") == ["0", "-"] and page.row("beta1") == ["-", "0.9"]
+    for name in ("max_tokens", "dry_run", "stop", "replay_text"):
+        assert name not in page.text
+    sampled = made(tmp_path / "sampled.html", run("sampled", group_size=4, **common))
+    assert sampled.row("max_tokens") == ["128"]
+
+
+def test_losses_have_their_unit_and_points_no_line(tmp_path: Path):
+    supervised = made(tmp_path / "a.html", write_run(tmp_path / "supervised"))
+    assert supervised.row("loss, nats a token") == ["4.00 → 3.70"]
+    assert "stroke-dasharray: 5.55,2.4" not in supervised.source
+    preferred = rewrite(
+        write_run(tmp_path / "preferred"),
+        lambda each: each | {"settings": each["settings"] | {"objective": "dpo"}}
+        if each["type"] == "start" else each,
+    )  # fmt: skip
+    page = made(tmp_path / "b.html", preferred)
+    assert page.row("loss") == ["4.00 → 3.70"] and "nats" not in page.text
 
 
 def test_a_run_of_many_steps_is_drawn_in_few_points(tmp_path: Path):
@@ -90,8 +130,8 @@ def test_the_plan_the_phases_and_the_test_are_there(tmp_path: Path):
     add(run, {"type": "eval", "split": "test", "step": 4, "loss": 3.99, "tokens": 256})
     page = made(tmp_path / "report.html", run)
     assert page.row("predicted MB") == ["66.6"] and "run, predicted" in page.text
-    assert page.row("test") == ["3.99"] and "run, test" in page.text
-    assert page.row("best held-out") == ["3.77 at step 4"]
+    assert page.row("test, nats a token") == ["3.99"] and "run, test" in page.text
+    assert page.row("best held-out, nats a token") == ["3.77 at step 4"]
     for phase in ("forward", "loss", "backward"):
         assert phase in page.text
     old = made(tmp_path / "old.html", write_run(tmp_path / "before phases were measured"))

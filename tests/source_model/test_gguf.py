@@ -441,7 +441,7 @@ def test_a_repository_of_gguf_files_says_which_to_name(tmp_path: Path, monkeypat
     files = ["README.md", "mmproj-Q8_0.gguf", "m.Q8_0.gguf"]
     monkeypatch.setattr(hub_download, "list_files", lambda repo: files)
     monkeypatch.setattr(hub_download, "download", lambda kind, repo, patterns: tmp_path)
-    with pytest.raises(MespError, match=r"name the one to read: --model o/m/m\.Q8_0\.gguf"):
+    with pytest.raises(MespError, match=r"name the one to read: `model` o/m/m\.Q8_0\.gguf"):
         find.find_source("o/m", False)
 
 

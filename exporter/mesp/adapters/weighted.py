@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mesp.adapters.config import CONFIG
 from mesp.errors import MespError
 
 MOST_WEIGHT = 10.0
@@ -40,7 +41,20 @@ def weigh(
     for weight in given:
         if not 0 <= weight <= MOST_WEIGHT:  # false for NaN
             raise MespError(f"--weights has {weight:g}; give numbers from 0 to {MOST_WEIGHT:g}.")
+    for folder in folders:
+        check_folder(folder)
     return tuple(map(WeightedAdapters, folders, given or [1.0] * len(folders)))
+
+
+def check_folder(folder: Path) -> None:
+    """Raises MespError where there is no such folder, or it is a run's, which has its adapters in a
+    folder of it."""
+    if not folder.is_dir():
+        raise MespError(f"There is no folder {folder}; name one with adapters.")
+    if not (folder / CONFIG).exists() and (folder / "adapters" / CONFIG).exists():
+        raise MespError(
+            f"{folder} is a run's folder, with its adapters in another: name {folder / 'adapters'}."
+        )
 
 
 def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:

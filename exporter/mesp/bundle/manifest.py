@@ -332,6 +332,10 @@ def read_manifest(
         entries = read_object(path / "manifest.json")
         version = entries["format"]
     except (FileNotFoundError, NotADirectoryError) as error:
+        if not path.exists():
+            raise MespError(
+                f"There is no folder {path}; name a bundle, which mesp-export writes."
+            ) from error
         raise MespError(
             f"{path} is not a bundle (it has no manifest.json); write one with mesp-export."
         ) from error

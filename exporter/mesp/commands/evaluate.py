@@ -25,12 +25,12 @@ from mesp.evaluation.results import check_writable, format_table, write_results
 )  # fmt: skip
 @several(
     "--weights", kind=click.FLOAT, metavar="NUMBER,...",
-    help="A factor from 0 to 10 for each of --adapters: measure the model with their sum, and not "
-    "with each.",
+    help="A factor from 0 to 10 for each of --adapters: measure the model with their sum, instead "
+    "of each.",
 )  # fmt: skip
 @click.option("--base/--no-base", default=True, help="Whether the base model is measured too.")
 @click.option(
-    "--limit", type=click.IntRange(min=1), help="The first so many records, of a task too."
+    "--limit", type=click.IntRange(min=1), help="Number of records, the first ones, also of a task."
 )
 @click.option(
     "--max-length", type=click.IntRange(min=2),
@@ -46,7 +46,7 @@ from mesp.evaluation.results import check_writable, format_table, write_results
     "--max-tokens",
     type=click.IntRange(min=1),
     show_default=str(MAX_TOKENS),
-    help="Tokens of an answer at most.",
+    help="Most tokens of an answer.",
 )
 @click.option(
     "--stop", multiple=True, metavar="TEXT",
@@ -54,15 +54,15 @@ from mesp.evaluation.results import check_writable, format_table, write_results
 )  # fmt: skip
 @click.option(
     "--extract", metavar="REGEX",
-    help="Compare what it finds first in an answer, its group where it has one.",
+    help="Compare the first match in an answer, or the match of its group.",
 )  # fmt: skip
 @click.option(
     "--json", "is_json", is_flag=True,
-    help="Answers are JSON: how many are valid, and values are compared.",
+    help="Answers are JSON: count the valid ones, and compare values.",
 )  # fmt: skip
 @click.option(
     "--at-once", type=click.IntRange(1, 16), default=AT_ONCE, show_default=True,
-    help="How many answers are written together, as far as memory allows.",
+    help="Most answers that are generated together, as far as memory allows.",
 )  # fmt: skip
 @several(
     "--ignore", metavar="NAME,...",

@@ -100,8 +100,8 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option(
     "--measure", is_flag=False, flag_value="python-docs", metavar="[FILE|DIR|NAME]",
-    help="Say how far the bundle's predictions are from the model's, on some text (python-docs "
-    "where none is named).",
+    help="Print how far the bundle's predictions are from the model's, on a text (python-docs if "
+    "none is named).",
 )  # fmt: skip
 @several(
     "--rank", "ranks", kind=click.IntRange(min=1), metavar="R,...",

@@ -70,7 +70,7 @@ def main(
     context: click.Context, /, bundle: Path | None, output: Path | None, resume: bool, app: bool,
     paper: bool, **_: Any,
 ) -> None:  # fmt: skip
-    """Fine-tune BUNDLE, a folder that mesp-export wrote, with the data of many.
+    """Fine-tune BUNDLE, a folder that mesp-export wrote, with the data of many people.
 
     In each round every client trains the adapters on its share, and the next begins with what a
     strategy makes of theirs. Ctrl-C ends it; --resume continues after the last whole round.

@@ -24,6 +24,7 @@ from mesp.folders import replacing
 from mesp.formatting import decimal
 from mesp.models.quantization_formats import Quantization, describe_quantization
 from mesp.progress import ProgressCallback, Task
+from mesp.settings.train_settings import TrainSettings
 
 MOST_LOST = 0.1  # the part of the adapters' gain that quantizing may lose without a warning
 FUSED_GGUF = "model.gguf"
@@ -57,7 +58,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 )  # fmt: skip
 @click.option(
     "--val-batches", type=click.IntRange(min=0), default=8,
-    help="Held-out sequences to measure the loss on, before and after; 0 for none.",
+    help="Held-out sequences to measure the loss on; 0 measures none.",
 )  # fmt: skip
 def main(
     bundle: Path, adapters: tuple[Path, ...], weights: tuple[float, ...], out: Path, bits: str,
@@ -65,7 +66,7 @@ def main(
 ) -> None:  # fmt: skip
     """Write the model in BUNDLE with adapters fused into the weights, as mlx-lm reads it.
 
-    Prints the adapters' gain on held-out data, and the rest of it after quantizing.
+    Prints the held-out loss without adapters, with them, and of the fused model.
     """
     if out.exists():
         raise MespError(f"{out} exists; name another --out.")
@@ -107,6 +108,11 @@ def main(
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
         click.echo(describe_losses(losses[0], losses[1], losses[2], bits))
+        if val_batches != TrainSettings.val_batches:
+            click.echo(
+                f"These losses are of the first {val_batches} held-out sequences, and a run's of "
+                f"{TrainSettings.val_batches} by default; --val-batches takes as many."
+            )
     click.echo(describe_changes(opened, quantized))
     if gguf_base is not None:
         click.echo(

@@ -28,15 +28,15 @@ from mesp.formatting import decimal, megabytes, printable
 )  # fmt: skip
 @click.option("--prompt", required=True, help="The text to continue; - reads standard input.")
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=256, help="Tokens of the text at most."
+    "--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens of the text."
 )
 @click.option(
     "--temp", "--temperature", "temperature", type=click.FloatRange(min=0, max=100), default=0.0,
-    help="0 takes the likeliest token each time.",
+    help="Temperature of sampling; 0 takes the likeliest token each time.",
 )  # fmt: skip
 @click.option(
     "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0,
-    help="Draw from the fewest tokens that are together as likely as this.",
+    help="Draw from the fewest tokens whose probabilities sum up to this.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of sampling.")
 @click.option("--system-prompt", help="System prompt of the chat template.")
@@ -50,7 +50,7 @@ from mesp.formatting import decimal, megabytes, printable
     "template's stay.",
 )  # fmt: skip
 def main(bundle: Path, prompt: str, **options: Any) -> None:
-    """Write on from a prompt with the model in BUNDLE, a folder that mesp-export wrote.
+    """Continue a prompt with the model in BUNDLE, a folder that mesp-export wrote.
 
     The text goes to standard output as it comes; Ctrl-C ends it.
     """

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from mesp.engine.plan import describe_kept
 from mesp.formatting import decimal, duration, megabytes, printable, quality
 from mesp.progress import Progress, ProgressCallback
 from mesp.runs.log import Speed
@@ -70,6 +71,8 @@ class TrainingProgress:
             # Printed before the first evaluation, which can take as long as many steps.
             peak = megabytes(record.get("predicted_peak_bytes"))
             self.console.print(f"started, with a predicted peak of {peak} MB")
+            if kept := describe_kept(record):
+                self.console.print(kept, soft_wrap=True)
         elif kind == "eval":
             what = "test" if record.get("split") == "test" else "held-out"
             self.console.print(

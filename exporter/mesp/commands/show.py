@@ -38,16 +38,17 @@ def show_records(path: Path, count: int) -> None:
 def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text]:
     """Yields the first `count` records of the train split, each with a heading."""
     tokens, mask, labels = bundle.tokens("train"), bundle.mask("train"), bundle.labels("train")
-    examples = bundle.examples("train")
+    examples, longest = bundle.examples("train"), max(bundle.manifest.seq_lens)
     if examples is None:
-        length = min(len(tokens), max(bundle.manifest.seq_lens) + 1)
-        examples = np.array([[0, length]], np.uint32)
+        examples = np.array([[0, min(len(tokens), longest + 1)]], np.uint32)
     for number, (start, length) in enumerate(examples[:count].tolist(), 1):
         ids = tokens[start : start + length].tolist()
         counted = np.ones(length, bool) if mask is None else mask[start : start + length] == 1
+        counted[0] = False  # nothing predicts it
+        size = f"{longest:,} tokens and the one after" if length > longest else f"{length:,} tokens"
         label = "" if labels is None else f", {NAMES[int(labels[number - 1])]}"
         text = Text(
-            f"Record {number} of {len(examples):,}{label}: {length:,} tokens, "
+            f"Record {number} of {len(examples):,}{label}: {size}, "
             f"{np.count_nonzero(counted):,} in the loss\n",
             style="dim",
         )

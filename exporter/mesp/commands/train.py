@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def main(
 ) -> None:  # fmt: skip
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with LoRA.
 
-    Ctrl-C stops the run soon, with its adapters saved; a second Ctrl-C ends it at once.
+    Ctrl-C stops the run soon, saves its adapters and prints the command that resumes it. A second
+    Ctrl-C ends it at once.
     """
     if not resume:
         require_values(context, "bundle", "steps")
@@ -86,9 +88,20 @@ def main(
     with TrainingProgress(job.settings.method, job.settings.steps) as display:
         run = job.run(display.show)
     click.echo(summary(run, job.folder))
+    if run.end["reason"] == "stopped":
+        click.echo(f"To resume: {resume_command(job)}")
     if is_private:
         click.echo(describe_privacy(job.settings, run.plan["examples"], run.end["step"]))
     raise SystemExit(128 + run.stopped_by if run.stopped_by else 0)
+
+
+def resume_command(job: TrainingJob) -> str:
+    """Returns the command that continues a stopped run. A reward function is named again, as a
+    run's folder imports no code."""
+    command = ["mesp", "train", "--resume", "--out", str(job.folder)]
+    if job.settings.reward is not None:
+        command += ["--reward", job.settings.reward]
+    return shlex.join(command)
 
 
 def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
@@ -103,7 +116,7 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
         try:
             click.echo(describe_count(find_count(settings)))
         except MespError as error:  # the plan is shown without the counts
-            log.warning("A phone's work is not counted: %s", error)
+            log.warning("A phone's work is not counted: %s", error.message)
 
 
 def summary(run: RunLog, output: Path) -> str:

@@ -111,7 +111,7 @@ def named(document: Document) -> Iterator[None]:
         try:
             yield
         except MespError as error:
-            raise MespError(f"{document.where}: {error}") from error
+            raise MespError(f"{document.where}: {error.message}") from error
 
 
 def encode_joined(

@@ -308,7 +308,9 @@ def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
     too_long, left_out = counts(lambda split: split.too_long), counts(lambda split: split.left_out)
     sentences = []
     if too_long:
-        sentences.append(f"Records longer than {seq_len + 1} tokens were {long}: {too_long}.")
+        sentences.append(
+            f"Records longer than {seq_len} tokens and the one after were {long}: {too_long}."
+        )
     if left_out:
         sentences.append(f"Records with nothing to predict were left out: {left_out}.")
     return sentences

@@ -39,7 +39,7 @@ def encode_prompt(
             try:
                 tokens = encode_in_template(tokenizer, Conversation(messages), split_special)
             except MespError as error:
-                raise MespError(f"The prompt cannot be tokenized: {error}") from error
+                raise MespError(f"The prompt cannot be tokenized: {error.message}") from error
         else:
             tokens = encode_plain_prompt(tokenizer, prompt, split_special)
     if not tokens:

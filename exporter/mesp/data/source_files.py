@@ -85,6 +85,8 @@ def read_file(
     with _plain_errors(name):
         if path.is_dir():
             raise MespError(f"{name} is a folder; name a file in it.")
+        if not os.path.lexists(path):
+            raise MespError(f"There is no file {name}; correct the path.")
     if not parts.is_read:
         raise MespError(f"{name} is a kind of file that is not read; {KINDS}.")
     with _plain_errors(name), _opened(path, root) as file:

@@ -14,7 +14,7 @@ from mesp.data.records import Document, read_record
 from mesp.data.source_files import KINDS, SHARD, FileName, Row, read_file
 from mesp.errors import MespError
 from mesp.files import read_bytes, root_of
-from mesp.hub_download import download, list_files
+from mesp.hub_download import download, list_files, refuse_path
 
 SOURCES = (
     "a file of records (.jsonl, .json, .csv, .tsv, .parquet) or of text (.txt, .md), a folder or a "
@@ -62,6 +62,8 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
         is_text = FileName.of(path.name).is_text and is_file
         if is_text or (data in BUILT_IN and not path.exists()):
             raise MespError(f"{data} has no subsets and splits; leave out --subset and --splits.")
+        if not is_folder and not is_file:
+            refuse_path(data)
         if is_folder or is_file or is_named:
             return _of_dataset(data, selection)
     if is_folder:
@@ -72,6 +74,7 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
         if selection.columns:
             raise MespError(f"{data} has no columns; leave out --columns.")
         return BUILT_IN[data]()
+    refuse_path(data)
     if is_named:
         names = [name for name in list_files(data, "dataset") if may_be_data(name)]
         return _read_tree(data, None, names, selection)

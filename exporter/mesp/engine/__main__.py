@@ -33,7 +33,7 @@ def main() -> None:
         else:
             print(find_counter() if sys.argv[1:] == [COUNTER.name] else find_engine())
     except MespError as error:
-        sys.exit(f"Error: {error}")
+        sys.exit(f"Error: {error.message}")
 
 
 if __name__ == "__main__":

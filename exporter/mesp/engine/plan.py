@@ -53,21 +53,32 @@ ORDERS = {
 
 def describe_plan(plan: Record) -> str:
     """Returns a description of the engine's plan."""
-    answer = "; of a pair the inputs of one answer kept" if plan.get("keeps_answer") else ""
+    answer = "; of a pair the inputs of one answer are kept" if plan.get("keeps_answer") else ""
     metal = ""
     if "metal_bytes" in plan:
         metal = f"; {megabytes(plan['metal_bytes'])} MB are counted for Metal itself"
     lines = [
         f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
         f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB{metal}).",
-        f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
-        f"intermediates of {plan['kept_blocks']} blocks kept{answer}.",
+        f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}{answer}.",
+        describe_kept(plan) or "All intermediates are recomputed.",
         f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
     ]
     if "read_weight_bytes" in plan:
         order = f": {ORDERS[plan['order']]}" if "order" in plan else ""
         lines.append(f"A step goes over {megabytes(plan['read_weight_bytes'])} MB of them{order}.")
     return "\n".join(lines)
+
+
+def describe_kept(plan: Record) -> str:
+    """Returns a sentence on the intermediates that are kept for speed, up to the memory limit; an
+    empty one where none are."""
+    if not plan.get("kept_blocks"):
+        return ""
+    return (
+        "Room below the memory limit is used for speed: the intermediates of "
+        f"{plan['kept_blocks']} blocks are kept. A lower --memory-limit keeps fewer."
+    )
 
 
 def describe_count(count: Record) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mesp.adapters.weighted import check_folder
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.model_card import write_terms_of_run
@@ -117,8 +118,8 @@ class TrainingJob:
                 if engine.said:
                     log.warning("%s", engine.said)
                 if reward is not None and reward.error is not None:
-                    left = f"{self._left()} Mend it and resume the run."
-                    raise MespError(reward.error.message + left) from reward.error
+                    said = f"{reward.error.message} Mend it.{self._left()}"
+                    raise MespError(said) from reward.error
                 is_stopped = run.end.get("reason") == "stopped" and engine.signals
                 return replace(run, stopped_by=engine.signals[0] if is_stopped else None)
             if len(engine.signals) > 1:
@@ -184,7 +185,10 @@ class TrainingJob:
         left = (
             f"the adapters last saved are in {adapters}" if saved else "no adapters had been saved"
         )
-        return f" The log is in {self.folder / LOG_NAME}; {left}."
+        return (
+            f" The log is in {self.folder / LOG_NAME}; {left}. Continue the run with --resume and "
+            f"--out {self.folder}."
+        )
 
 
 class _Rewards:
@@ -271,6 +275,8 @@ def prepare_training(
         for name, value in given.items()
         if value is not None
     }
+    if "adapters" in given:
+        check_folder(Path(given["adapters"]))
     for name in ("adapters", "general"):
         if name in given:
             given[name] = str(Path(given[name]).resolve())
@@ -333,7 +339,7 @@ def _resumed(
     Raises MespError if there is no run, or if a setting would change its results.
     """
     if folder is None:
-        raise MespError("Name the run to resume: --resume --out FOLDER.")
+        raise MespError("Name the folder of the run to resume with --out.")
     entries = read_recorded_settings(folder, LOG_NAME)
     try:
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)

@@ -132,7 +132,14 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
     Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below
     the limit. LongRoPE has other factors in sequences beyond a limit.
     """
-    rope = complete(config)["rope_scaling"] or {}
+    config = complete(config)
+    positions = find_positions(config)
+    if positions is not None and max(lengths) > positions:
+        raise MespError(
+            f"The model was trained for {positions:,} positions, and sequences of "
+            f"{max(lengths):,} tokens have more; take a --seq-len up to {positions}."
+        )
+    rope = config["rope_scaling"] or {}
     limit = rope.get("original_max_position_embeddings", max(lengths))
     if rope.get("llama_4_scaling_beta") and max(lengths) > limit:
         raise MespError(
@@ -144,6 +151,18 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
             f"Beyond {limit:,} tokens the model scales positions differently; export shorter and "
             "longer sequences as two bundles."
         )
+
+
+def find_positions(config: dict[str, Any]) -> int | None:
+    """Returns the number of positions that a model was trained for, by its complete config.json;
+    YaRN's factor makes more of the original ones. None where config.json does not say."""
+    most = config.get("max_position_embeddings")
+    if type(most) is not int or most < 1:
+        return None
+    rope = config.get("rope_scaling") or {}
+    if rope.get("type") != "yarn":
+        return most
+    return max(most, round(rope["factor"] * rope["original_max_position_embeddings"]))
 
 
 def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from mesp.files import read_json, write_whole
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import RunLog, find_runs
 from mesp.runs.report_columns import COLUMNS, table_row
+from mesp.settings.declaration import list_settings
+from mesp.settings.train_settings import TrainSettings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +31,7 @@ POINTS = 40  # of a smoothed line; the loss of a single step, over few sequences
 SAMPLES_SIZE = 16 << 20  # bytes
 PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5  # of a picture, in inches of 72 points
+HOW_STARTED = ("resume", "dry_run")  # settings that say nothing about a run
 INK = "#010203"  # stands for the page's text colour in matplotlib's drawings
 Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, RunLog, str], None]
@@ -44,6 +47,8 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
     runs: dict[str, RunLog] = {}
     samples: dict[str, list[dict[str, str]]] = {}
     for folder in folders:
+        if not folder.is_dir():
+            raise MespError(f"There is no folder {folder}; name a run's, or one with runs in it.")
         found = find_runs(folder)
         if not found:
             raise MespError(f"There is no run in {folder}.")
@@ -145,13 +150,21 @@ def draw_loss(runs: dict[str, RunLog]) -> str:
             xs, ys = [step["step"] for step in some], [step["loss"] for step in some]
             axes.plot(xs, ys, ".", color=color, alpha=0.3, markersize=2, linewidth=0)
         axes.plot(*smooth(run, lambda step: step["loss"]), color=color, label=f"{name}, training")
-        for split, style in (("valid", "o--"), ("test", "*")):
+        # Points without a line between them: nothing was measured there.
+        for split, style in (("valid", "o"), ("test", "*")):
             evals = [(record["step"], record["loss"]) for record in run.evals_of(split)]
             if evals:
                 label = f"{name}, {'held out' if split == 'valid' else 'test'}"
                 axes.plot(*zip(*evals, strict=True), style, color=color, markersize=4, label=label)
 
-    return draw_picture("Loss", runs, paint, xlabel="step", ylabel="nats a token")
+    return draw_picture("Loss", runs, paint, xlabel="step", ylabel=unit_of_loss(runs) or "loss")
+
+
+def unit_of_loss(runs: dict[str, RunLog]) -> str:
+    """Returns the unit of the runs' losses; nothing where one is of an objective or of rewards."""
+    others = ("objective", "group_size")
+    has_others = any(run.settings.get(name) is not None for run in runs.values() for name in others)
+    return "" if has_others else "nats a token"
 
 
 def draw_reward(runs: dict[str, RunLog]) -> str:
@@ -299,8 +312,11 @@ def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> st
 
 
 def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
+    unit = unit_of_loss(runs)
+    in_unit = f", {unit}" if unit else ""
+    names = [f"{name}{in_unit}" if name in ("loss", "held-out") else name for name in COLUMNS]
     rows = list(
-        zip(COLUMNS, map(list, zip(*map(table_row, runs.values()), strict=True)), strict=True)
+        zip(names, map(list, zip(*map(table_row, runs.values()), strict=True)), strict=True)
     )
 
     def row(name: str, value: Callable[[RunLog], str]) -> None:
@@ -308,9 +324,9 @@ def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
         if any(each != "-" for each in values):
             rows.append((name, values))
 
-    row("test", lambda run: decimal(run.test))
+    row(f"test{in_unit}", lambda run: decimal(run.test))
     row(
-        "best held-out",
+        f"best held-out{in_unit}",
         lambda run: f"{decimal(run.best['loss'])} at step {run.best['step']}" if run.best else "-",
     )
     row("reward", describe_reward)
@@ -338,7 +354,8 @@ def describe_sampled(run: RunLog) -> str:
 
 
 def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
-    names = dict.fromkeys(name for run in runs.values() for name in run.settings)
+    """Returns the rows of the settings that apply to a run."""
+    applying = [settings_that_apply(run.settings) for run in runs.values()]
 
     def said(value: object) -> str:
         return (
@@ -346,9 +363,26 @@ def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
         )
 
     return [
-        (name, [said(run.settings[name]) if name in run.settings else "-" for run in runs.values()])
-        for name in names
+        (name, [said(each[name]) if name in each else "-" for each in applying])
+        for name in dict.fromkeys(name for each in applying for name in each)
     ]
+
+
+def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a log that have a value and a use: MeZO's ε, for one, has none in a
+    run of another method."""
+    declared = {
+        each.key or name: (name, each) for name, each in list_settings(TrainSettings).items()
+    }
+    by_name = {name: settings.get(key) for key, (name, _) in declared.items()}
+    by_name["reward"] = settings.get("group_size")  # the engine does not know the reward
+    return {
+        key: value
+        for key, value in settings.items()
+        if value not in (None, [])
+        and key not in HOW_STARTED
+        and (key not in declared or declared[key][1].applies(by_name))
+    }
 
 
 def render_events(runs: dict[str, RunLog]) -> str:

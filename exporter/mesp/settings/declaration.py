@@ -34,15 +34,20 @@ class Setting:
     metavar: str | None = None
     aliases: Collection[str] = ()  # names of the option in other trainers
     federated: bool = False  # whether the server of a federation may set it
-    may_change: bool = False  # whether it may change when a run is resumed: no result depends on it
-    can_be_refused: bool = False  # whether there is also an option with --no-
-    # Another setting, and its values, that it needs.
-    only_with: tuple[str, Collection[str]] | None = None
+    may_change: bool = False  # when a run is resumed: no result depends on it
+    can_be_refused: bool = False  # whether there is an option with --no- too
+    # A setting that it needs, and the values of that; None for any.
+    only_with: tuple[str, Collection[str] | None] | None = None
+
+    def applies(self, settings: Mapping[str, Any]) -> bool:
+        """Returns whether the setting that this one needs, by its name or key, has such a value."""
+        if self.only_with is None:
+            return True
+        other, values = self.only_with
+        return settings[other] is not None if values is None else settings[other] in values
 
     def find_problem(self, value: Any) -> str | None:
-        """Returns the requirement that a value does not meet, as the end of a sentence; None if it
-        meets all.
-        """
+        """Returns the requirement that a value does not meet, as the end of a sentence, or None."""
         if self.kind is list:
             choices = self.choices or ()
             names = value if isinstance(value, list) else [None]

@@ -27,15 +27,15 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
     support it.
     """
     for each in fields(settings):
-        needs = each.metadata["setting"].only_with
+        declared = each.metadata["setting"]
         # A default is not a request, even if a settings.json that is used as --config has it.
-        if needs and getattr(settings, each.name) != each.default:
-            other, values = needs
-            if getattr(settings, other) not in values:
-                raise MespError(
-                    f"{name_option(each.name)} has no use without {name_option(other)} "
-                    f"{' or '.join(values)}: leave it out."
-                )
+        if getattr(settings, each.name) != each.default and not declared.applies(vars(settings)):
+            other, values = declared.only_with
+            wanted = f" {' or '.join(values)}" if values else ""
+            raise MespError(
+                f"{name_option(each.name)} has no use without {name_option(other)}{wanted}: "
+                "leave it out."
+            )
     if settings.freeze_a and settings.loraplus_lr_ratio != 1:
         raise MespError(
             "--loraplus-lr-ratio has no use with --freeze-a, which trains each B only: set "
@@ -123,10 +123,6 @@ def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
     them.
     """
     if settings.reward is None:
-        for name in ("group_size", "max_tokens", "dr_grpo"):
-            (default,) = [each.default for each in fields(settings) if each.name == name]
-            if getattr(settings, name) != default:
-                raise MespError(f"{name_option(name)} has no use without --reward: leave it out.")
         return
     refused = {
         "--method mezo": settings.method == "mezo",
@@ -153,8 +149,6 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
     """Refuses replay if the run does not train on sequences, and choosing the adapters' strength
     without held-out data.
     """
-    if settings.replay is None and settings.replay_data is not None:
-        raise MespError("--replay-data has no use without --replay: say which share.")
     refused = {
         f"--objective {settings.objective}": settings.objective is not None,
         "--reward": settings.reward is not None,
@@ -162,8 +156,6 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
     if settings.replay is not None:
         _refuse_beside("--replay", refused | {"--dp-clip": settings.dp_clip is not None})
     if settings.max_forgetting is None:
-        if settings.general is not None:
-            raise MespError("--general has no use without --max-forgetting: leave it out.")
         return
     # The loss on the data's answers says little about what these runs learn.
     for typed, is_given in refused.items():

@@ -157,12 +157,16 @@ class TrainSettings(Settings):
     )  # fmt: skip
     group_size: int | None = setting(
         int, None, "Answers that are sampled to each prompt.", least=2, most=1024,
-        default_text="8 with --reward",
+        only_with=("reward", None), default_text="8 with --reward",
     )  # fmt: skip
-    max_tokens: int = setting(int, 128, "Most tokens of a sampled answer.", least=1, most=MAX_STEPS)
+    max_tokens: int = setting(
+        int, 128, "Most tokens of a sampled answer.", least=1, most=MAX_STEPS,
+        only_with=("reward", None),
+    )  # fmt: skip
     dr_grpo: bool = setting(
         bool, False,
         "Leave out GRPO's divisions by the rewards' deviation and an answer's length (Dr. GRPO).",
+        only_with=("reward", None),
     )  # fmt: skip
     optimizer: str | None = setting(
         str, None,
@@ -225,7 +229,7 @@ class TrainSettings(Settings):
     )  # fmt: skip
     dp_delta: float = setting(
         float, 1e-5, "δ at which ε is reported; well below 1 / examples.", above=0, below=1,
-        may_change=True,
+        may_change=True, only_with=("dp_noise", None),
     )  # fmt: skip
     val_batches: int = setting(int, 25, "Held-out sequences of an evaluation.", least=0)
     eval_every: int = setting(
@@ -245,6 +249,7 @@ class TrainSettings(Settings):
     replay_data: str | None = setting(
         str, None, "Older records to replay, as mesp-export takes --data.",
         key="replay_text", metavar="FILE|DIR|NAME", default_text="the model's own texts",
+        only_with=("replay", None),
     )  # fmt: skip
     max_forgetting: float | None = setting(
         float, None,
@@ -256,6 +261,7 @@ class TrainSettings(Settings):
         str, None,
         "UTF-8 text for --max-forgetting, in the model's language and not about the task.",
         key="general_text", metavar="FILE", default_text="a page of English that comes with MeSP",
+        only_with=("max_forgetting", None),
     )  # fmt: skip
     save_every: int = setting(
         int, 100,
@@ -264,7 +270,7 @@ class TrainSettings(Settings):
     )  # fmt: skip
     memory_limit: float | None = setting(
         float, None,
-        "Peak footprint to stay below, in 10⁶ bytes; room to spare is used for speed.",
+        "Most that the peak footprint may be, in 10⁶ bytes; room below it is used for speed.",
         above=0, below=1e9, key="memory_limit_mb", metavar="MB", federated=True, may_change=True,
     )  # fmt: skip
     offload: str | None = setting(

@@ -16,6 +16,7 @@ from mesp.hub_download import (
     download_gguf_file,
     download_model,
     list_gguf_files,
+    refuse_path,
 )
 from mesp.license import UNKNOWN, License, is_terms
 from mesp.models.architecture import Architecture
@@ -62,17 +63,18 @@ def find_source(model: str, random_weights: bool) -> Source:
         return _local_source(folder)
     if os.path.exists(model) and model.lower().endswith(".gguf"):
         return _gguf_source(Path(model), Path(model).parent)
+    refuse_path(model)
     for short, (repo, _, config) in KNOWN.items():
         if model.lower() in (short.lower(), repo.lower()):
             return Source(short, repo, config) if random_weights else _hub_source(repo)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.lower().endswith(".gguf"):
         return _hub_source(model, random_weights)
     if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf)|:([\w.-]+))", model, re.I):
         repo, file, quantization = match.groups()
         return _hub_gguf(repo, file or choose_gguf_file(repo, quantization))
     raise MespError(
         f"There is no model {model}; name a folder, a GGUF file, a model on the Hugging Face Hub "
-        "such as Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
+        "such as Qwen/Qwen2.5-0.5B, demo, or a short name that `mesp models` lists."
     )
 
 

@@ -135,6 +135,39 @@ package struct ModelBundle {
 
     package static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
 
+    // MARK: - Positions
+
+    private struct Config: Decodable {
+        struct RoPE: Decodable {
+            var type: String?
+            var factor: Double?
+            var originalMaxPositionEmbeddings: Double?
+        }
+        var maxPositionEmbeddings: Double?
+        var ropeScaling: RoPE?
+    }
+
+    /// The number of positions that the model was trained for, by its config.json; YaRN's factor makes more of the original ones. nil
+    /// where config.json does not say.
+    private var positions: Int? {
+        guard let json = regularFile(url.appendingPathComponent("config.json")),
+            let config = try? JSONDecoder.snakeCase.decode(Config.self, from: json),
+            let most = config.maxPositionEmbeddings
+        else { return nil }
+        guard let rope = config.ropeScaling, rope.type == "yarn", let factor = rope.factor else {
+            return Int(exactly: most.rounded())
+        }
+        return Int(exactly: max(most, factor * (rope.originalMaxPositionEmbeddings ?? most)).rounded())
+    }
+
+    /// Throws where sequences of `length` tokens have more positions than the model was trained for.
+    package func checkPositions(_ length: Int) throws {
+        guard let positions, length > positions else { return }
+        throw MeSPError(
+            "\(manifest.name) was trained for \(positions) positions, and sequences of \(length) tokens have more; take a --seq-len up to \(positions)."
+        )
+    }
+
     // MARK: - What a run depends on
 
     /// A digest of the files of weights. It does not depend on functions, data or the bundle's place.

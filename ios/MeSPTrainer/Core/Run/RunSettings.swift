@@ -107,7 +107,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     package var maxForgetting: Double?
     /// Steps between saves, beside one after a minute and then every three; 0: at the end only.
     package var saveEvery: Int = 100
-    /// Peak footprint to stay below, in 10⁶ bytes; room to spare is used for speed; nil: none.
+    /// Most that the peak footprint may be, in 10⁶ bytes; room below it is used for speed; nil: none.
     package var memoryLimitMb: Double?
     /// What is kept in a file on disk: block inputs, or the optimizer's state too; nil: what the limit asks for.
     package var offload: Offload?

@@ -46,7 +46,7 @@ struct Splits {
         train = stream.sequences(lengths: lengths, packed: stream.packsExamples)
         guard train.count > 0 else {
             throw MeSPError(
-                "The training data has \(stream.tokenCount) tokens, too few for one sequence of \(settings.seqLen + 1); use more data or a shorter sequence."
+                "The training data has \(stream.tokenCount) tokens, too few for one sequence of \(settings.seqLen) and the token after it; use more data or a shorter sequence."
             )
         }
         if settings.dpClip != nil {

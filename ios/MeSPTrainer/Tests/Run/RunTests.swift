@@ -403,6 +403,22 @@ import Testing
         #expect(try LogOutline(folder: run.output).lastStep == 4)
     }
 
+    /// By the bundle's config.json; YaRN stretches the original positions.
+    @Test(arguments: [(31, true), (32, false), (8, false)]) func moreTokensThanPositionsAreRefused(
+        _ positions: Int, _ isRefused: Bool
+    ) throws {
+        let run = try Changing()
+        try run.replace("config.json") {
+            let stretched = positions < 31 ? ", \"rope_scaling\": {\"type\": \"yarn\", \"factor\": 4.0}" : ""
+            $0 = Data("{\"max_position_embeddings\": \(positions)\(stretched)}".utf8)
+        }
+        let sentence = message { try Run.run(run.settings) }
+        let wanted =
+            "\(try ModelBundle(url: run.bundle).manifest.name) was trained for 31 positions, and sequences of 32 tokens have more; take a --seq-len up to 31."
+        #expect(sentence == (isRefused ? wanted : ""))
+        #expect(FileManager.default.fileExists(atPath: run.output.path) == !isRefused)
+    }
+
     /// Your own text has no manifest, so its files are compared.
     @Test func aResumeOnAnotherTextIsRefused() throws {
         let run = try Changing()
