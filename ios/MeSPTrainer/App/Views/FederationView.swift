@@ -63,7 +63,8 @@ private struct RoundRow: View {
             if let problem = round.problem {
                 ProblemLabel(problem.localized).font(.caption)
             } else if let bytesUp = round.bytesUp {
-                Text("\(round.bytesDown.bytes) received, \(bytesUp.bytes) sent").font(.caption).foregroundStyle(.secondary)
+                Text("\(round.bytesDown.bytes) received, \(bytesUp.bytes) sent")
+                    .font(.caption).foregroundStyle(.secondary)
             } else {
                 Text("\(round.bytesDown.bytes) received").font(.caption).foregroundStyle(.secondary)
             }

@@ -157,7 +157,9 @@ private struct MoreView: View {
             } header: {
                 Text("Method")
             } footer: {
-                Text("AdamW learns faster. SGD takes less memory and needs a learning rate about a hundred times higher.")
+                Text(
+                    "AdamW learns faster. SGD takes less memory and needs a learning rate about a hundred times higher."
+                )
             }
             settingsSection
             memorySection

@@ -43,7 +43,9 @@ struct TryView: View {
                     if let problem = chat.problem {
                         ProblemLabel(problem.localized)
                     }
-                    if model.controller.isRunning { Text("A run is in progress. Writing is possible when it has ended.") }
+                    if model.controller.isRunning {
+                        Text("A run is in progress. Writing is possible when it has ended.")
+                    }
                 }
                 Section("Writing models") {
                     if let bundle = model.writingBundle { LabeledContent("Model", value: bundle.name) }
