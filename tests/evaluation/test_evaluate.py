@@ -503,7 +503,7 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
         (["--tasks", ","], "--tasks has no value; give one, or leave it out."),
         (["TEXTS", "--chat"], "--chat is for records with a prompt"),
         (["TALKS", "--no-chat"], "messages go through the chat template"),
-        (["missing.jsonl"], "missing.jsonl cannot be read: No such file or directory."),
+        (["missing.jsonl"], "There is no file missing.jsonl; correct the path."),
         (["TASKS", "--extract", "("], "--extract ( is not a regular expression"),
         (["TASKS", "--extract", "a{99999999999}"], "is not a regular expression"),
         (["TASKS", "--max-tokens", 5000], "leave no room for a prompt"),
@@ -511,7 +511,7 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
         (["DATA", "--out", "PIPE"], "pipe cannot be written; name another --out."),
         (["DATA", "--out", "x" * 250], "File name too long"),
         (["DATA", "--out", "DATA"], "is the data; name another file."),
-        (["DATA", "--adapters", "nowhere"], "Cannot load the adapters in"),
+        (["DATA", "--adapters", "nowhere"], "There is no folder "),
     ],
 )
 def test_bad_options_are_one_sentence(bundle: Path, tmp_path: Path, options: list, said: str):
