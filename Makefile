@@ -8,7 +8,7 @@
 # make engine  builds mesp-engine, the trainer
 # make ledger  builds mesp-count, which counts a step on a phone's GPU, and its tests: on Linux (docs/ledger.md)
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
-# make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
+# make check-gpu  measures costs, exact gradients and peaks of this machine
 # make first-hour  measures this machine, and packs one file to send back (docs/first-hour.md)
 # make dist    writes to dist/ the sdist, a wheel that builds the engine where it is used, and one for this platform that carries it
 # make generated  writes the files in Swift that say what Python declares

@@ -283,7 +283,7 @@ def write_bundle_constants() -> str:
     lines += ["extension Manifest {", "    /// The bundle format this build reads."]
     lines += [f"    package static let format = {manifest.FORMAT}", ""]
     lines += [
-        "    /// The most bytes of a manifest that is read; decoding takes some 16 times as much."
+        "    /// The maximum size of a manifest in bytes. Decoding takes some 16 times as much."
     ]
     lines += [f"    package static let largestSize = {write_whole(files.SIZE)}", "}", ""]
     lines += ["extension AllowedPrimitives {"]
@@ -291,7 +291,7 @@ def write_bundle_constants() -> str:
         "    /// The first MLX that writes and reads the layout of a bundle's files of functions."
     ]
     lines += [f'    static let firstMLX = "{mlxfn.MLX}"', ""]
-    lines += ["    /// The most bytes of a file of functions."]
+    lines += ["    /// The maximum size of a file of functions in bytes."]
     lines += [f"    static let largestFile = {write_whole(reader.FUNCTIONS)}", "}", ""]
     lines += ["extension TokenFolder {"]
     lines += ["    /// The characters of a text that are tokenized at a time."]

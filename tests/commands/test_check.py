@@ -95,7 +95,7 @@ def test_quantization_alone_tells_a_bundle_from_its_source(family: str, tmp_path
     assert lost.startswith("quantization  KL to the source 0.") and "perplexity" in lost
     for line in (read, written):
         assert float(line.partition("differ by ")[2].split()[0]) < 1e-5
-    assert last == f"{bundle} computes what {model} does, but for quantization."
+    assert last == f"{bundle} computes what {model} does, except for quantization."
 
 
 def test_a_source_that_is_quantized_loses_nothing(tmp_path: Path):

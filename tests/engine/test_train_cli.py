@@ -379,7 +379,8 @@ def test_training_all_weights_is_refused_by_name(
         ),
         (
             ["--early-stopping", 2],
-            "--early-stopping needs evaluations on the way: --eval-every and --val-batches above "
+            "--early-stopping needs evaluations during the run: --eval-every and --val-batches "
+            "above "
             "0, and a bundle with held-out data.",
         ),
     ],
@@ -407,7 +408,7 @@ def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
     [
         (("--eval-every", 1), "--eval-every needs evaluations: --val-batches above 0, and a"),
         (("--eval-every", 1, "--early-stopping", 2), "--eval-every needs evaluations: "),
-        (("--early-stopping", 2), "--early-stopping needs evaluations on the way: "),
+        (("--early-stopping", 2), "--early-stopping needs evaluations during the run: "),
         (("--max-forgetting", 3), "--max-forgetting needs evaluations: "),
     ],
 )

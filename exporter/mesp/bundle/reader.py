@@ -37,7 +37,9 @@ from mesp.models.layout import (
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_there
 
-FUNCTIONS = 64 << 20  # the most bytes of a file of functions, a hundred times the size of any
+FUNCTIONS = (
+    64 << 20
+)  # the maximum size of a file of functions in bytes, a hundred times any existing one
 
 
 def block_file(index: int) -> str:

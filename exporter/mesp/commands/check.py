@@ -22,7 +22,7 @@ CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume
 
 @click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--files", is_flag=True, help="Check the files alone, and train nothing.")
+@click.option("--files", is_flag=True, help="Check only the files, and train nothing.")
 @click.option(
     "--source", metavar="MODEL",
     help="Train nothing, and compare logits of a short text with those of MODEL, the bundle's "
@@ -44,7 +44,7 @@ def main(bundle: Path, files: bool, source: str | None) -> None:
             f"bundle        logits differ by {comparison.written:.1e} from its own in mlx-lm"
         )
         comparison.check()
-        click.echo(f"{bundle} computes what {source} does, but for quantization.")
+        click.echo(f"{bundle} computes what {source} does, except for quantization.")
     elif files:
         click.echo(f"The files of {bundle} are whole.")
     else:

@@ -26,7 +26,7 @@ SPLITS = {
 }
 SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 
-SIZE = 4 << 30  # the most bytes of a file's text
+SIZE = 4 << 30  # the maximum size of a file's text in bytes
 # A compressed file's text has at most UNPACKED bytes, or TIMES as many bytes as the file.
 UNPACKED, TIMES = 16 << 20, 200
 ROWS = 4096  # rows of a parquet file that are read at once
@@ -168,7 +168,7 @@ def _too_large(name: str, most: int) -> MespError:
     return MespError(f"{name} has more than {most >> 20:,} MiB of text; put less in a file.")
 
 
-# The readers of each kind. Their arguments are a file, its name, and the most bytes of text.
+# The readers of each kind. Their arguments are a file, its name, and the maximum size in bytes.
 
 
 def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:

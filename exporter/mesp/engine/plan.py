@@ -66,7 +66,7 @@ def describe_plan(plan: Record) -> str:
     ]
     if "read_weight_bytes" in plan:
         order = f": {ORDERS[plan['order']]}" if "order" in plan else ""
-        lines.append(f"A step goes over {megabytes(plan['read_weight_bytes'])} MB of them{order}.")
+        lines.append(f"A step reads {megabytes(plan['read_weight_bytes'])} MB of them{order}.")
     return "\n".join(lines)
 
 

@@ -242,7 +242,7 @@ def failure(status: int, said: str, after: str = "", program: str = "mesp-engine
     if said:
         reason = f"{said}\n{reason}"
     if -status == signal.SIGKILL:
-        reason += " The system ends a program so when memory runs out."
+        reason += " The system ends a program with this signal when memory runs out."
     return EngineError(reason)
 
 

@@ -238,10 +238,7 @@ class RunLog:
             return None
         record = self.strength
         if not record["strength"]:
-            return (
-                "Kept none of the adapters: none lower held-out loss and stay within "
-                "--max-forgetting."
-            )
+            return "Kept no adapters: none lower held-out loss and stay within --max-forgetting."
         change = math.expm1(min(record["general_after"] - record["general_before"], 700))
         return (
             f"Kept the adapters at {record['strength']:.2f} of their strength: held-out loss "

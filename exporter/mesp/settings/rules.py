@@ -91,7 +91,7 @@ def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:
         )
     if settings.early_stopping and not settings.eval_every:
         raise MespError(
-            "--early-stopping needs evaluations on the way: --eval-every and --val-batches "
+            "--early-stopping needs evaluations during the run: --eval-every and --val-batches "
             "above 0, and a bundle with held-out data."
         )
     if settings.test and "test" not in manifest.data:

@@ -118,12 +118,12 @@ class TrainSettings(Settings):
     )  # fmt: skip
     dropout: float = setting(
         float, 0.0,
-        "Share of the inputs of each adapter that are set to zero while it is trained, others for "
-        "every token (LoRA dropout).",
+        "Probability that an input of an adapter is set to zero in training, drawn for each token "
+        "(LoRA dropout).",
         least=0, below=1, federated=True, aliases=("--lora-dropout",),
     )  # fmt: skip
     dora: bool = setting(
-        bool, False, "Train the length of each output's weights apart from their direction (DoRA).",
+        bool, False, "Train norm and direction of each output's weights separately (DoRA).",
         aliases=("--use-dora",),
     )  # fmt: skip
     adapters: str | None = setting(
@@ -160,7 +160,7 @@ class TrainSettings(Settings):
         only_with=("reward", None), default_text="8 with --reward",
     )  # fmt: skip
     max_tokens: int = setting(
-        int, 128, "Most tokens of a sampled answer.", least=1, most=MAX_STEPS,
+        int, 128, "Maximum number of tokens of a sampled answer.", least=1, most=MAX_STEPS,
         only_with=("reward", None),
     )  # fmt: skip
     dr_grpo: bool = setting(
@@ -179,7 +179,7 @@ class TrainSettings(Settings):
         "objective, a third with a reward; of mezo 1e-4",
     )  # fmt: skip
     loraplus_lr_ratio: float = setting(
-        float, 1.0, "Learning rate of each B, as a multiple of A's (LoRA+).", above=0,
+        float, 1.0, "Learning rate of each B as a multiple of A's (LoRA+).", above=0,
         federated=True,
     )  # fmt: skip
     momentum: float = setting(
@@ -205,7 +205,11 @@ class TrainSettings(Settings):
         int, 0, "Steps over which the learning rate rises from zero.", least=0, federated=True
     )
     max_grad_norm: float | None = setting(
-        float, None, "Norm over all blocks that gradients are clipped to.", above=0, federated=True
+        float,
+        None,
+        "Norm over all blocks to which larger gradients are scaled down.",
+        above=0,
+        federated=True,
     )
     skip_bad_steps: bool = setting(
         bool, False,
@@ -233,16 +237,16 @@ class TrainSettings(Settings):
     )  # fmt: skip
     val_batches: int = setting(int, 25, "Held-out sequences of an evaluation.", least=0)
     eval_every: int = setting(
-        int, 0, "Steps between evaluations, of which the best is kept; 0: before and after.",
+        int, 0, "Steps between evaluations; the best adapters are kept. 0: before and after.",
         least=0,
     )  # fmt: skip
     early_stopping: int = setting(
-        int, 0, "Evaluations without a better one after which a run ends; 0: never.", least=0
+        int, 0, "Evaluations without improvement after which a run ends; 0: never.", least=0
     )
     test: bool = setting(bool, False, "Evaluate on the test data at the end.")
     replay: float | None = setting(
         float, None,
-        "Share of the sequences that are replayed, so that less is forgotten: texts that the model "
+        "Share of the sequences that are replayed to reduce forgetting: texts that the model "
         "writes before the run, or --replay-data.",
         above=0, below=1, key="replay_share", metavar="SHARE",
     )  # fmt: skip
@@ -253,8 +257,8 @@ class TrainSettings(Settings):
     )  # fmt: skip
     max_forgetting: float | None = setting(
         float, None,
-        "Most that perplexity on general text may rise, in percent: at the end the adapters are "
-        "weakened to that, or none are kept.",
+        "Maximum rise of perplexity on general text, in percent: at the end the adapters are "
+        "scaled down to that, or none are kept.",
         least=0, metavar="PERCENT",
     )  # fmt: skip
     general: str | None = setting(
@@ -265,16 +269,16 @@ class TrainSettings(Settings):
     )  # fmt: skip
     save_every: int = setting(
         int, 100,
-        "Steps between saves, beside one after a minute and then every three; 0: at the end only.",
+        "Steps between saves, besides one after a minute and then every three; 0: no others.",
         least=0, may_change=True,
     )  # fmt: skip
     memory_limit: float | None = setting(
         float, None,
-        "Most that the peak footprint may be, in 10⁶ bytes; room below it is used for speed.",
+        "Maximum peak footprint, in 10⁶ bytes; room below it is used for speed.",
         above=0, below=1e9, key="memory_limit_mb", metavar="MB", federated=True, may_change=True,
     )  # fmt: skip
     offload: str | None = setting(
-        str, None, "What is kept in a file on disk: block inputs, or the optimizer's state too.",
+        str, None, "The arrays kept in a file on disk: block inputs, or the optimizer's state too.",
         choices=OFFLOADS, federated=True, may_change=True,
         default_text="what the limit asks for",
     )  # fmt: skip

@@ -4,7 +4,7 @@ extension Manifest {
     /// The bundle format this build reads.
     package static let format = 6
 
-    /// The most bytes of a manifest that is read; decoding takes some 16 times as much.
+    /// The maximum size of a manifest in bytes. Decoding takes some 16 times as much.
     package static let largestSize = 4_194_304
 }
 
@@ -12,7 +12,7 @@ extension AllowedPrimitives {
     /// The first MLX that writes and reads the layout of a bundle's files of functions.
     static let firstMLX = "0.32.2"
 
-    /// The most bytes of a file of functions.
+    /// The maximum size of a file of functions in bytes.
     static let largestFile = 67_108_864
 }
 

@@ -5,8 +5,8 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// Checks and measures what training depends on: mapping of weights without a copy; the cost of an `eval`, a kernel and a buffer; the agreement of
-/// gradients with the CPU's; and the agreement of a step's peak with the prediction.
+/// A check of the properties that training needs: mapping of weights without a copy; the cost of an `eval`, a kernel and a buffer; the
+/// agreement of gradients with the CPU's; and the agreement of a step's peak with the prediction.
 ///
 /// With a bundle for the CPU every check runs too, and compares with the CPU's own formulas.
 public struct SelfCheck {

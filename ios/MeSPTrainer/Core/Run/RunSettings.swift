@@ -35,10 +35,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     package var loraDtype: LoRADtype = .float32
     /// Whether to train each B only, and freeze A (FFA-LoRA).
     package var freezeA: Bool = false
-    /// Share of the inputs of each adapter that are set to zero while it is trained, others for every token (LoRA
-    /// dropout).
+    /// Probability that an input of an adapter is set to zero in training, drawn for each token (LoRA dropout).
     package var dropout: Float = 0
-    /// Whether to train the length of each output's weights apart from their direction (DoRA).
+    /// Whether to train norm and direction of each output's weights separately (DoRA).
     package var dora: Bool = false
     /// Folder of adapters to start from, in mlx-lm's or PEFT's format; nil: none.
     package var adapters: String?
@@ -55,7 +54,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Answers that are sampled to each prompt, to be rewarded (GRPO, arXiv:2402.03300); nil: train on the data's
     /// answers.
     package var groupSize: Int?
-    /// Most tokens of a sampled answer.
+    /// Maximum number of tokens of a sampled answer.
     package var maxTokens: Int = 128
     /// Whether to leave out GRPO's divisions by the rewards' deviation and an answer's length (Dr. GRPO).
     package var drGrpo: Bool = false
@@ -64,7 +63,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Learning rate, before the schedule; nil: of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an
     /// objective, a third with a reward; of mezo 1e-4.
     package var learningRate: Float?
-    /// Learning rate of each B, as a multiple of A's (LoRA+).
+    /// Learning rate of each B as a multiple of A's (LoRA+).
     package var loraplusLrRatio: Float = 1
     /// Momentum of SGD.
     package var momentum: Float = 0
@@ -80,7 +79,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var schedule: Schedule = .constant
     /// Steps over which the learning rate rises from zero.
     package var warmup: Int = 0
-    /// Norm over all blocks that gradients are clipped to; nil: none.
+    /// Norm over all blocks to which larger gradients are scaled down; nil: none.
     package var maxGradNorm: Float?
     /// Whether to undo a step whose loss or gradient is not finite, and continue; keeps the parameters twice.
     package var skipBadSteps: Bool = false
@@ -93,9 +92,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     package var dpNoise: Float?
     /// Held-out sequences of an evaluation.
     package var valBatches: Int = 25
-    /// Steps between evaluations, of which the best is kept; 0: before and after.
+    /// Steps between evaluations; the best adapters are kept. 0: before and after.
     package var evalEvery: Int = 0
-    /// Evaluations without a better one after which a run ends; 0: never.
+    /// Evaluations without improvement after which a run ends; 0: never.
     package var earlyStopping: Int = 0
     /// Whether to evaluate on the test data at the end.
     package var test: Bool = false
@@ -105,11 +104,11 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Most that the perplexity of `general` may rise, in percent: at the end the adapters are weakened to that, or
     /// none are kept; nil: keep them as they were trained.
     package var maxForgetting: Double?
-    /// Steps between saves, beside one after a minute and then every three; 0: at the end only.
+    /// Steps between saves, besides one after a minute and then every three; 0: no others.
     package var saveEvery: Int = 100
-    /// Most that the peak footprint may be, in 10⁶ bytes; room below it is used for speed; nil: none.
+    /// Maximum peak footprint, in 10⁶ bytes; room below it is used for speed; nil: none.
     package var memoryLimitMb: Double?
-    /// What is kept in a file on disk: block inputs, or the optimizer's state too; nil: what the limit asks for.
+    /// The arrays kept in a file on disk: block inputs, or the optimizer's state too; nil: what the limit asks for.
     package var offload: Offload?
     /// Whether to resume from the state in the output folder.
     package var resume: Bool = false
@@ -232,7 +231,7 @@ extension RunSettings {
         case cosine
     }
 
-    /// What is kept in a file on disk.
+    /// The arrays kept in a file on disk.
     package enum Offload: String, Codable, Sendable, CaseIterable {
         /// No array.
         case none
