@@ -97,7 +97,7 @@ def texts(node: ast.AST) -> str:
 
 
 def test_every_option_in_an_error_is_an_argument():
-    """Of a function, or a field of what it takes. Commands that have no function are left out."""
+    """Every option, except those of commands that have no function."""
     classes = (TrainSettings, mesp.DataOptions, mesp.Selection)
     functions = (mesp.export, mesp.rewrite, mesp.train, mesp.generate, mesp.evaluate)
     known = {each.name for kind in classes for each in dataclasses.fields(kind)}

@@ -491,7 +491,7 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
             total += log_sum[target - 1] - logits[target - 1, ids[target]]
             count += 1
 
-    # The same records in mlx-lm's batch: those with a target left, cut to as many tokens.
+    # mlx-lm's batch of these records: those with a target left, cut to as many tokens.
     dataset = mlx_lm_dataset(RECORDS["chat"], chat_tokenizer, mask_prompt=True)
     usable = [
         record

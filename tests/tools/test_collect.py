@@ -283,7 +283,7 @@ def test_a_machine_without_xcrun(tmp_path: Path):
     )
 
 
-# The same without Xcode
+# The tools without Xcode
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ OBJECTIVES = {
     "ipo": "Identity preference optimization, of such pairs.",
     "simpo": "Simple preference optimization, of such pairs.",
     "orpo": "Odds ratio preference optimization, of such pairs.",
-    "kto": "Kahneman-Tversky optimization, of answers that are good or bad by themselves.",
+    "kto": "Kahneman-Tversky optimization, on single answers that are good or bad.",
 }
 SCHEDULES = {
     "constant": "The learning rate stays.",

@@ -1,4 +1,4 @@
-// What the app and its widget use of ActivityKit.
+// The part of ActivityKit that the app and its widget use.
 
 import Foundation
 

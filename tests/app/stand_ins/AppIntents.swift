@@ -1,4 +1,4 @@
-// What the app uses of AppIntents.
+// The part of AppIntents that the app uses.
 
 import Foundation
 

@@ -1,4 +1,4 @@
-// What the app uses of AppKit.
+// The part of AppKit that the app uses.
 
 import Foundation
 

@@ -1,4 +1,4 @@
-// What the app uses of BackgroundTasks.
+// The part of BackgroundTasks that the app uses.
 
 import Foundation
 

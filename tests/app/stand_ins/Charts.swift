@@ -1,4 +1,4 @@
-// What the app uses of Charts, with bodies that do nothing: enough to type-check the views.
+// The part of Charts that the app uses, with bodies that do nothing: enough to type-check the views.
 
 import SwiftUI
 

@@ -1,4 +1,4 @@
-// What the app uses of CoreTransferable.
+// The part of CoreTransferable that the app uses.
 
 import Foundation
 import UniformTypeIdentifiers

@@ -1,4 +1,4 @@
-// What the core and the federation use of CryptoKit.
+// The part of CryptoKit that the core and the federation use.
 
 import Foundation
 

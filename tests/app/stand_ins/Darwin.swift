@@ -1,6 +1,5 @@
-// What the core, the engine and the app use of Darwin beyond POSIX, and of the parts of Foundation and Dispatch that are on Apple’s
-// systems only. Its presence
-// makes `canImport(Darwin)` true.
+// The part of Darwin beyond POSIX that the core, the engine and the app use, and the parts of Foundation and Dispatch that only Apple’s
+// systems have. Its presence makes `canImport(Darwin)` true.
 
 import Foundation
 import FoundationNetworking

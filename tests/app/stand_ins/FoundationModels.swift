@@ -1,4 +1,4 @@
-// What the example of docs/mlx-swift-lm.md uses of FoundationModels (iOS 27), as mlx-swift-lm uses it at commit
+// The part of FoundationModels (iOS 27) that the example of docs/mlx-swift-lm.md uses, as mlx-swift-lm uses it at commit
 // 14414441fa44f45eee35a61e9fa0bab577cf9734 (22 August 2026).
 
 // Libraries/MLXFoundationModels/MLXLanguageModel.swift, …/README.md of github.com/ml-explore/mlx-swift-lm

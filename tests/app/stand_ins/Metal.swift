@@ -1,4 +1,4 @@
-// What the core uses of Metal.
+// The part of Metal that the core uses.
 
 // developer.apple.com/documentation/metal/mtldevice, …/mtlarchitecture, …/mtlgpufamily, …/mtlcreatesystemdefaultdevice()
 public enum MTLGPUFamily: Int, Sendable { case apple7 = 1007 }

@@ -1,4 +1,4 @@
-// What the app uses of Network.
+// The part of Network that the app uses.
 
 import Foundation
 

@@ -1,4 +1,4 @@
-// What the federation uses of the Keychain.
+// The part of the Keychain that the federation uses.
 
 import Foundation
 

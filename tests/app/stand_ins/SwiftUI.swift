@@ -1,4 +1,4 @@
-// What the app uses of SwiftUI, with bodies that do nothing: enough to type-check the views. Isolation, labels and
+// The part of SwiftUI that the app uses, with bodies that do nothing: enough to type-check the views. Isolation, labels and
 // constraints follow Apple’s interface; opaque results are less precise.
 
 @_exported import CoreTransferable

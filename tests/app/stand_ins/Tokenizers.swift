@@ -1,4 +1,4 @@
-// What MeSPTokenizers uses of swift-transformers 1.3.3’s Tokenizers.
+// The part of swift-transformers 1.3.3’s Tokenizers that MeSPTokenizers uses.
 
 import Foundation
 

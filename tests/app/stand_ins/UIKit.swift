@@ -1,4 +1,4 @@
-// What the app and `SystemMonitor` use of UIKit.
+// The part of UIKit that the app and `SystemMonitor` use.
 
 @_exported import Foundation
 

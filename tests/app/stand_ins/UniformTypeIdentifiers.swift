@@ -1,4 +1,4 @@
-// What the app uses of UniformTypeIdentifiers.
+// The part of UniformTypeIdentifiers that the app uses.
 
 // developer.apple.com/documentation/uniformtypeidentifiers/uttype-swift.struct
 public struct UTType: Sendable, Hashable {

@@ -1,4 +1,4 @@
-// What the app uses of UserNotifications.
+// The part of UserNotifications that the app uses.
 
 import Foundation
 

@@ -1,4 +1,4 @@
-// What the app's widget uses of WidgetKit, and of SwiftUI for widgets alone.
+// The part of WidgetKit that the app's widget uses, and of SwiftUI for widgets alone.
 
 import ActivityKit
 import SwiftUI

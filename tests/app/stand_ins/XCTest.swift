@@ -1,4 +1,4 @@
-// What the app's UI test uses of XCTest, which brings XCUIAutomation and Foundation.
+// The part of XCTest that the app's UI test uses, which brings XCUIAutomation and Foundation.
 
 @_exported import Foundation
 

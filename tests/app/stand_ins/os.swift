@@ -1,4 +1,4 @@
-// What the core uses of os on iOS.
+// The part of os on iOS that the core uses.
 
 // os/proc.h
 public func os_proc_available_memory() -> Int { 0 }

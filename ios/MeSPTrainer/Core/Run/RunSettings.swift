@@ -270,6 +270,6 @@ package enum Objective: String, Codable, Sendable, CaseIterable {
     case simpo
     /// Odds ratio preference optimization, of such pairs.
     case orpo
-    /// Kahneman-Tversky optimization, of answers that are good or bad by themselves.
+    /// Kahneman-Tversky optimization, on single answers that are good or bad.
     case kto
 }
