@@ -65,7 +65,7 @@ def test_training_lowers_the_held_out_loss(trained: Path):
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
-    """In as many steps, the paper's update changes the loss by some 1e-4."""
+    """In as many steps, the paper's update changes the loss by about 1e-4."""
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name

@@ -390,7 +390,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
-    """A text ends between blocks, and MLX's threads may still compute then."""
+    """Generation ends between two blocks, when MLX's threads may still compute."""
     prompt = {
         "adapters": [],
         "prompt": [5] * 40,
@@ -418,7 +418,7 @@ def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_pa
 def test_a_clock_that_is_set_back_changes_no_run(
     settings: dict, whole: Engine, tmp_path: Path, clock_set_back: dict
 ):
-    """It is set back during a run, and between its end and its resumption."""
+    """The clock is set back during a run, and between the run's end and its resumption."""
     engine = Engine(tmp_path, settings, save_every=1)
     process = engine.start(env=clock_set_back)
     engine.wait_for_step(process, 3)

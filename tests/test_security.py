@@ -77,7 +77,9 @@ def name_code(folder: Path, harm: Path) -> None:
 
 @pytest.mark.parametrize("module", ["generate", "data", "evaluate"])
 def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
-    """An answer on standard input does not allow it either: transformers would ask there."""
+    """transformers would ask on standard input whether to run code. A yes there does not allow it
+    either.
+    """
     harm = tmp_path / "harm"
     name_code(bundle, harm)
     # For other model types transformers has a tokenizer.

@@ -36,7 +36,8 @@ from phone import APP, Phone, connect
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
 POLL = 5  # seconds between two reads of a phone's report
 SILENCE = 900  # seconds after which a phone with nothing new is given up
-# MLX reads it once in a process; 0 turns off the products of A19's and M5's neural accelerators.
+# An environment variable that MLX reads once in a process. 0 turns off products in TF32 on the
+# neural accelerators of A19 and M5.
 TF32 = "MLX_ENABLE_TF32"
 Report = dict[str, Any]
 Check = dict[str, Any]
@@ -126,8 +127,8 @@ def check_here(settings: dict[str, Any], console: Console, environment: dict[str
 
 
 def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Check:
-    """Returns the comparison of training with TF32, in a separate process, with `report`'s without
-    TF32.
+    """Returns a line that compares training with TF32, measured in a separate process, with the
+    training without TF32 in `report`.
     """
     without = {check["name"]: check for check in report["checks"]}
     times = [name for name in without if name.startswith("time.")]
@@ -164,7 +165,7 @@ def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Che
         time = f"With TF32, a step took {measured} of the time without it."
     else:
         time = "The time of a step was not measured."
-    # None stands for a number that is not finite.
+    # In a report, None stands for a number that is not finite.
     worst = max((each["value"] for each in errors), key=lambda e: inf if e is None else e)
     sentence = f"{time} The largest error of a gradient with TF32 is {amount(worst, '')}."
     return line | {"verdict": "note", "sentence": sentence, "measured": ratios + errors}

@@ -72,8 +72,8 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
-        # Names and values may be a stranger's: rich must read no markup in them, and a terminal no
-        # control characters.
+        # A stranger may have chosen names and values. So rich must not read markup in them, and
+        # control characters must not reach the terminal.
         cells = (folder.name, *table_row(RunLog.load(folder)))
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
@@ -111,7 +111,7 @@ def collect(source: Path, out: Path) -> list[Path]:
     collected = []
     for run in find_runs(source):
         if out.resolve() in run.resolve().parents:
-            continue  # `out` lies in `source`: these are collected runs
+            continue  # If `out` lies in `source`, these are runs that were collected before.
         if not is_regular(run / LOG_NAME):
             note(f"{run / LOG_NAME} is not a regular file, and its run was left out.")
             continue

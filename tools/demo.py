@@ -28,8 +28,9 @@ STEPS = 600
 BATCH_SIZE = 2
 SEQ_LEN = 96  # fits the longest request with its answer
 RANK = 16
-# A small model that has never seen a brace has much to learn in these steps: twice the default
-# learning rate, with an average of the gradients' squares that follows the falling rate.
+# A small model that has never seen a brace has much to learn in these steps. So it gets twice the
+# default learning rate, and an average of the gradients' squares that forgets faster, to follow the
+# falling rate.
 UPDATE = (
     *("--alpha", 2 * RANK, "--learning-rate", 2e-3, "--beta2", 0.98, "--max-grad-norm", 1),
     *("--warmup", 20, "--schedule", "linear"),
@@ -126,7 +127,7 @@ def right(found: list[Answer]) -> int:
 
 
 def shown(case: Case, before: Answer, after: Answer) -> Text:
-    """Returns a request and both answers, a line each, with a mark at right answers."""
+    """Returns a request and both answers in one line each. Right answers have a mark."""
     text = Text(f"{case.prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
     for when, answer in (("before", before), ("after", after)):
         mark = Text("✓", "green") if answer.is_right else Text("✗", "red")

@@ -1,7 +1,8 @@
 """The demo of `make demo-federate`: six people teach one model to turn requests into JSON.
 
-Each has requests about one thing in a house: lights, heating, radios, doors, windows, alarms. The
-held-out requests are about all of them. Draws the held-out loss and the clients' drift by round.
+Each person has requests about one thing in a house: lights, heating, radios, doors, windows or
+alarms. The held-out requests are about all six things. Draws the held-out loss and the clients'
+drift by round.
 """
 
 from __future__ import annotations

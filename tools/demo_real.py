@@ -2,7 +2,7 @@
 notes.
 
 Writes the data, exports the model, trains it with MeSP, and shows the model's entries for held-out
-notes, with the adapters and without, both asked with the same words and chat template.
+notes, with the adapters and without. Both are asked with the same words and chat template.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from studies.tasks import spoken_notes
 from studies.tasks.model_answers import Answer
 
 STEPS = 240
-SEQ_LENS = (112, 128)  # fit most notes with their entries, and the longest
+SEQ_LENS = (112, 128)  # The shorter length fits most notes with their entries, the longer one all.
 TRAINING_CASES = STEPS
 HELD_OUT_CASES = 20
 SHOWN = 8

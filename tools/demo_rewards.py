@@ -1,7 +1,8 @@
 """The demo of `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards.
 
-The model sees no answers: it samples some, the engine asks for the reward of each (`--reward
-json-equal`), and the advantages in a group of answers train it (GRPO).
+The model is not shown any answers. It samples some, the engine asks for the reward of each
+(`--reward json-equal`), and the model is trained by the advantages of the answers in a group
+(GRPO).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from studies.tasks import spoken_notes
 STEPS = 48
 PROMPTS = 2  # a step
 GROUP_SIZE = 8  # answers to each
-SEQ_LEN = 96  # fits a prompt in the chat template with its answer
+SEQ_LEN = 96  # long enough for a prompt in the chat template with its answer
 MAX_TOKENS = 32  # the longest right answer has 24
-LEARNING_RATE = 1e-4  # falls to 0; at 2e-4 all answers end too early after some 12 steps
+# The learning rate, which falls to 0; at 2e-4, all answers end too early after about 12 steps
+LEARNING_RATE = 1e-4
 HELD_OUT_CASES = 200
 
 OUT = TOOLS.parent / "build" / "demo-rewards"
@@ -48,8 +50,8 @@ CITIES = (
 
 
 def cases(held_out: bool) -> list[dict[str, str]]:
-    """Returns all requests in a fixed random order; held-out ones have every third name and
-    city.
+    """Returns all requests in a fixed random order. Every third name and every third city occur
+    only in held-out requests.
     """
     names, cities = (
         [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
@@ -97,7 +99,8 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
         *(program("mesp-export"), "--model", model or find_model(), "--data", data),
         *("--out", bundle, "--overwrite", "--seq-len", SEQ_LEN),
     )
-    # A run to compare with, which sees the answers, with as many sequences in a step.
+    # A run to compare with, which is trained on the right answers, with as many sequences in a step
+    # as the run with rewards.
     runs_at = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     size = ("--batch-size", PROMPTS * GROUP_SIZE, "--steps", 2, "--val-batches", 0)
     supervised = train(bundle, runs_at / "supervised", *size)

@@ -4,9 +4,9 @@
     python tools/first_hour.py --phone           # the app on a phone, over a cable
 
 On this machine: exports the demo model for the GPU and for the CPU, checks the machine, trains both
-alike and compares their losses. On a phone: runs the app's self-check and fetches the logs of its
-runs. The file has reports, logs and the commands' output: no text, no adapters, and no name of your
-home folder. Exits with 1 if a step failed; the file is written in any case.
+bundles alike and compares their losses. On a phone: runs the app's self-check and fetches the logs
+of its runs. The file has reports, logs and the commands' output: no text, no adapters, and no name
+of your home folder. Exits with 1 if a step failed; the file is written in any case.
 """
 
 from __future__ import annotations

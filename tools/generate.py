@@ -52,7 +52,8 @@ OUTER = ("method", "objective")
 SHOWN = ("method", "optimizer", "rank", "schedule", "seq_len")
 KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "String", Path: "String"}
 
-# The keys that mesp-engine does not read: the reward, texts that are tokenized before, and δ.
+# The keys that mesp-engine does not read: the reward, texts that become tokens before it starts,
+# and δ.
 NOT_READ = ("reward", "replay_text", "general_text", "dp_delta")
 # The defaults of keys that Python derives from the bundle.
 DEFAULTS = {"steps": 100, "seq_len": 256, "rank": 8}
@@ -299,7 +300,8 @@ def write_bundle_constants() -> str:
     return "\n".join(lines)
 
 
-# The fields of a family that Swift does not use: those that no plain family sets, and mlx-lm's.
+# The fields of a family that Swift does not use: those that no plain family sets, and those for
+# mlx-lm.
 NOT_PLAIN = (
     "experts", "beside_experts", "per_layer", "v_norm", "hf_modules", "hf_experts", "read",
     "output_gate", "rope_by_type", "other_layers",

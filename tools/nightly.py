@@ -1,7 +1,7 @@
 """Checks that a real checkpoint trains as in mlx-lm: export, 20 steps, losses, adapters, fusing.
 
-Exports the model, trains it, and evaluates in mlx-lm, on the same held-out tokens, the model, the
-model with its adapters, and the model that mlx_lm.fuse makes of both. Exits with an error if
+Exports the model and trains it. Then evaluates three models in mlx-lm on the same held-out tokens:
+the model, the model with its adapters, and what mlx_lm.fuse makes of both. Exits with an error if
 mlx-lm's losses differ from the trainer's.
 """
 
@@ -28,7 +28,7 @@ STEPS = 20
 SEQ_LEN = 64
 VAL_BATCHES = 8
 GROUP_SIZE, BITS = 64, 4
-# Nats a token. Losses of one model may differ by this, as the order of summation differs.
+# Two losses of one model may differ by this many nats a token, because sums have another order.
 TOLERANCE = 2e-3
 
 

@@ -174,7 +174,7 @@ class DevicectlError(MespError):
 def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
     """Runs `xcrun devicectl` and returns its result, which it writes to a file as JSON.
 
-    `behind` are the arguments that must follow every option.
+    `behind` are the arguments that must come after all options.
     """
     with tempfile.TemporaryDirectory(prefix="mesp-devicectl-") as folder:
         path = Path(folder, "result.json")

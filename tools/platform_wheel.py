@@ -1,8 +1,8 @@
 """Makes a wheel for this platform with a built mesp-engine from the sdist in dist/: `make dist`.
 
 Installing it needs no Swift toolchain. On Linux the engine contains Swift's libraries, and runs
-wherever MLX's wheel runs: the wheel has the platform tag of MLX's, and is refused if the engine
-needs more of the system.
+wherever MLX's wheel runs. So this wheel has the platform tag of MLX's wheel. It is not made if the
+engine needs more of the system than that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records the run that the app shows if it cannot train, for example in the simulator.
+"""Records the run that the app shows where it cannot train, for example in the simulator.
 
 It is a short run on the app's demo model. Names of machines and places are removed from its log.
 """

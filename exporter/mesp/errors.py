@@ -25,7 +25,8 @@ class MespError(Exception):
         return name_arguments(self.message)
 
 
-# A command as it is typed, up to the end of its part of the sentence; or an option.
+# A pattern for an option, or for a whole command as it is typed, up to where its part of the
+# sentence ends.
 _TYPED = re.compile(
     r"(?P<command>\b(?:mesp[ -][a-z]+|lm-eval|llama-gguf-split) (?:(?![;:,]|\. ).)*)"
     r"|(?<![\w./-])--(?P<no>no-)?(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"

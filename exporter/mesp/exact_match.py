@@ -9,8 +9,8 @@ from collections import Counter
 
 
 def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Returns the first match of `pattern`, or its group if it has one; without a pattern, the
-    text.
+    """Returns the first match of `pattern` in a text, or the match's group if the pattern has one.
+    Without a pattern, returns the text.
     """
     if pattern is None:
         return text.strip()
@@ -19,7 +19,8 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bool:
-    """Returns whether an answer equals the reference; with `is_json`, whether the values are equal.
+    """Returns whether an answer equals the reference. With `is_json`, compares the values of both,
+    not their texts.
 
     `answer` is None if the model's text has none.
     """

@@ -13,8 +13,9 @@ from typing import Any, BinaryIO
 
 import yaml
 
-# The default limit in bytes. The largest manifest of a model with a short name, with every block
-# laid out differently, has 0.4 MB. A parsed file takes some 16 times its size.
+# The default limit in bytes. Of the models with short names, the largest manifest would have 0.4
+# MB, with a layout of its own for every block. A parsed file takes about 16 times its size in
+# memory.
 SIZE = 4 << 20
 DEPTH = 64
 
@@ -23,8 +24,8 @@ def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
     """Opens a regular file for reading, also through a symbolic link.
 
     A file in a folder, whose `root_of` is `root`, must not be a link that leads out of it. Raises
-    OSError if the file cannot be read, and ValueError if its link leads out or it is not regular: a
-    device has no end, and a pipe blocks.
+    OSError if the file cannot be read. Raises ValueError if its link leads out of the folder, or if
+    it is not a regular file: a device has no end, and a pipe blocks.
     """
     if root is not None and not Path(os.path.realpath(path)).is_relative_to(root):
         raise ValueError(f"{path} is a link that leads out of its folder")
@@ -83,9 +84,9 @@ def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """Returns the value of a JSON text.
 
     Raises ValueError if it is not valid, is nested more than `DEPTH` deep, or has a string that
-    UTF-8 cannot hold. With `strict`, which is for data, it raises UnclearError for a key that an
-    object has twice, of which Python keeps the last, and for NaN and infinities, which some models'
-    configurations have.
+    UTF-8 cannot hold. With `strict`, which is for data, it also raises UnclearError for NaN and
+    infinities, and for an object with a key twice. Without it, the last value of such a key counts;
+    some models' configurations have infinities.
     """
     hooks: dict[str, Any] = {}
     if strict:
@@ -113,8 +114,8 @@ def _no_number(name: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader without references: a few lines of them can stand for more than fits into
-    memory.
+    """A YAML loader that refuses references, because a few lines with references can stand for more
+    than fits into memory.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -145,7 +146,7 @@ def parse_yaml(text: bytes) -> Any:
 def _check(value: Any, has_escapes: bool) -> None:
     """Raises ValueError if a value is nested too deep or has half of a surrogate pair.
 
-    Only escapes can write such a half.
+    Only an escape in JSON can write half of a pair.
     """
     level = [value]
     for _ in range(DEPTH):
@@ -187,8 +188,8 @@ def inside(folder: Path, name: str) -> Path:
 def root_of(folder: Path) -> Path:
     """Returns the folder that symbolic links in `folder` may lead into.
 
-    It is the folder itself. For a snapshot in the cache of the Hugging Face Hub, whose files are
-    links, it is the repository's folder.
+    In general it is `folder` itself. If `folder` is a snapshot in the cache of the Hugging Face
+    Hub, its files are links, and it is the repository's folder in the cache.
     """
     root = folder.resolve()
     return root.parents[1] if root.parent.name == "snapshots" else root

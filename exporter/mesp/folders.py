@@ -38,8 +38,8 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 def replacing(path: Path, doing: str) -> Iterator[Path]:
     """Yields a folder beside `path` to write into, which becomes `path` if no error occurs.
 
-    After an error it is removed. The next process removes what a killed process left. Raises
-    MespError if another process is `doing` the same.
+    After an error the yielded folder is removed. If a process is killed, the next one removes the
+    folder. Raises MespError if another process is `doing` the same.
     """
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
@@ -60,7 +60,8 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
     except BaseException:
-        # A signal may come before the folder is locked.
+        # The new folders are removed here too, because a signal may come before the folder is
+        # locked.
         for made in (*([unfinished] if is_new else []), *parents):
             with suppress(OSError):
                 made.rmdir()
@@ -70,8 +71,8 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
 def put_in_place(new: Path, path: Path) -> None:
     """Gives the folder `new` the name `path`. A folder that had this name gets the name `new`.
 
-    Readers see one or the other. If the file system cannot exchange two names, for a moment there
-    is neither.
+    At any time, readers of `path` see the old folder or the new one. Only if the file system cannot
+    exchange two names is there neither for a moment.
     """
     if not path.exists() or not any(path.iterdir()):
         os.rename(new, path)

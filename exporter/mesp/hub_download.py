@@ -33,19 +33,20 @@ WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def refuse_path(name: str) -> None:
-    """Raises MespError where a name that no file or folder has can only be a path: it is never
-    looked up on the Hub."""
+    """Raises MespError if a name can only be a path, and no file or folder has it. Such a name is
+    never looked up on the Hub.
+    """
     if name.startswith("~"):
         raise MespError(f"There is no folder or file {name}: write the path out, without ~.")
     is_rooted = name.startswith((".", "/")) or "\\" in name or name.endswith("/")
-    # The name of a GGUF file there is OWNER/NAME/FILE.gguf.
+    # A GGUF file on the Hub is named OWNER/NAME/FILE.gguf.
     if is_rooted or (name.count("/") > 1 and not name.lower().endswith(".gguf")):
         raise MespError(f"There is no folder or file {name}; correct the path.")
 
 
 def download_model(repo: str, with_weights: bool) -> Path:
-    """Returns the folder with a model of the Hub; without weights, its geometry, tokenizer and
-    terms.
+    """Returns the folder with a model of the Hub. If no weights are asked for, it has only the
+    model's geometry, tokenizer and terms.
 
     Raises MespError as `download` does.
     """
@@ -106,8 +107,8 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
 
 
 def list_files(repo: str, kind: str = "model") -> list[str]:
-    """Returns the paths of the files in a repository; without a network, those that were
-    downloaded.
+    """Returns the paths of the files in a repository or, without a network, of those that were
+    downloaded before.
 
     Raises MespError as `download` does.
     """

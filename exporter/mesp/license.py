@@ -29,7 +29,7 @@ def _in_any_case(pattern: str) -> str:
     return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in pattern)
 
 
-# These names as patterns for the Hub's client.
+# The names of files with terms, as patterns for the Hub's client.
 LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 

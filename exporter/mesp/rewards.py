@@ -16,7 +16,7 @@ from mesp.exact_match import canonical_json, exact_match
 # take the first two.
 Reward = Callable[..., Sequence[float]]
 
-MOST = 1e30  # the largest absolute value, as the engine has float32
+MOST = 1e30  # the largest absolute value of a reward, because the engine computes in float32
 
 BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 
@@ -24,8 +24,8 @@ BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 def find_reward(name: str, may_import: bool) -> Reward:
     """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``.
 
-    The module is in the working folder or installed. Raises MespError if there is no such reward,
-    or if a module is named that may not be imported, because a file names it and not the user.
+    The module is in the working folder or installed. It may not be imported if a file named it, not
+    the user. Raises MespError then, and if there is no such reward.
     """
     kind, _, rest = name.partition(":")
     if name == "exact":
@@ -56,7 +56,7 @@ def find_reward(name: str, may_import: bool) -> Reward:
 
 
 def _each(score: Callable[[str, str], float]) -> Reward:
-    """Returns a reward that scores one answer with its reference at a time."""
+    """Returns a reward of lists from a function that scores one answer by its reference."""
 
     def reward(
         *, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]

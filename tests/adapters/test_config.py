@@ -90,7 +90,7 @@ def test_the_table_has_every_key_that_mlx_lm_writes():
     assert {*lora["used"], *lora["ignored"]} >= CONFIG_DEFAULTS["lora_parameters"].keys()
 
 
-# For keys that must have certain values: other values, which PEFT accepts and the readers do not.
+# For keys that must have certain values: other values, which PEFT accepts and our readers refuse.
 REFUSED = {
     "alora_invocation_tokens": [[290, 291]],
     "arrow_config": [{"top_k": 2}],
@@ -163,7 +163,7 @@ def test_what_mlx_lm_reads_in_another_way_is_refused(qwen, copy: Path, values: d
     check_refused(qwen[0], copy, said)
 
 
-# Each leaves out a matrix that is in the folder, as these libraries would not use it.
+# With each of these settings, mlx-lm or PEFT would not use some matrix that is in the folder.
 PLACES = {
     "a list": ("peft", {"target_modules": ["k_proj", "down_proj"]}, 0),
     "none": ("peft", {"target_modules": None}, 0),
@@ -325,7 +325,7 @@ def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
 
 
 def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
-    """These have layers that PEFT joins, stacked experts, and a text of several modalities."""
+    """The models have layers that PEFT joins, stacked experts, and a text of several modalities."""
     bundle, adapters = family
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
@@ -361,7 +361,7 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
 
 @pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
 def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: str):
-    """PEFT then has one wrapper with the name of the module, for either parameter."""
+    """PEFT then has one wrapper with the name of the module, whichever parameter has adapters."""
     bundle, adapters = exported("lfm2_moe", tmp_path)
     weights = mx.load(str(adapters / "peft" / PEFT))
     inside = ".base_layer" if kept == "gate_up_proj" else ""

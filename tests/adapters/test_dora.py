@@ -1,7 +1,7 @@
 """Tests that adapters of DoRA from mlx-lm and PEFT are read, added up and fused.
 
-mlx-lm's layers define their meaning. `test_peft_configs.py` tests PEFT's, and `test_weighted.py`
-sums of several.
+mlx-lm's layers define the adapters' meaning. `test_peft_configs.py` compares with PEFT's layers,
+and `test_weighted.py` tests sums of several adapters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 
 def test_mlx_lm_loads_and_computes_the_same(family):
-    """mlx-lm's loader reads them; the family's quantized weights are equal on both sides."""
+    """mlx-lm's loader reads the same adapters. Both sides have the same quantized weights."""
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))(TOKENS)
     assert relative_error(with_adapters(bundle, adapters)(TOKENS), expected) <= EXACT
@@ -115,8 +115,8 @@ def test_pefts_form_is_the_same(family, tmp_path: Path, end: str):
 
 
 def test_the_fused_weights_are_those_of_mlx_lm(family, tmp_path: Path):
-    """They are m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, computed in float32 and rounded to bfloat16
-    once.
+    """Fused weights are m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, computed in float32 and rounded to
+    bfloat16 once.
     """
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))
@@ -141,7 +141,7 @@ def blocks_in_8_bits(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "phi3", "qwen3_5_text"])
 def test_a_gguf_file_gets_them_in_its_weights(name: str, tmp_path: Path):
-    """llama.cpp may have its rows and columns in another order."""
+    """llama.cpp may store rows and columns in another order."""
     tensors = random_tensors(MODELS[name][1])
     file = write_gguf(tmp_path / "base.gguf", name, tensors, blocks_in_8_bits)
     bundle = tmp_path / "b.mesp"

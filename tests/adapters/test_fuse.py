@@ -56,11 +56,11 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 @pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05), ("4", 0.45)])
 def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolerance):
-    """They differ by rounding the weights to 8 bits of mantissa, or to 1/255 or 1/15 of a group's
-    range.
+    """The two models differ only by rounding weights: to 8 bits of mantissa, or to 1/255 or 1/15 of
+    a group's range.
 
-    This changes the logits by up to 0.9%, 2.8% and 38%, and the adapters change them by 78% and
-    more.
+    The rounding changes the logits by up to 0.9%, 2.8% and 38%, and the adapters change them by 78%
+    and more.
     """
     bundle, adapters = family
     done = fuse(bundle, adapters, tmp_path / "fused", "--bits", bits, "--val-batches", 2)
@@ -234,7 +234,7 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
         "smollm3",
         "granite",
         "minicpm",
-    ):  # here halves are rotated, there pairs of neighbours
+    ):  # MeSP rotates the two halves of a head, llama.cpp pairs of neighbours
         pairs = [i // 2 + (size // 2) * (i % 2) for i in range(size)]
         heads = heads[:, pairs]
     assert np.array_equal(tensors["blk.0.attn_q.weight.lora_b"], heads.reshape(b.shape))

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers
 # transformers has MiniCPM only with code of the model's author, and mlx-lm has no LFM3.
 READ = sorted(FAMILIES.keys() - {"minicpm", "lfm3"})
-# Published configurations of larger models with a text that is not in FAMILIES alone.
+# Published configurations of larger models. FAMILIES has their texts only as a part of such models.
 VL = {
     "qwen2_5_vl": FAMILIES["qwen2"]
     | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
@@ -45,7 +45,7 @@ def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
     call("fuse", bundle, "--adapters", adapters, "--out", out, *options)
 
     auto = transformers.AutoModelForCausalLM
-    # The attention that Gemma 2's caps need; with it all models compute the same.
+    # The implementation of attention that has Gemma 2's caps. All models compute the same with it.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     theirs, info = auto.from_pretrained(out, output_loading_info=True, **options)
     assert not any(info.values()), info

@@ -62,11 +62,12 @@ END = 0  # the token that ends a text, in all models here
 # differ by 1e-5. But llama.cpp looks GELU up in a float16 table: equal rounding in mlx-lm changes a
 # log-probability by 0.012.
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
-# Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by some 0.04.
+# Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by about 0.04.
 BFLOAT16 = 0.1
-# Changes to each family's model in FAMILIES: no scaled RoPE, which GGUF stores in separate tensors;
-# windows longer than the text, as mlx-lm ignores some; and the values that llama.cpp assumes: the
-# blocks without RoPE, the scale of attention, the local RoPE's base.
+# Changes to each family's model in FAMILIES. RoPE is not scaled, because GGUF stores scaling in
+# separate tensors. Windows are longer than the text, because mlx-lm ignores some. Other keys get
+# the values that llama.cpp assumes: the blocks without RoPE, the scale of attention, and the base
+# of the local RoPE.
 _GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TINY = {
     "qwen3": {},
@@ -186,8 +187,8 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 128, 1, 0, -1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # Threads wait for each other without sleeping, which takes minutes if other processes compute
-    # too.
+    # One thread. Several would wait for each other without sleeping, which takes minutes if other
+    # processes compute too.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     if adapters is not None:
         lora = xllamacpp.CommonAdapterLoraInfo()
@@ -263,8 +264,8 @@ def test_a_fused_model(case: Case, tmp_path: Path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
-    """Both compute in float32 with the values of Q8_0's blocks. With blocks in its file, llama.cpp
-    would also round activations to 8 bits.
+    """Both compute in float32 with the values of Q8_0's blocks. llama.cpp gets a file with float32
+    values, because with blocks of Q8_0 it would also round activations to 8 bits.
     """
     tensors = random_tensors(MODELS[name][1])
     quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
@@ -393,8 +394,8 @@ def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
         apart = np.exp(theirs) @ (theirs - here)
         rest, rest_here = (max(1 - np.exp(each).sum(), 1e-12) for each in (theirs, here))
         divergences.append(apart + rest * np.log(rest / rest_here))
-    # All of it comes from that rounding: with the same values in float32, Gemma's is 0.0001, not
-    # 0.011.
+    # The whole divergence comes from rounding these inputs: with the same values in float32,
+    # Gemma's is 0.0001, not 0.011.
     assert np.mean(divergences) <= (0.005 if "SmolLM2" in real.file.name else 0.02)
 
 
@@ -415,7 +416,8 @@ PROMPTS = (
 def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
     """For 9 of 10 prompts, 32 tokens are equal, with a file of the same values in float32.
 
-    Where llama.cpp rounds the inputs of blocks, the likeliest token may change.
+    With quantized blocks in the file, llama.cpp rounds their inputs, which may change the likeliest
+    token.
     """
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]

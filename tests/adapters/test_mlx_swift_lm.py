@@ -65,8 +65,8 @@ GRANITE4 = DENSE | named("mamba", "in_proj", "out_proj")
 GRANITE4 |= named("shared_mlp", "input_linear", "output_linear")
 GEMMA4 = DENSE | {"per_layer_input_gate", "per_layer_projection"}
 
-# The models of MLXLLM and MLXVLM by `model_type`, for each that MeSP exports. Their experts are not
-# `Linear` (SwitchLinear in MLXLMCommon/SwitchLayers.swift), and take no adapters.
+# The models of MLXLLM and MLXVLM for each `model_type` that MeSP exports. Their experts are
+# SwitchLinear (MLXLMCommon/SwitchLayers.swift), not `Linear`, and take no adapters.
 MODELS: dict[str, dict[str, Model]] = {
     "qwen2": {"MLXLLM": Model("MLXLLM/Models/Qwen2.swift", WHOLE, DENSE)},
     "qwen2_5_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen25VL.swift", TEXT_OF_SEVERAL, DENSE)},

@@ -128,7 +128,9 @@ def test_peft_finds_the_loss_of_the_engine(
 def test_peft_has_a_matrix_for_every_tensor(
     bundle: Path, model: torch.nn.Module, tmp_path: Path, dora: tuple
 ):
-    """PEFT only warns about tensors without a layer, and the loss alone might not show this."""
+    """PEFT only warns about tensors without a layer, and the loss alone might not show that one is
+    unused.
+    """
     train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate", *dora)
     folder = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, folder)
@@ -173,8 +175,8 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
 def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
     tmp_path: Path, name: str, modules: int, options: tuple
 ):
-    """Granite 4's gate and up, also beside Mamba-2, are read both ways, with the loss of
-    transformers.
+    """Adapters of Granite 4's gate and up, also in a model with Mamba-2, are exchanged in both
+    directions. The loss is that of transformers.
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim"}
@@ -224,7 +226,8 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe"])
 def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
-    """transformers has two parameters, gate over up and down; adapters are read both ways.
+    """transformers has two parameters of experts: gate and up in one, and down. Adapters are
+    exchanged in both directions.
 
     In Qwen3's mixtures PEFT 0.21 takes the MLPs of layers without experts for experts; the
     published models have no such layers.
@@ -283,10 +286,10 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
 
 
 def test_lfm3_is_that_of_transformers(tmp_path: Path):
-    """mlx-lm lacks it, so five steps of SGD and the adapters in PEFT are compared. A window is 5
-    tokens of 64.
+    """mlx-lm lacks LFM3, so five steps of SGD are compared with transformers, and the adapters are
+    read by PEFT. The sliding window is 5 tokens of 64.
 
-    Its RoPE is "proportional": "default" rotates all pairs in transformers.
+    The test's RoPE is "proportional", because transformers would rotate all pairs with "default".
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES["lfm3"].items() if k not in ("rms_norm_eps", "rope_theta")}
@@ -390,7 +393,9 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
 
 
 def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
-    """Its loss is that of bitsandbytes' weights, in another library."""
+    """The held-out loss of QLoRA in mlx-lm's model equals the loss of bitsandbytes' weights in
+    PyTorch.
+    """
     pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
     model = in_nf4(DEMO, torch.float32).train()
     write_base(model, DEMO, tmp_path / "base")

@@ -57,7 +57,8 @@ TARGETS = {
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WEIGHTS = "adapter_model.safetensors"
 
-# Values to try for each field, besides r, lora_alpha and the targets. PEFT refuses some together.
+# Values to try for each field, besides r, lora_alpha and the targets. PEFT refuses some
+# combinations.
 VALUES: dict[str, list[Any]] = {
     "alora_invocation_tokens": [[6, 7], [300, 301]],
     "alpha_pattern": [{"q_proj": 3}, {".*q_proj": 9}, {}, {"shared_mlp.input_linear": 8}],
@@ -239,7 +240,9 @@ def edit(folder: Path, edits: dict[str, Any], tensor: str) -> None:
 def test_mesp_fuse_merges_as_peft_does(
     made: tuple[str, Path, torch.nn.Module], tmp_path: Path, dora: bool
 ):
-    """Results differ by rounding to bfloat16, up to 0.23%; the adapters change them by 14%."""
+    """Rounding to bfloat16 makes the results differ by up to 0.23%. The adapters change them by
+    14%.
+    """
     name, bundle, base = made
     fields = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": TARGETS[name]}
     fields |= {"target_parameters": EXPERTS} if name == "qwen3_moe" and not dora else {}

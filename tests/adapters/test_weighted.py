@@ -1,7 +1,7 @@
 """Tests of several adapter folders with weights, in the engine and in mesp fuse.
 
-The adapters differ in rank, scale and modules. Their change must be the weighted sum of their
-separate changes: float32 on both sides, in another order.
+The adapters differ in rank, scale and modules. Together, they must change the model by the weighted
+sum of their separate changes. Both sides are float32, with sums in another order.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def relative_error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def added(file: Path) -> dict[str, np.ndarray]:
-    """Returns llama.cpp's change to each matrix for a GGUF file of adapters: alpha over B's rank, B
-    A.
+    """Returns the change that llama.cpp would make to each matrix with a GGUF file of adapters:
+    (alpha / rank) B A.
     """
     reader = gguf.GGUFReader(file)
     alpha = reader.get_field("adapter.lora.alpha").contents()
@@ -275,7 +275,7 @@ def test_the_library_refuses_weights_in_the_same_words(bundle: Path, asked):
 def test_what_cannot_be_fused_is_named_and_nothing_is_left(
     family: Path, bundle: Path, tmp_path: Path, second: str, said: str
 ):
-    """A folder with the weight 0 is named too. The other model has more blocks."""
+    """An unfit folder with the weight 0 is named too. The other model has more blocks."""
     if second == "another":
         write_adapters(tmp_path / "another", bundle)
     if second == "run":

@@ -200,7 +200,7 @@ def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict]):
     app = target_of(objects, "application")
     for settings in settings_of(objects, app).values():
         assert settings["APP_IDENTIFIER"] == phone.APP
-        # Only one place has it, so that a person can change it.
+        # Only one place has the identifier, so that a person can change it.
         assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
 
 
@@ -250,7 +250,7 @@ def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, d
 
 
 def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
-    """A first build needs no team for it, and does not wait for it."""
+    """So a first build needs no team for the UI test, and does not build it."""
     app, test = target_of(objects, "application"), target_of(objects, "ui-testing")
     (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
@@ -352,13 +352,16 @@ def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
         "NSAllowsLocalNetworking"
     }
     assert info["NSLocalNetworkUsageDescription"], "iOS asks the person with it"
-    # This asks the network, and so the person. The app does not need a name of the device.
+    # The device's host name would be looked up in the network, and iOS would ask the person for
+    # permission. The app does not need it.
     for source in HOME.rglob("*.swift"):
         assert "processInfo.hostName" not in source.read_text(encoding="utf-8"), source.name
 
 
 def test_every_stand_in_says_what_it_was_read_from():
-    """A group of declarations, which ends at an empty line, begins with a document or a header."""
+    """In a stand-in, each group of declarations begins with the name of a document or a header that
+    it was read from. A group ends at an empty line.
+    """
     for stand_in in (HERE / "stand_ins").glob("*.swift"):
         text = stand_in.read_text(encoding="utf-8")
         for group in text.split("\n\n"):
@@ -656,7 +659,7 @@ def test_the_ui_test_compiles(tmp_path: Path):
 
 
 def test_the_ui_test_looks_for_what_the_app_shows():
-    """Only Xcode runs it. This test shows if the app changes what it looks for."""
+    """Only Xcode runs the UI test. This test fails if the app changes what it looks for."""
     (source,) = UI_TESTS.glob("*.swift")
     text = source.read_text(encoding="utf-8")
     views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
@@ -735,7 +738,7 @@ def example_beside_mlx_swift_lm(source: Path) -> Path:
 
 
 def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
-    """Swift tests run all examples except views, which Linux does not have."""
+    """Swift tests run all examples except views, because Linux has no SwiftUI."""
     run = (HOME / "Tests" / "MeSP" / "Examples.swift").read_text(encoding="utf-8")
     blocks = [
         re.sub(r"^import \w+\n", "", block, flags=re.M).strip()
@@ -852,11 +855,12 @@ def test_the_documentation_names_what_the_screens_have():
 def sentence_keys(sil: str) -> set[str]:
     """Returns the keys of a module's `Sentence` literals, from the calls in its SIL."""
     found: set[str] = set()
-    literal, keys = "", []  # keys: those of unfinished literals, because one may contain another
+    # The keys of unfinished literals; there may be several, because a literal may contain another
+    literal, keys = "", []
     calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
     steps = (
         rf'= string_literal utf8 (".*") +//|// function_ref Sentence\.(?:Interpolation\.)?({calls})'
-        # Its line and the next, which has the type of an argument.
+        # The literal's line and the next one, which has the type of an argument.
         r".*\n.*"
     )
     for step in re.finditer(steps, sil):
@@ -886,7 +890,7 @@ def assert_catalog_has(said: set[str]) -> None:
 
 
 def test_views_keep_to_the_systems_type_sizes_and_colors():
-    """So text grows with Dynamic Type, and is legible in light and dark mode."""
+    """Then text grows with Dynamic Type, and is legible in light and dark mode."""
     for view in VIEWS:
         text = view.read_text(encoding="utf-8")
         assert not re.search(r"\.system\(size|Font\.custom|\.frame\(height[^\n]*Text", text), (

@@ -49,7 +49,8 @@ def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ..
     """Returns the first version of each package that Package.swift accepts, and the first that it
     does not.
 
-    All are ranges, because SwiftPM refuses a package with a version that requires another's commit.
+    All requirements are ranges of versions, because SwiftPM refuses to use a released package that
+    requires a commit of another package.
     """
     found = {}
     for dependency in app_manifest["dependencies"]:
@@ -85,7 +86,7 @@ def test_every_pin_is_the_commit_of_its_release(pins: dict, releases: dict):
 
 
 def test_where_the_wheel_has_mlx_no_package_is_fetched(app_manifest: dict, tmp_path: Path):
-    """The only package that is left out there is an app's tokenizer."""
+    """With the wheel's MLX, only the tokenizer for an app, MeSPTokenizers, is left out."""
     here = manifest(tmp_path, "/wheel/mlx")
     assert [list(each) for each in here["dependencies"]] == [["fileSystem"]]
     for part in ("products", "targets"):

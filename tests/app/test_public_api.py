@@ -46,12 +46,12 @@ def test_everything_public_is_documented(symbols: list[Symbol]):
 
 
 def test_nothing_else_is_public_without_the_app_needing_it(symbols: list[Symbol]):
-    """The app's views are outside of the package, so the public declarations are those that they
-    name.
+    """The app's views are outside of the package. So a declaration may be public if the views name
+    it.
 
-    Or a public declaration that they name has it in its signature or in a default value. Cases are
-    public with their type, requirements with their protocol, and literals call
-    `appendInterpolation`.
+    It may also be public if a declaration that the views name has it in its signature or in a
+    default value. Cases are public with their type, and requirements with their protocol. Literals
+    call `appendInterpolation`.
     """
     places = [APP / place for place in ("App", "Widget")]
     text = "\n".join(file.read_text("utf-8") for place in places for file in place.rglob("*.swift"))

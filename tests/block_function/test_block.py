@@ -54,7 +54,9 @@ def geometry(hidden: int, intermediate: int, heads: int, kv_heads: int) -> dict:
 
 
 def mixed(path: str) -> Quantization:
-    """Returns the quantization of a module in a mixed recipe; mlx-lm's recipes mix fewer."""
+    """Returns the quantization of a module in a mixed recipe, which mixes more formats than
+    mlx-lm's recipes.
+    """
     many = "v_proj" in path or "down_proj" in path
     return Quantization(6, 64) if many else Quantization(8 if "q_proj" in path else 3, 32)
 
@@ -79,7 +81,8 @@ BLOCKS = [
     for name, (config, _) in MODELS.items()
     for arch in [Architecture.from_config(config)]
     for layer in map(arch.blocks.index, arch.kinds)
-    # Functions that depend on the tokens' choice cannot be traced.
+    # Not the blocks with experts: a function that depends on the choice of experts cannot be
+    # traced.
     if not arch.blocks[layer].mlp.experts
 ]
 
@@ -417,7 +420,8 @@ def primitives(*outputs: mx.array) -> Counter:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatch, name, dtype):
-    """On the CPU `mx.fast` is traced as plain operations, and nothing else depends on the device.
+    """On the CPU `mx.fast` is traced as plain operations. Nothing else in a trace depends on the
+    device.
 
     With a primitive in place of each call, as on a GPU, the graph is the CPU's without the
     operations of these calls. (MLX makes the real primitives only if there is a GPU.)
@@ -506,8 +510,8 @@ def flat(arguments: Iterable) -> list:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
 def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, kind):
-    """The CPU's form, the GPU's and the CPU's again have equal bytes, with the traced
-    primitives.
+    """A file for the GPU, converted for the CPU and back, has equal bytes, and the primitives that
+    were traced.
     """
     plain, packed = kind == "plain", kind == "packed"
     function, block, layout = gpu_block(name, dtype, plain, fused)
@@ -612,7 +616,7 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
 
 @pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4", "qwen3_5", "lfm2"])
 def test_bfloat16(tmp_path, name):
-    """Arrays and scales are bfloat16; the arithmetic between them is float32."""
+    """Arrays and scales are bfloat16. The arithmetic between arrays is float32."""
     case = Case(name)
     wide = case.layout.unpack(case.weights)
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}

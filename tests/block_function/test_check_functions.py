@@ -72,7 +72,8 @@ def test_source_for_a_gpu_is_refused():
 @pytest.mark.parametrize(
     ("function", "old", "new", "said"),
     [
-        # MLX 0.32.2 crashes on the first, and returns memory after the array for the others.
+        # MLX 0.32.2 crashes on the first of these files, and returns memory beyond the array for
+        # the others.
         (lambda x: x[mx.array(5)], struct.pack("<iBi", 7, 4, 5), struct.pack("<iBi", 7, 4, 10**6),
          "Gather: its indices may be out of bounds"),
         (lambda x: x[mx.array(5)], struct.pack("<iBi", 7, 4, 5), struct.pack("<iBi", 7, 4, -1),
@@ -118,7 +119,7 @@ def number(value: int) -> bytes:
 @pytest.mark.parametrize(
     ("name", "state", "good", "bad", "said"),
     [
-        # MLX 0.32.4 writes beyond the output of the first two.
+        # For the first two of these files, MLX 0.32.4 writes beyond the output.
         ("Reduce", number(2) + shape(1), ((4, 2), (4, 1)), ((4, 1), (4, 1)), "changes nothing"),
         ("Reduce", number(2) + shape(0), ((4, 2), (1, 2)), ((0, 2), (1, 2)), "an array is empty"),
         ("Broadcast", shape(4, 2), ((1, 2), (4, 2)), ((4, 2), (4, 2)), "changes nothing"),
@@ -249,7 +250,7 @@ def test_the_file_is_for_one_device(tmp_path):
 
 
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
-    """It checks even if the manifest has its digest. On a CPU only MeBP runs a bundle's
+    """It checks a function even if the manifest has its digest. On a CPU only MeBP runs a bundle's
     functions.
     """
     find_engine()

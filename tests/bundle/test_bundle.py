@@ -133,7 +133,7 @@ def test_to_mlx_lm_is_the_quantized_model(family):
     expected, found = (dict(tree_flatten(m.parameters())) for m in (expected, bundle.to_mlx_lm()))
     assert found.keys() == expected.keys()
     for name, array in found.items():
-        # Gemma's norms lack 1, and 1 + w - 1 loses w's last bits.
+        # Checkpoints of Gemma have norms minus 1, and 1 + w - 1 loses the last bits of w.
         close = mx.abs(array - expected[name]).max() <= (1e-7 if "norm" in name else 0)
         assert array.dtype == expected[name].dtype and close, name
 
@@ -206,7 +206,9 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
 
 
 def test_blocks_are_grouped_by_layout_and_mixer(family):
-    """A window of 5 makes no difference to sequences of 4, so both kinds have the same function."""
+    """A window of 5 makes no difference to sequences of 4, so blocks with it and without it have
+    the same function for this length.
+    """
     config, _, bundle = family
     kinds = {
         "llama": [(0, 1, 3), (2,)] if config["layer_types"] else [(0, 1, 2, 3)],
@@ -265,7 +267,7 @@ def test_what_belongs_to_an_expert_lies_together(family):
 
 @pytest.mark.parametrize("stride", [-16, 0, 16, 1 << 40, "16", 1.5, None])
 def test_a_damaged_stride_is_refused(tmp_path, stride):
-    """Experts would overlap, or lie outside of the file."""
+    """With such a stride, experts would overlap, or lie outside of the file."""
     source, out = write_model(tmp_path / "model", FAMILIES["qwen3_moe"]), tmp_path / "out.mesp"
     export(source, out, seq_len=4, device="cpu", quantize="nearest")
     manifest = json.loads((out / "manifest.json").read_text())
@@ -279,7 +281,9 @@ def test_a_damaged_stride_is_refused(tmp_path, stride):
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.32.1", "0.33.0", "1.0", ""])
 def test_an_mlx_of_another_layout_is_refused(exported, monkeypatch, version):
-    """It can crash on a file, and a phone can crash on its files."""
+    """Such an MLX can crash on files of this layout, and a phone can crash on files that it has
+    written.
+    """
     monkeypatch.setattr(mx, "__version__", version)
     said = rf"The layout of the functions of MLX '{version}' is not known; install mlx "
     with pytest.raises(MespError, match=said):

@@ -108,7 +108,7 @@ def old(exported_once) -> Path:
 
 
 def test_a_bundle_written_again_in_place_keeps_its_weights_and_data(old):
-    """They are the same files; only functions change."""
+    """Weights and data are the same files as before. Only functions change."""
     before = {path: (old / path).stat().st_ino for path in content(old)}
     options = ("--seq-len", 24, "--rank", "2,4", "--overwrite")
     assert export("--from", old, *options).exit_code == 0
@@ -160,7 +160,9 @@ def edit(bundle: Path, **changes: object) -> None:
 
 
 def test_a_bundle_of_format_5_is_written_again_with_its_weights_and_data(old):
-    """It had its functions in two layouts, the later one in a folder."""
+    """Bundles of format 5 had their functions in one of two layouts; the later one had them in a
+    folder.
+    """
     sound = content(old)
     name, later = "block.8.mlxfn", "mlx-0.32.2/block.8.mlxfn"
     (old / "mlx-0.32.2").mkdir()
@@ -228,7 +230,7 @@ def test_a_bundle_whose_rewriting_fails_stays(old, monkeypatch):
 
 
 def test_the_decays_of_a_bundle_keep_their_digits():
-    """They keep them in any dtype, before and after."""
+    """The logarithms of decays are float32, whatever the dtype of the bundle before and after."""
     folder = write_model(Path("model"), FAMILIES["qwen3_5"])
     first = exported("--model", folder, "--seq-len", 8, "--dtype", "bfloat16").block(0)
     assert export("--from", "out.mesp", "--overwrite", "--dtype", "float32").exit_code == 0

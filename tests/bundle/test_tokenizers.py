@@ -81,14 +81,16 @@ def tekken() -> dict:
 
 
 def test_a_tekken_vocabulary_is_converted_or_refused():
-    """The installed transformers may not be able to convert it."""
+    """The vocabulary is refused if the installed transformers cannot convert it."""
     folder = model(config={**FAMILIES["mistral"], "vocab_size": 512})
     (folder / "tekken.json").write_text(json.dumps(tekken()))
     text_survives(exported("--model", folder, *SIZE))
 
 
 def test_a_vocabulary_that_is_missing_is_named():
-    """A download without tokenizer.model lacks it, and the other files give no tokens."""
+    """If tokenizer.model was not downloaded, the vocabulary is missing, because no other file has
+    it.
+    """
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)
     for data in ((), ("--data", "text.txt")):

@@ -55,7 +55,7 @@ def test_a_kind_of_blocks_has_all_functions_or_none(bare: Path, kind: str):
 
 
 def test_written_again_it_has_functions(bare: Path):
-    """They are those of the original bundle, for the same device and for another."""
+    """The functions are those of the original bundle, or of a bundle for the other device."""
     whole, again = bare.with_name("whole.mesp"), bare.with_name("again.mesp")
     wanted = read_manifest(whole, to_run=False)
     call("export", "--from", bare, "--out", again, "--device", "gpu")
@@ -130,8 +130,8 @@ def test_losses_of_other_families_are_the_same(family: str, tmp_path: Path):
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 @pytest.mark.parametrize("limit", [None, 400])
 def test_a_gpu_takes_no_more_memory_than_predicted(limit: int | None, tmp_path: Path):
-    """It has a real model's width, at which the MLP is cut into tiles of tokens; also with kept
-    intermediates.
+    """The model has the width of a real one, at which the MLP is cut into tiles of tokens. It also
+    runs with kept intermediates.
     """
     model = ("--model", "Qwen2.5-0.5B", "--random-weights", "--layers", 2)
     whole = tmp_path / "whole.mesp"

@@ -36,8 +36,8 @@ def test_failed_overwrite_keeps_the_old_bundle(tiny):
 
 
 def test_killed_export_leaves_no_bundle(tiny):
-    """If it is killed while it writes, nothing has the final name, and the next export cleans
-    up.
+    """If an export is killed while it writes, nothing has the final name, and the next export
+    removes what is left.
     """
     config = {**TINY, "vocab_size": 400_000}
     Path("large").mkdir()
@@ -74,7 +74,9 @@ def test_disk_without_room(tiny, monkeypatch):
 
 @pytest.mark.parametrize("limit", [50_000, 8_000])
 def test_disk_that_becomes_full(tiny, limit):
-    """A limit on the size of files simulates it, in a block's file or in the function's."""
+    """A limit on the size of files simulates a full disk, while a block's file or a function's file
+    is written.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))

@@ -123,7 +123,7 @@ def test_what_quantization_does_not_explain_is_said(tmp_path: Path):
 
 
 def test_a_config_of_the_bundle_that_is_of_another_model_is_said(tmp_path: Path):
-    """Its blocks and functions keep the manifest's architecture."""
+    """The blocks and functions keep the manifest's architecture."""
     model = write_model(tmp_path / "model", FAMILIES["qwen2"])
     bundle = export(model)
     change(bundle / "config.json", rope_theta=500.0)

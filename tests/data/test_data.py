@@ -514,7 +514,7 @@ def test_step_example_takes_each_that_has_a_target_once_an_epoch():
     for (start, _), prompt in prompts.items():
         mask[start : start + prompt] = 0
     taken = [reference.step_example(step, 3, list(prompts), mask, 16) for step in range(5)]
-    # Cut to 17 tokens, the third has only its prompt.
+    # Cut to 17 tokens, the third record has only its prompt.
     assert sorted(taken) == [(0, 9), (9, 17), (89, 2), (91, 17), (108, 17)]
     order = [reference.step_window(step, 3, 5) for step in range(5)]
     assert taken == [sorted(taken)[window] for window in order]
@@ -745,7 +745,8 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
-    # Functions of the manifest that run for each of its entries; only one function writes.
+    # Functions of the manifest that run for each of its entries. Except for one, they write
+    # nothing.
     reading = {"of", "to_json", "fits", "_is_line", "_is_split", "sizes", "<genexpr>", "<listcomp>"}
 
     def state() -> list[tuple]:
@@ -778,7 +779,8 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         splits = assert_whole(bundle)
         seen.add(replaced := len(splits["train"].tokens) == len(new["train"].tokens))
         assert_same(splits, new if replaced else old)
-        if replaced:  # goes back to the old data, with the files that were left
+        # Replaces the data by the old data, with the files that the killed process has left
+        if replaced:
             for name in ("manifest.json", *(n for n in original if n.startswith("data/"))):
                 (bundle / name).parent.mkdir(exist_ok=True)
                 (bundle / name).write_bytes(original[name])
@@ -789,7 +791,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
 
 
-# Other programs' records, and what would be lost of them
+# Records of other programs, and the field that would be lost if they were accepted
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,9 @@ def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
 
 @pytest.mark.parametrize("path", ["absolute", "../secret/*.txt", "file:", "link.txt"])
 def test_a_dataset_takes_no_file_from_elsewhere(tmp_path, path):
-    """Its README.md names its files, and a person's own files would be trained on."""
+    """A dataset's README.md names its files. It could name a person's own files, which would then
+    be trained on.
+    """
     secret = tmp_path / "secret" / "notes.txt"
     secret.parent.mkdir()
     secret.write_text("a secret\n")

@@ -109,7 +109,7 @@ def tokenizer():
 
 def encode(tokenizer, template: str, name: str, marked: bool) -> tuple[list[int], list[bool]]:
     for mark, tag in (("⟦", "{%- generation %}"), ("⟧", "{%- endgeneration %}")):
-        # Alternately, because the end has no other mark.
+        # TRL's marks of answers, or nothing in their place.
         template = template.replace(mark, tag if marked else "")
     tokenizer._tokenizer.chat_template = template
     tools = TOOLS if "tools" in name else None
@@ -123,7 +123,7 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     found = encode(tokenizer, TEMPLATES[template], name, marked=False)
     assert any(found[1]) and not all(found[1])
     assert found == marked
-    # Texts without special tokens have none to split.
+    # Texts without special tokens are encoded alike with --split-special-tokens.
     tools = TOOLS if "tools" in name else None
     conversation = Conversation(read_messages("A record", CONVERSATIONS[name]), tools=tools)
     split = encode_conversation(tokenizer, conversation, "answers", split_special=True)

@@ -77,7 +77,7 @@ def test_labels(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("chat", [None, True, False])
 def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
-    """Supervised, paired and labelled records have the same tokens."""
+    """Supervised, paired and labelled records of the same texts have the same tokens."""
     asked, answer = "Who jumps?", "The fox."
     pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
     label = {"prompt": asked, "completion": answer, "label": True}
@@ -208,7 +208,7 @@ def test_answers_are_one_a_sequence_and_alone_in_the_loss(tokenizer, tmp_path, o
 SEQ_LEN, RANK = 24, 4
 # DPO runs long, so that small errors of a step add up; the other losses run shorter.
 STEPS = {"dpo": 40, "ipo": 10, "simpo": 10, "orpo": 10, "kto": 10}
-# IPO weights an answer some 40 times as much as DPO.
+# IPO weights an answer about 40 times as much as DPO.
 RATES = {"dpo": 0.05, "ipo": 1e-3, "simpo": 0.05, "orpo": 0.05, "kto": 0.05}
 
 

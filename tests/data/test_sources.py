@@ -156,8 +156,8 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path):
 
 
 def test_json_in_parquet_is_what_it_says(tmp_path: Path):
-    """The datasets library stores values of several types in this way; a string would go into the
-    prompt.
+    """The datasets library stores values of several types as JSON in a string. If the string were
+    not read as JSON, it would go into the prompt.
     """
     import datasets
 
@@ -172,7 +172,9 @@ def test_json_in_parquet_is_what_it_says(tmp_path: Path):
 
 
 def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
-    """The datasets library would make a table of them, with numbers for strings of digits."""
+    """The datasets library would make a table of the records, and turn strings of digits into
+    numbers.
+    """
     path = put(tmp_path / "a.csv", table(",", [{"text": f"{i}"} for i in range(10)]))
     parts = read(path, splits={"train": "train[:20%]", "valid": "train[8:]+train[2:3]"})
     assert parts == {

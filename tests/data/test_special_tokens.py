@@ -126,8 +126,8 @@ def without_spaces(text: str) -> str:
 def check_ids(tokenizer, ids: list[int], theirs: list[int], texts: list[str]) -> None:
     """Fails unless `ids` are transformers' ids.
 
-    transformers adds one space of SentencePiece's too many before a text that begins with a line
-    feed and follows a special token.
+    There is one exception. If a text begins with a line feed and follows a special token,
+    transformers adds a space of SentencePiece too many.
     """
     after = any(f"{token}\n" in text for token in SPECIAL for text in texts)
     if ids != theirs:
@@ -240,7 +240,7 @@ def test_records_of_every_kind_keep_the_templates_tokens_alone(tokenizer, tmp_pa
             ]
             assert counts[0] == counts[1] < counts[2]
     if kind == "file":
-        # It ends with a token, except for the part that is held out.
+        # The stream ends with the end-of-text token, except in the part that is held out.
         ids = [id for name in ("train", "valid") for id in split[name].tokens.tolist()]
         assert special(tokenizer, ids) == [tokenizer.eos_token_id] == ids[-1:]
 
@@ -267,7 +267,7 @@ def test_what_cannot_be_told_from_the_template_is_refused(tokenizer, template, s
 
 
 def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path):
-    """Its token that ends a text is a byte's token."""
+    """The tokenizer in this test uses the token of a byte as the token that ends a text."""
     tokenizer = byte_tokenizer(tmp_path, has_begin=True, adds_begin=True)
     assert encode_prompt(tokenizer, "a", False, split_special=True) == [1, ord("a")]
     with pytest.raises(MespError, match="takes text for its special token '<0x00>'"):
@@ -281,7 +281,7 @@ PARTS = st.lists(
 
 @given(st.lists(PARTS.filter(str.strip), min_size=5, max_size=5))
 def test_special_tokens_survive_no_split(tokenizer, texts):
-    """This holds for texts made of any parts of special tokens."""
+    """Texts of any parts of special tokens are tested."""
     tokenizer._tokenizer.chat_template = CHATML
     ids = encode_conversation(tokenizer, conversation(*texts), "all", split_special=True).ids
     plain = encode_conversation(tokenizer, conversation(*"abcde"), "all").ids

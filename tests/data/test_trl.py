@@ -50,9 +50,11 @@ if not TEMPLATES:
 
 EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))  # conversations for each template
 SEED = int(os.environ.get("MESP_TRL_SEED", 1))
-# The least share of all generated for a template; those without oddities must all be accepted.
+# The least share of generated records that a template must accept. Records without oddities must
+# all be accepted.
 ACCEPTED = 0.2
-REFUSED_WRONGLY = 0.02  # the largest share of records that the template has as a whole
+# The largest share of refused records among those that the template renders as a whole
+REFUSED_WRONGLY = 0.02
 MARK = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 WORD = re.compile(r"Wq\d{3}z")
 SPECIAL = re.compile(
@@ -87,7 +89,8 @@ BEGINS = {
     "qwen3_8": ("<think>", "<think>\n"),
 }
 # Texts that our answers include, and TRL's marks do not: the token at which generation stops, and a
-# header that the template writes before an answer to a tool's output, but does not ask with.
+# header that the template writes before an answer to a tool's output but not in the generation
+# prompt.
 ENDS = {
     "diffusion_gemma": ("<|tool_response>", "<|turn>model\n"),
 }

@@ -237,7 +237,7 @@ def test_the_engine_of_a_wheel_is_taken_as_it_is(
 def test_the_engine_of_a_wheel_runs_with_the_mlx_of_its_headers_alone(
     installed: Path, carried: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It would report that it fits, because it names the MLX that it has loaded."""
+    """The engine itself cannot tell: it names the version of the MLX that it has loaded."""
     (carried / "mlx-version").write_text("0.32.3\n")
     engine = Path(find_carried(installed, carried).stdout.strip())
     assert engine.parents[1] == tmp_path / "cache" / "mesp" and len(calls(fakes)) == 1
@@ -325,7 +325,7 @@ def test_two_processes_at_once_build_one_engine(installed: Path, fakes: Path):
     while not calls(fakes):
         time.sleep(0.02)
     second = start(installed)
-    time.sleep(0.5)  # usually long enough for it to reach the lock
+    time.sleep(0.5)  # usually long enough for the process to reach the lock
     (fakes / "slow").unlink()
     said = [process.communicate()[0] for process in (first, second)]
     assert said[0] == said[1] != ""
@@ -358,7 +358,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_program_of_somebody_else_is_not_run(
     fakes: Path, installed: Path, tmp_path: Path, what: str, by: str
 ):
-    """It is not even asked for its version."""
+    """The program is not even asked for its version."""
     if by == "another user" and os.getuid() != 0:
         pytest.skip("only root gives files away")
     out, _ = start(installed).communicate()

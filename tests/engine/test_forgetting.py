@@ -72,7 +72,9 @@ def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> fl
 
 
 def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path):
-    """The perplexity keeps to the limit, which a run without a limit exceeds."""
+    """With --max-forgetting, the perplexity stays within the limit. The same run without it exceeds
+    this limit.
+    """
     plain = train(bundle, tmp_path / "plain")
     kept = train(bundle, tmp_path / "kept", "--max-forgetting", 0.5)
     untuned = model_with(bundle, None)
@@ -109,7 +111,7 @@ def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
 
 
 def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
-    """A run that diverges keeps none; one that continues from adapters keeps these."""
+    """A run that diverges keeps no adapters. If it started from adapters, it keeps those."""
     first = train(bundle, tmp_path / "first")
     wild = ("--optimizer", "sgd", "--max-forgetting", 1, "--adapters", first.adapters)
     wild += ("--val-batches", VAL_BATCHES)
@@ -277,7 +279,7 @@ def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
 
 
 def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: Path):
-    """A kill while the texts are sampled leaves such texts."""
+    """A run that is killed while it samples texts leaves such texts."""
     options = ("--max-forgetting", 100, "--general")
     out, general = tmp_path / "run", tmp_path / "general.txt"
     general.write_text("It rained, and nobody went out. " * 20)

@@ -102,7 +102,8 @@ def test_a_long_prompt_goes_through_in_pieces(bundle: Path):
     prompt = Bundle(bundle).tokens("valid")[: 3 * 256 + 3].tolist()
     *tokens, end = generate(bundle, prompt, max_tokens=20)
     assert [record["token"] for record in tokens] == theirs(bundle, prompt, 20)
-    # It does not include mapped weights. It was 11 MB on Linux when this was written.
+    # The footprint does not include mapped weights. It was 11 MB on Linux when this test was
+    # written.
     assert end["footprint_peak_bytes"] < 30e6
 
 
@@ -115,7 +116,9 @@ def test_tiny_models_give_mlx_lms_text(tmp_path: Path, text: Path, tied: bool):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, kind: str):
-    """They are mlx-lm's, with another rank and scale, and not for every block and projection."""
+    """The adapters come from mlx-lm. They have another rank and scale, and only some blocks and
+    projections have them.
+    """
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 5, "scale": 20.0, "dropout": 0.0, "keys": keys}
     model = Bundle(bundle).to_mlx_lm()
@@ -137,7 +140,8 @@ def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, k
 
 def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
     """bfloat16 rounds to 8 bits between operations, so texts begin alike and may differ later."""
-    # By default codes are fitted to the stored scales, so the two would have different codes.
+    # The nearest codes, because by default codes are fitted to the stored scales, and the two
+    # bundles would have different codes.
     options = ("--quantize", "nearest", "--head-bits", 4)
     whole = export("demo", tmp_path / "whole.mesp", *options)
     half = export("demo", tmp_path / "half.mesp", "--dtype", "bfloat16", *options)
@@ -312,8 +316,8 @@ def test_training_goes_on_from_adapters(bundle: Path, adapters: Path, tmp_path: 
 
 @pytest.mark.parametrize("form", ["", "peft"])
 def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path, form: str):
-    """The run may have more layers than the folder; a run without `dora` would lose the
-    magnitudes.
+    """The run may train more layers than the folder has. A run without `dora` is refused, because
+    it would lose the magnitudes.
     """
     done = train(bundle, tmp_path / "first", dora=True, projections=["q", "down"], num_layers=2)
     assert done.returncode == 0, done.stderr

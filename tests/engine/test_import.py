@@ -251,7 +251,7 @@ def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_
 
 
 def test_what_an_import_says(tmp_path: Path):
-    """It reports changes and parts that are left out, and the model's name on the Hub."""
+    """An import reports changes and parts that are left out, and the model's name on the Hub."""
 
     def add_vision(tensors: dict) -> None:
         tensors["vision_tower.a.weight"] = tensors["multi_modal_projector.b.weight"] = mx.ones(4)
@@ -320,7 +320,7 @@ def test_the_terms_go_with_the_bundle(tmp_path: Path):
 
 
 def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
-    """Its files are links to a folder beside it; other links are refused."""
+    """The files of a snapshot are links to a folder beside it. Other links are refused."""
     root = tmp_path / "models--owner--tiny"
     snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
     source = write_mlx_model(tmp_path / "model", CONFIGS["qwen3"], shards=2)
@@ -579,7 +579,7 @@ def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> Non
     before = file.read_bytes()
     try:
         file.write_bytes(content)
-        # If there are several faults, each names one.
+        # If a file has several faults, the two refusals may name different ones.
         compare(model, folder, in_the_same_words=False, device="cpu", dtype="float32")
     finally:
         file.write_bytes(before)
@@ -603,7 +603,7 @@ VALUES: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("key", KEYS)
 def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
-    """Both may also accept it. Missing keys are tested too."""
+    """Or both accept the value. Missing keys are tested too."""
     refused = 0
     for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
         if (number + KEYS.index(key)) % 11:  # an eleventh of all pairs
@@ -689,7 +689,9 @@ def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_import_goes_on_where_it_was_interrupted(
     kind: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
 ):
-    """It is interrupted before any call that changes a file. Whole files are not written again."""
+    """The import is interrupted before a call that changes a file, for every such call. Files that
+    are whole are not written again.
+    """
     before = state(model)
     some = 0
     for number in range(1 + ("crash", "power", "interrupt", "full").index(kind), calls + 1, 6):
@@ -784,7 +786,7 @@ def test_a_file_for_which_there_is_no_room(limit: int, model: Path, whole: Path,
 
 
 def test_a_disk_is_asked_first(model: Path, faults: Path, whole: Path, tmp_path: Path):
-    """It needs room for the missing files only; those that are kept need none."""
+    """An import needs room only for the files that are missing."""
     bundle = tmp_path / "a.mesp"
     under = {"LD_PRELOAD": faults, "FAULTS_UNDER": tmp_path}
     size = sum((whole / file).stat().st_size for file in weights(whole))

@@ -33,7 +33,8 @@ def exported(folder: Path, *options: object) -> Path:
 def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch):
     """Models have their true widths and vocabulary, in float32 on the CPU.
 
-    There is one thread: on a busy machine others may never run, and then take no memory.
+    There is one thread, because on a busy machine further threads may never run, and then take no
+    memory.
     """
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     options = ("--random-weights", "--layers", 4, "--device", "cpu", "--quantize", "nearest")
@@ -42,7 +43,7 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     # The case in which attention, which is wider than the model, takes most.
     if model == "Gemma-3-270m":
         kinds += [("--seq-len", 1024, "--projections", "q,v")]
-    # The others in which a step takes the least time.
+    # Of the other cases, those in which a step takes the least time.
     if model == "SmolLM2-135M":
         others = [("--offload", "all"), ("--projections", "q,v"), ("--freeze-a",)]
         kinds += [("--seq-len", LENGTH, *other) for other in others]

@@ -138,10 +138,10 @@ def agree(
     """Compares every loss, and the change of the adapters.
 
     Both sides compute in float32 and sum in different orders. Losses, and the changes of parameters
-    relative to their size, differ by 1e-6 to 1e-5, which grows from step to step. A moment of 8
-    bits that is half-way between two codes may become either, so `ties` parameters may differ by up
-    to a step. AdamW's longest step, without bias correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3
-    with β₂ = 0.999.
+    relative to their size, differ by 1e-6 to 1e-5, which grows from step to step. A moment that is
+    half-way between two codes of 8 bits may become either code. So as many parameters as `ties` may
+    differ by up to a step. AdamW's longest step, without bias correction, is rate · (1 - β₁) / √(1
+    - β₂): 3.2e-3 with β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
@@ -156,7 +156,9 @@ def agree(
 
 
 class AdamW8bit(optim.Optimizer):
-    """The reference's, for which the blocks of a flat vector are those of each matrix here."""
+    """The reference's AdamW in 8 bits, for one matrix. In a flat vector, a matrix would have the
+    same blocks of moments.
+    """
 
     def __init__(self, learning_rate: float, **constants: object) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ WORDS = [
     "mix",
     "quartz",
 ]
-STEPS = 3  # from the second step on there is a moment, and A has a gradient
+STEPS = 3  # two or more: from the second step on, there is a moment, and A has a gradient
 
 
 def write_records(path: Path, count: int, seed: int = 0) -> Path:
@@ -355,7 +355,9 @@ def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):
 
 
 def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
-    """In a full batch of DPO without noise, each pair's gradient is clipped."""
+    """With DPO, the gradient of a pair is clipped as a whole. The test has a full batch without
+    noise.
+    """
     draw = np.random.default_rng(1)
     pairs = [
         {
@@ -403,7 +405,7 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
 
 
 def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
-    """k steps of all examples are one with 1/√k of the noise."""
+    """k steps of all examples have the ε of one step with 1/√k of the noise."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     exact = get_epsilon_gaussian(5 / math.sqrt(10), 1e-5)
@@ -412,7 +414,9 @@ def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
 
 
 def test_epsilon_bounds_that_of_privacy_loss_distributions():
-    """This is the library's other accountant, which is nearly exact and slow."""
+    """Privacy loss distributions are the library's other way to compute ε, which is nearly exact
+    and slow.
+    """
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 

@@ -573,7 +573,7 @@ def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, 
 def test_without_a_terminal_lines_come_by_time(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ):
-    """In a run of a quarter of an hour, lines are never far apart, and there are not many."""
+    """In a run of a quarter of an hour, lines are never far apart, and there are few of them."""
     now = 100.0
     monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)
     record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}

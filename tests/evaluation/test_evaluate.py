@@ -32,7 +32,7 @@ from mesp.evaluation.records import read_records
 
 pytestmark = pytest.mark.slow
 
-# Sums over a quantized matrix have another order in mlx-lm. For a token's loss of some 10 nats in
+# Sums over a quantized matrix have another order in mlx-lm. For a token's loss of about 10 nats in
 # float32, this makes at most 3e-6, and the errors of a sequence add up.
 PER_TOKEN = 1e-5
 QUESTIONS = [
@@ -352,7 +352,7 @@ def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
 
 
 def test_json_and_extraction(bundle: Path, tmp_path: Path):
-    """The model's answer is not JSON, but the match of a pattern in it is."""
+    """The model's answer as a whole is not JSON, but the part that a pattern matches is."""
     options = ("--no-chat", "--max-tokens", 8, "--json")
     records = [{"prompt": "My fellow", "completion": '"citizens"'}]
     _, results = evaluate(bundle, records, tmp_path, *options)
@@ -376,7 +376,8 @@ def test_the_table_says_what_changed(bundle: Path, adapters: Path, tmp_path: Pat
 
 def test_records_come_from_standard_input(bundle: Path):
     lines = "".join(json.dumps(record) + "\n" for record in QUESTIONS)
-    for begin in ("", "\ufeff"):  # some editors for Windows begin a file with it
+    # A byte order mark, with which some editors for Windows begin a file
+    for begin in ("", "\ufeff"):
         done = run("evaluate", bundle, "-", input=begin + lines)
         assert done.returncode == 0 and "acc_norm" in done.stdout
     done = run("evaluate", bundle, "-", input='{"text": "é"}'.encode("latin-1"))

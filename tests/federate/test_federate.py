@@ -135,7 +135,7 @@ def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, data: Path, t
 def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
     bundle: Path, data: Path, tmp_path: Path, batches: int
 ):
-    """Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ: the gradient of the mean over all targets."""
+    """Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ, and Σ pᵢ gᵢ is the gradient of the mean over all targets."""
     clients = 4
     records = [
         each | {"completion": each["completion"] * (1 + number % 3)}
@@ -1023,7 +1023,8 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 ):
     arrays, config = asked
     config = {**config, "steps": 100_000, "timeout": 20.0}
-    # The node's clock runs backwards, so a message of now is in the future for the node.
+    # The node's clock runs backwards, so a message that is sent now has a time in the node's
+    # future.
     with (
         SuperLink(**asking(question(arrays, config))) as link,
         Node(link.url, bundle, tmp_path / "n", environment=clock_set_back) as node,

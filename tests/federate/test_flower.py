@@ -652,7 +652,9 @@ def delta_of(noise: float, epsilon: float) -> float:
 
 @pytest.mark.parametrize("epsilon", [0.1, 1, 8.5, 20])
 def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
-    """It is compared with the definition. The classical noise is too small for ε above 8.5."""
+    """The noise is compared with the definition of privacy. The classical formula gives too little
+    noise for ε above 8.5.
+    """
     noise = noise_for(epsilon, 1e-5)
     assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)
     assert gaussian_epsilon(noise, 1e-5) == pytest.approx(epsilon, rel=1e-6)
@@ -661,7 +663,7 @@ def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
 
 
 def test_rounds_add_up_as_an_accountant_has_it():
-    """They are compared with the composition of privacy loss distributions."""
+    """The ε of several rounds is compared with that of composed privacy loss distributions."""
     for noise, count in ((1.0, 8), (4.0, 100)):
         accountant = pld.PLDAccountant()
         accountant.compose(dp_event.GaussianDpEvent(noise), count)
@@ -702,7 +704,9 @@ def test_a_client_counts_its_answers(
 def test_a_client_trains_privately(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Its steps in all rounds compose, and another client's steps are not private."""
+    """The ε is that of the client's steps in all rounds together. The other client trains without
+    DP-SGD.
+    """
     data, private = tmp_path / "data", {"dp_clip": 1.0, "dp_noise": 1.5, "dp_delta": 1e-4}
     data.mkdir()
     records = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60))

@@ -29,8 +29,8 @@ def write_adapters(
 ) -> Path:
     """Writes adapters of all modules and experts in mlx-lm's form, which change the model much.
 
-    Modules in `without`, by their last names, have none. With `dora` they are DoRA's, which experts
-    do not have.
+    `without` has the last names of modules without adapters. With `dora`, modules get adapters of
+    DoRA, and experts get none.
     """
     opened = Bundle(bundle, to_run=False)
     arch = opened.architecture if dora else opened.architecture.training_experts()
@@ -87,7 +87,7 @@ def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
 def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
     """Writes and returns adapters in PEFT's form, from a folder in mlx-lm's form.
 
-    A layer that stands for n of mlx-lm's has n times the rank.
+    A layer that stands for n layers of mlx-lm has n times the rank.
     """
     arch = Bundle(bundle, to_run=False).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))

@@ -1,9 +1,9 @@
 """Runs the exporter on generated conversations, and its tokenizer, for tests in Swift.
 
-Reads a JSON object a line, and answers each with one, because Swift has no Jinja here. The next
-case is a record in a chat template, with the result of `mesp-export --split-special-tokens`, and an
-empty object at the end; other requests are for its tokenizer. If TRL is installed, its templates
-are included.
+Reads one JSON object a line, a request, and answers it with one object. Swift has no Jinja on this
+machine. The answer to a request for the next case is a record in a chat template with the result of
+`mesp-export --split-special-tokens`, or an empty object after the last case. Other requests are for
+the case's tokenizer. If TRL is installed, its templates are included.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """Returns a record whose answers have thoughts only in their content, the only ones that the
-    app reads.
+    """Returns a record with thoughts only in the content of answers. The app reads no other
+    thoughts.
     """
     messages = [
         each

@@ -1,6 +1,6 @@
 """Minimal chat templates of several families, and their tokens."""
 
-# A template like the families'; ⟦ and ⟧ are where TRL's copies have the marks.
+# A template like those of the families. ⟦ and ⟧ stand where TRL's copies have the marks of answers.
 CHATML = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -35,7 +35,8 @@ QWEN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Thoughts stay in the answers after the last question; the last answer always has some.
+# A template that keeps thoughts only in answers after the last question. The last answer always has
+# some.
 QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\\n# Tools' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}

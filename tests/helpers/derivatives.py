@@ -23,8 +23,8 @@ def normal(*arch: int) -> mx.array:
 
 
 def check(forward, backward, oracle, inputs: dict[str, mx.array], zeros=()) -> None:
-    """Checks that `forward` equals `oracle`, and `backward(y, dy)` the gradients of both by each
-    input.
+    """Checks that `forward` equals `oracle`, and that `backward(y, dy)` equals the gradients of
+    both by each input.
 
     Gradients named in `zeros` are zero except for rounding.
     """

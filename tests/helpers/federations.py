@@ -34,7 +34,7 @@ def federation(bundle: Path, data: Path, output: Path, *options: object) -> Fede
 
 
 def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
-    """Returns the adapters of mesp-train on all of the data."""
+    """Returns the adapters that mesp-train makes from all of the data."""
     call("train", bundle, "--out", output, "--val-batches", 0, *options)
     return read_arrays(output / "adapters")
 

@@ -21,13 +21,13 @@ from mesp.models.tensor_names import CONVOLUTIONS
 _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-# The scaling, with a factor in float32 as in the file.
+# The scaling of RoPE, with its factor in float32 as in the file.
 _LONGROPE = FAMILIES["phi3"]["rope_scaling"] | {
     "attention_factor": float(str(np.float32(1.5**0.5)))
 }
-# llama.cpp's name of an architecture, and a tiny config.json of each family. It has the values that
-# llama.cpp assumes: the blocks without RoPE, and the scale of attention. mlx-lm has no windows of
-# Gemma 2.
+# For each family, llama.cpp's name of the architecture, and a tiny config.json. Each has the values
+# that llama.cpp assumes: the blocks without RoPE, and the scale of attention. mlx-lm ignores the
+# windows of Gemma 2.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", FAMILIES["qwen2"] | {"max_position_embeddings": 512}),
     "qwen3": ("qwen3", FAMILIES["qwen3"]),
@@ -55,10 +55,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", FAMILIES["lfm2"]),
     "phi3": ("phi3", FAMILIES["phi3"] | {"rope_scaling": _LONGROPE}),
-    # In llama.cpp all blocks have experts, and their weights have no factor.
+    # In llama.cpp, all blocks of Qwen3's mixtures have experts, and the weights of LFM2's experts
+    # have no factor.
     "qwen3_moe": ("qwen3moe", FAMILIES["qwen3_moe"] | {"mlp_only_layers": []}),
     "lfm2_moe": ("lfm2moe", FAMILIES["lfm2_moe"] | {"routed_scaling_factor": 1.0}),
-    # Its rows consist of whole blocks of 256 weights.
+    # The rows of this model consist of whole blocks of 256 weights.
     "wide": (
         "qwen2",
         TINY
@@ -247,8 +248,7 @@ def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -
 def write_vocabulary(writer: gguf.GGUFWriter, kind: str, folder: Path, size: int) -> None:
     """Writes numbers, pieces with scores, or the tokens of `write_tokenizer`.
 
-    The text of no number is half a character, because llama.cpp returns a token only with a whole
-    character.
+    No token's text is a part of a character, because llama.cpp returns only whole characters.
     """
     merges = []
     if kind == "numbers":

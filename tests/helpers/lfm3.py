@@ -1,4 +1,6 @@
-"""LFM3 for mlx-lm, made from its LFM2; a test compares it with transformers' on PyTorch."""
+"""LFM3 for mlx-lm, made from mlx-lm's LFM2. A test compares it with the LFM3 of transformers on
+PyTorch.
+"""
 
 from dataclasses import dataclass
 from typing import Any

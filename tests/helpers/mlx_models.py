@@ -79,8 +79,8 @@ def write_mlx_model(
     """Writes a model's folder and returns it.
 
     Scales, norms and biases have the `dtype`. `own` returns, for the path of a module, whether or
-    how it is quantized. `edit` changes the tensors before they are saved, and `say` the
-    config.json; in a model of several modalities, the text's part.
+    how it is quantized. `edit` changes the tensors before they are saved. `say` changes the
+    config.json; if the model has several modalities, it changes the text's part.
     """
     model = mlx_lm_model(config, seed=seed)
     model.set_dtype(getattr(mx, dtype))
@@ -88,7 +88,7 @@ def write_mlx_model(
     model, whole = utils.quantize_model(
         model, whole, group_size, bits, mode, quant_predicate=lambda path, module: own(path)
     )
-    # A user of mlx-lm writes it by hand without an entry for a module that is not quantized.
+    # As if a user of mlx-lm wrote it by hand: a module that is not quantized has no entry.
     names = [path for path, module in model.named_modules() if hasattr(module, "to_quantized")]
     whole["quantization"] |= {path: False for path in names if own(path) is False}
     say(whole.get("text_config", whole))
@@ -109,7 +109,7 @@ def write_mlx_model(
 def write_variation(folder: Path, family: str, seed: int) -> Path:
     """Writes a model of a family with random variations of everything in a checkpoint.
 
-    Most are valid, and so are two or more of the first four of each family.
+    Most variations are valid. Of the first four of each family, two or more are.
     """
     draw = random.Random(f"{family} {seed}")
     config = dict(CONFIGS[family])
@@ -134,8 +134,8 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
 def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
     """Returns matrices [out, in] as in published models of few values.
 
-    They have ±d in codes of 1 bit, or 0 and ±d in 2 bits, with scales and biases in float16 for
-    each d.
+    The values are ±d in codes of 1 bit, or 0 and ±d in codes of 2 bits. Scales and biases are
+    float16, for each d.
     """
     found = dict(tensors)
     for name, matrix in tensors.items():

@@ -191,8 +191,9 @@ FAMILIES = {
     "qwen3_5": {
         **_COMMON,
         "model_type": "qwen3_5",
-        # With few dimensions, the state's output for a token may be near 0, and its norm's
-        # derivative near 1 / √ε: with 1e-6, training would multiply rounding errors.
+        # A large ε. With few dimensions, the state's output for a token may be near 0, and then the
+        # derivative of its norm is near 1 / √ε. With ε = 1e-6, training would multiply rounding
+        # errors.
         "rms_norm_eps": 1e-2,
         "head_dim": 32,
         "full_attention_interval": 2,
@@ -409,10 +410,10 @@ def write_model(
 
 
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Returns both in their published form.
+    """Returns a config.json and tensors in their published form.
 
-    Linear layers may hold several of ours, the text may be in a model of several modalities, and
-    the config.json may not say that the head is tied.
+    In this form, a linear layer may hold several of ours, and the text may be in a model of several
+    modalities. The config.json may not say that the head is tied.
     """
     family = families.FAMILIES[config["model_type"]]
     texts, tensors = family.texts, dict(tensors)
@@ -519,10 +520,10 @@ def run_layer(
     per_layer: mx.array | None = None,
     shared: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Returns mlx-lm's block's output for the inputs of ours.
+    """Returns the output of mlx-lm's block for the inputs of our block.
 
-    If it multiplies the terms that it adds to x by m, its x is m times ours. Ministral 3's
-    multiplies queries too, by 1 for the lengths here.
+    If mlx-lm's block multiplies the terms that it adds to x by m, its x is m times ours. Ministral
+    3's block also multiplies queries, by 1 for the lengths here.
     """
     factor = residual_factor(layer)
     if block.arch.per_layer:
@@ -533,7 +534,9 @@ def run_layer(
 
 
 def given_to(block: Block, T: int) -> dict[str, Any]:
-    """Returns random inputs of a block besides x: embeddings of its layer, and keys and values."""
+    """Returns random arrays for the inputs of a block besides x: embeddings of its layer, and keys
+    and values of another block.
+    """
     given: dict[str, Any] = {}
     mixer = block.mixer
     if block.arch.per_layer:
@@ -553,7 +556,8 @@ def dequantize_once(patch: pytest.MonkeyPatch) -> None:
     def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
         if id(packed) not in known:
             matrix = dequantize(packed, *others, **options)
-            known[id(packed)] = (packed, matrix)  # kept with it, so that no other array gets its id
+            # The array is kept with the result, so that no other array gets its id
+            known[id(packed)] = (packed, matrix)
         return known[id(packed)][1]
 
     patch.setattr(mx, "dequantize", remembered)

@@ -1,4 +1,4 @@
-"""Makes MLX multiply with OpenBLAS in this process, as in the engine: some 20 times faster.
+"""Makes MLX multiply with OpenBLAS in this process, as in the engine: about 20 times faster.
 
 Import it before MLX. libmlx prefers a `cblas_sgemm` that is loaded globally to its own BLAS;
 scipy-openblas32 names it `scipy_cblas_sgemm`. The engine's sources map one name to the other.
@@ -18,7 +18,9 @@ LIBRARY = ROOT / ".build" / "openblas.so"
 
 
 def load() -> None:
-    """Builds the library if it is missing or old; without wheel or compiler, nothing changes."""
+    """Builds the library if it is missing or old, and loads it. Without the wheel or a compiler,
+    does nothing.
+    """
     spec = importlib.util.find_spec("scipy_openblas32")
     compiler = shutil.which("clang++") or shutil.which("c++")
     if spec is None or compiler is None:

@@ -26,7 +26,7 @@ class Recipe:
     """The settings of an oracle run; the defaults are mesp-train's."""
 
     optimizer: optim.Optimizer
-    optimizer_of_b: optim.Optimizer | None = None  # a separate one for each B, if set
+    optimizer_of_b: optim.Optimizer | None = None  # a separate learning rate for each B, if set
     sequences: int = 1  # sequences of a step
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
@@ -97,8 +97,8 @@ class Oracle:
         scale: float,
         dropout: reference.Dropout | None = None,
     ) -> mx.array:
-        """Returns the mean over all counted targets of a step's records; with dropout each is a
-        sequence.
+        """Returns the mean loss over all counted targets of a step's records. With dropout, each
+        record is a sequence.
         """
         arch, losses = self.model.arch, []
         lora = []

@@ -1,4 +1,6 @@
-"""A SuperLink with any behaviour: Flower's fleet protocol, written by hand, over HTTP."""
+"""A SuperLink that a test can make behave in any way: Flower's fleet protocol over HTTP, written by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,8 @@ class SuperLink:
     """Answers each call with the function of its name in `answers`, and records `calls` with
     headers.
 
-    Other calls get an empty message, and a node gets number 5. A function finds the request in the
-    handler's `body`.
+    Calls without a function get an empty message, and a new node gets the number 5. A function
+    finds the request in the handler's `body`.
     """
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from helpers.paths import APP, ROOT
 from mesp.engine.build import find_engine
 
-# The parts of the package, each after those that it imports: a module is `MeSP` and the part's
-# name.
+# The parts of the package, each after the parts that it imports. The name of a part's module is
+# `MeSP` and the part's name.
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
@@ -84,15 +84,15 @@ class Symbol(NamedTuple):
     kind: str  # without the language: "struct", "method", "enum.case"
     path: tuple[str, ...]
     declaration: str
-    # Whether it has a comment, or the requirement that it meets has one.
+    # Whether the declaration has a comment, or the requirement that it meets has one.
     is_documented: bool
-    # Whether a protocol or a superclass requires it.
+    # Whether a protocol or a superclass requires the declaration.
     is_required: bool
     # The identifiers in its declaration.
     references: frozenset[str]
     # The protocols that a type conforms to.
     conformances: tuple[str, ...]
-    # Whether it extends a type of a module outside of the package.
+    # Whether the declaration extends a type of a module outside of the package.
     is_in_foreign_type: bool
 
     @property
@@ -120,7 +120,7 @@ def public_symbols(graphs: Path) -> list[Symbol]:
                 continue
             fragments, related = each["declarationFragments"], relations.get(identifier, [])
             asks = {"requirementOf", "optionalRequirementOf", "overrides"}
-            # A protocol of the same module has no fallback; its own line is in the list.
+            # For a protocol of the same module there is no fallback: its own line is in the list.
             conforms = (r.get("targetFallback") for r in related if r["kind"] == "conformsTo")
             found.append(
                 Symbol(

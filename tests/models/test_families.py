@@ -177,7 +177,7 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     load_adapters(model, str(adapters))
     model.eval()
     held_out = (model, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
-    # A run that starts from the adapters begins with the loss at the end of the first.
+    # A run that starts from the adapters begins with the loss that the first run ended with.
     options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
     call("train", bundle, "--out", tmp_path / "second", *options)
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()

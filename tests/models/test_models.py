@@ -335,7 +335,7 @@ def test_damaged_mixer_is_refused(damage):
 
 
 def test_rope_as_transformers_5_writes_it():
-    """It keeps theta, the scaling and the rotated part together."""
+    """transformers 5 keeps theta, the scaling and the rotated part in one object."""
     for name in ("qwen2", "llama", "phi3", "gemma3_text"):
         config = dict(FAMILIES[name])
         moved = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
@@ -464,7 +464,7 @@ def test_layers_with_experts():
 
 
 def test_granite_4_turns_as_transformers_has_it():
-    """Only "rope" has RoPE; transformers 5 names the layers differently."""
+    """A model has RoPE only with "rope". transformers 5 also names the layers differently."""
     config = FAMILIES["granitemoehybrid"]
     arch = Architecture.from_config(config)
     assert len(arch.mixers[0].frequencies) == 8

@@ -106,7 +106,9 @@ def test_llama3_slows_down_what_turns_seldom_in_the_original_length():
 
 
 def test_the_original_length_beside_the_scaling_comes_first():
-    """transformers reads this one first: Phi-3's config.json has it there."""
+    """transformers prefers it to the one in the scaling. Phi-3's config.json has it beside the
+    scaling.
+    """
     scaling = YARN | {"original_max_position_embeddings": 1}
     found, _ = turns(scaling, original_max_position_embeddings=16384)
     assert found == pytest.approx(yarn(8, 16384), rel=1e-12)

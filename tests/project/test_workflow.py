@@ -140,8 +140,8 @@ def test_what_the_screens_test_writes_is_kept():
 
 
 def test_the_app_is_built_for_each_system_as_run_in_xcode_builds_it():
-    """No settings are on the command line, which would also apply to packages, except the missing
-    team.
+    """The command line has no build settings, which would apply to packages too, except that there
+    is no team.
     """
     job = yaml.safe_load(CI.read_text(encoding="utf-8"))["jobs"]["app"]
     given = re.findall(r"\b([A-Z_]+)=\S+", " ".join(job["env"].values()))

@@ -64,7 +64,7 @@ QUANTIZED = {
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_checkpoints_are_taken_as_they_are(name):
-    """They have every mode, width and mixture of mlx-lm's, and a separate head."""
+    """The checkpoints have all modes, bits and mixtures of mlx-lm, and a separate head."""
     config = {**TINY, "tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 128}
     folder = Path("checkpoint")
     how = QUANTIZED[name]

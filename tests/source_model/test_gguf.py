@@ -196,7 +196,7 @@ def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
 
 
 def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
-    """Their number means two sizes, and each tensor's space tells which."""
+    """This type number can mean two block sizes. The space of each tensor tells which."""
     with mock.patch.dict(UNKNOWN, {"Q2_0": (42, 64, 24)}):
         file = write_blocks(tmp_path / "tiny.gguf", Blocks("Q2_0"))
     assert "fit neither or both sizes of Q2_0 blocks" in refused(file, tmp_path / "out.mesp")
@@ -346,7 +346,9 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
 
 
 def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
-    """Each run of a character is any two shorter runs: 2 MB of tokens have merges of 1.4 GB."""
+    """A run of one character can be made from any two shorter runs. So 2 MB of tokens would have
+    merges of 1.4 GB.
+    """
     tokens = ["<unk>", *(letter * n for letter in "abcd" for n in range(1, 1025))]
     types, scores = np.array([2] + [1] * (len(tokens) - 1)), np.zeros(len(tokens), np.float32)
     entries = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}

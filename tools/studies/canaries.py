@@ -3,10 +3,10 @@
     python tools/studies/canaries.py
 
 Plants canaries, records with a secret of three random words each, among requests to a house, and
-fine-tunes the demo model without DP-SGD, with clipping alone, and with noise. A canary's exposure
-(Carlini et al., "The Secret Sharer", 2019) is log₂ of the number of possible secrets, 1,000, less
-log₂ of the rank of the canary's secret among them by the model's loss: 0 to 10 bits. For secrets
-that a model has not seen, the mean is 1.4.
+fine-tunes the demo model without DP-SGD, with clipping alone, and with noise. All 1,000 possible
+secrets are ranked by the model's loss. A canary's exposure (Carlini et al., "The Secret Sharer",
+2019) is log₂ of 1,000 less log₂ of the rank of the canary's secret: 0 to 10 bits. For secrets that
+a model has not seen, the mean is 1.4.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ RECORDS, HELD_OUT = 256, 50
 CLIP, NOISES, DELTA = 0.5, (0.5, 1.0), 1e-4
 # words that are one token each for the demo model
 WORDS = ["school", "field", "war", "day", "man", "world", "year", "land", "home", "party"]
-# Guests whose secret is in one record, which ε is about, and in eight.
+# The guests whose secret is in one record, and those whose secret is in eight. ε is about one
+# record.
 ONCE = [f"Guest {letter}" for letter in "ABCDEFGHIJKLMNOP"]
 OFTEN, TIMES = [f"Owner {letter}" for letter in "ABCD"], 8
 

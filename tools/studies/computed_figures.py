@@ -154,7 +154,7 @@ class HollowBench(Bench):
 
 
 class Table(NamedTuple):
-    """A table of a document, which computes a row's figures of its first cells."""
+    """A table of a document, with a function that computes a row's figures from its first cells."""
 
     page: str
     heading: str
@@ -296,7 +296,8 @@ def listed(bundles: Bundles, row: list[str]) -> Figures:
 
 def of_dora(bundles: Bundles, row: list[str]) -> Figures:
     kind, rank = row[1].split(", rank ")
-    return {2: [bundles.parameters(Size("demo", rank=int(rank)), dora=kind == "DoRA")]}
+    model = row[0].partition(",")[0]
+    return {2: [bundles.parameters(Size(model, rank=int(rank)), dora=kind == "DoRA")]}
 
 
 COUNTS = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes")
@@ -385,7 +386,7 @@ def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
 
 
 def restated(stated: float | int, value: float) -> float | int:
-    """The value, rounded as the stated one is."""
+    """The computed value, with as many digits as the stated one."""
     decimals = len(str(stated).partition(".")[2])
     return round(value, decimals) if decimals else round(value)
 
@@ -394,8 +395,9 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def rewritten(cell: str, values: list[float | None]) -> str:
-    """The cell with these values in place of its numbers, with as many decimals; a dash or None in
-    place of a value leaves what is there."""
+    """The cell with these values in place of its numbers, each with as many decimals as before. A
+    dash stays, and so does a number for which the value is None.
+    """
     parts = re.split(r"( / )", cell)
     for index, value in zip(range(0, len(parts), 2), values, strict=True):
         found = NUMBER.search(parts[index])
@@ -410,7 +412,7 @@ def split_row(line: str) -> list[str]:
 
 
 def table_lines(lines: list[str], table: Table) -> Iterator[int]:
-    """The indices of the table's rows among a page's lines, without its two of heading."""
+    """The indices of a table's rows among a page's lines, without the two lines of its heading."""
     headings = [
         i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(table.heading)}", line)
     ]
@@ -430,7 +432,9 @@ def table_lines(lines: list[str], table: Table) -> Iterator[int]:
 def compare_tables(
     bundles: Bundles, tables: tuple[Table, ...], root: Path, write: bool
 ) -> Iterator[str]:
-    """A sentence for each cell that states another figure; `write` has it mended."""
+    """A sentence for each cell that states another figure than is computed. With `write`, the cell
+    is corrected.
+    """
     for table in tables:
         page = root / table.page
         lines = page.read_text(encoding="utf-8").split("\n")
@@ -458,8 +462,9 @@ def compare_tables(
 
 
 def compare_sentences(bundles: Bundles, root: Path, has_counts: bool, write: bool) -> Iterator[str]:
-    """A sentence for each entry of docs/measurements.json with another value than is computed;
-    `write` has it mended, and the sentences that state it."""
+    """A sentence for each entry of docs/measurements.json with another value than is computed. With
+    `write`, the entry and the sentences that state it are corrected.
+    """
     file = root / "docs" / "measurements.json"
     entries = json.loads(file.read_text(encoding="utf-8"))
     for entry in entries:
@@ -482,7 +487,9 @@ def compare_sentences(bundles: Bundles, root: Path, has_counts: bool, write: boo
 
 
 def restate(text: str, parts: list[str], old: float, new: float) -> str:
-    """The text with the new value between the parts of a sentence."""
+    """The text with the new value in place of the old one in the sentence that consists of these
+    parts.
+    """
     pattern = re.escape(f"{old:,}").join(f"({part})" for part in parts)
     return re.sub(pattern, lambda m: f"{new:,}".join(m.groups()), text)
 

@@ -2,9 +2,10 @@
 
     python tools/studies/dora.py                 the demo model and SmolLM2-135M-Instruct
 
-DoRA trains a number for each output besides A and B. In these models this is about as much as half
-a rank, so DoRA's rank 8 lies between LoRA's ranks 8 and 9. All learn the same sequences, begin with
-the same A for the same seed and rank, and use the default optimizer and learning rate.
+DoRA trains a number for each output besides A and B. In these models, these numbers are about as
+many as half a rank adds, so DoRA's rank 8 lies between LoRA's ranks 8 and 9. All runs learn the
+same sequences, with the default optimizer and learning rate. Runs of one seed and rank begin with
+the same A.
 """
 
 from __future__ import annotations

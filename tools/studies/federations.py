@@ -2,10 +2,10 @@
 
     python tools/studies/federations.py --plot federation.png
 
-The demo's six people have requests of one kind each; the held-out requests are of all kinds. All
-train from the same matrices with the same update, which starts again in each round. The run with
-all data takes as many steps as the six together. mlx-lm's model measures all adapters. Needs
-Flower.
+Each of the demo's six people has requests of one kind, and the held-out requests are of all kinds.
+All runs start from the same matrices and use the same update, which starts again in each round. The
+run with all data takes as many steps as the six people together. mlx-lm's model measures all
+adapters. Needs Flower.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def in_one_place(data: Path, folder: Path) -> Path:
 
 
 def by_oneself(federation: Federation, client: Client, people: int = 1) -> Rounds:
-    """Returns the rounds of a federation with one client, which takes as many steps as `people`."""
+    """Returns the rounds of a federation with one client. It takes as many steps as `people`
+    clients together.
+    """
     folder = federation.folder / "by-oneself" / client.name
     rounds = Rounds(folder, federation.training, federation.rounds.evaluation)
     rounds.save(0, None, {})

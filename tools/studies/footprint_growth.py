@@ -2,7 +2,7 @@
 
     python tools/studies/footprint_growth.py [--steps 2000] [--out FOLDER]
 
-Fails if the line rises by more than 1 MB over the run: then some memory is never released.
+Fails if the line rises by more than 1 MB over the run, because then some memory is never released.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from mesp.errors import MespError
 from mesp.runs.log import RunLog
 
 MOST = 1.0  # MB over the whole run
-START = 0.05  # the share that is left out: in it the trainer allocates lasting memory
+# The share of the first steps that is left out, because the trainer allocates lasting memory in
+# them
+START = 0.05
 
 
 @click.command(cls=Command)

@@ -4,11 +4,12 @@
     python tools/studies/forgetting.py --after    five tasks one after the other, each from the
                                                   adapters of the one before
 
-Each run is made with the defaults, with --max-forgetting, and with --replay too. Replay gets more
-steps, so that it has as many sequences of the task. A task's gain is the decrease of its held-out
-loss. Forgetting is the increase of perplexity on texts that neither the task nor the choice of the
-adapters' strength has seen: the prose of Python's language reference, code of Python's library,
-answers of the untuned model to questions, and the texts of --text.
+Each run is made with the defaults, with --max-forgetting, and with --replay too. The runs with
+--replay get more steps, so that they have as many sequences of the task as the others. A task's
+gain is the decrease of its held-out loss. Forgetting is the increase of perplexity on texts that
+neither the task nor the choice of the adapters' strength has seen: the prose of Python's language
+reference, code of Python's library, answers of the untuned model to questions, and the texts of
+--text.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ def result(run: RunLog, perplexity: dict[str, float]) -> Result:
     before, after = run.held_out
     assert before is not None and after is not None
     kept = {"strength": 1.0, "loss_after": after} | run.strength
-    # without the time to sample texts, and to choose the strength
+    # The run's time, without that of sampling texts and of choosing the strength.
     began, ended = (
         (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
     )

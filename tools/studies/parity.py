@@ -5,11 +5,11 @@
     python tools/studies/parity.py --plans    MeSP's plans against each other
     python tools/studies/parity.py --packed   records packed into sequences against one a step
 
-All train the same 4-bit weights from the same adapters on the same sequences in the same order,
-with the same update; only QLoRA has other weights. Two results are equivalent if the 95% interval
-of their paired difference, by bootstrap over held-out sequences, lies within the margins below; the
-table says so. Exits with 1 if two trainers that compute the same gradients in float32 are not
-equivalent.
+All trainers use the same frozen 4-bit weights, the same initial adapters, the same sequences in the
+same order, and the same update. Only QLoRA has other weights. Two results are equivalent if the 95%
+interval of their paired difference, by bootstrap over held-out sequences, lies within the margins
+below; the table says so. Exits with 1 if two trainers that compute the same gradients in float32
+are not equivalent.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ EXACT_MARGIN = 0.02
 # The most that a plan may change a training step's loss, in float32.
 PLAN_MARGIN = 1e-5
 
-PACKED = 4  # sequences of packed records are this many times as long as a task's
+PACKED = 4  # sequences of packed records are this many times as long as a task's sequences
 
 QUICK = dataclasses.replace(EXTRACTION, steps=8, held_out=20)
 OPTIMIZERS = ("adamw", "sgd")
@@ -86,7 +86,7 @@ class Trainer(NamedTuple):
     apart: float = float("inf")
 
 
-# The other trainers are compared with the first.
+# The trainers. The others are compared with the first one.
 QUICK_TRAINERS = {
     "mlx-lm": Trainer(with_mlx_lm, OPTIMIZERS, every_seed=True),
     "MeSP": Trainer(with_mesp, OPTIMIZERS, every_seed=True),
@@ -239,7 +239,9 @@ def compare(
     seeds: int,
     text: Path | None,
 ) -> bool:
-    """Trains with each, and prints a table. Returns whether those that should be are equivalent."""
+    """Trains with each trainer, and prints a table. Returns whether the trainers that should be
+    equivalent are.
+    """
 
     def train(name: str, seed: int) -> Trained:
         click.echo(f"{task.name}, {optimizer}, {name}, seed {seed} …", err=True)
@@ -343,7 +345,7 @@ def report(
     seen: dict[tuple[bytes, bool], Measured] = {}
 
     def measure(adapters: Path | None, base: Path | None = None) -> Measured:
-        """Returns the scores of adapters; those that are equal to the last bit are measured
+        """Returns the scores of adapters. Adapters that are equal to the last bit are measured
         once.
         """
         file = adapters and adapters / WEIGHTS

@@ -3,9 +3,9 @@
     python tools/studies/quantizer_cost.py --model Qwen2.5-3B --calibrate TEXT
 
 Exports one and two blocks of the model's widths with a part of its vocabulary, from random weights
-in a file, and one block with twice that part. Time is linear in both. So the difference between two
-exports is the time of a block, or of rows of the vocabulary, and the last column has the whole
-model's. Nothing is downloaded.
+in a file, and one block with twice that part. Time is linear in the blocks and in the rows of the
+vocabulary. So the difference between two exports is the time of a block, or of some rows. The last
+column has the time of the whole model. Nothing is downloaded.
 """
 
 from __future__ import annotations

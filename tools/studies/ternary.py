@@ -6,8 +6,9 @@ A model's linear layers are quantized to -s, 0 and s, with a scale s for each gr
 or of 64 where 128 does not divide a row. The embedding and the head are those of the 4-bit form, in
 6 bits. The result is written as a folder in MLX's format, with codes 0, 1 and 2 of 2 bits, and
 `mesp-export` makes a bundle of it, which keeps the codes. Both bundles then learn the same
-sequences with the same settings. This damages a model that was not trained to be ternary: the
-losses before training show how much. They do not apply to models that were.
+sequences with the same settings. Quantizing to three values damages a model that was not trained
+for them; the losses before training show how much. These losses say nothing about models that were
+trained to be ternary.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from studies import real_models
 from studies.tasks import bundles
 from studies.tasks.bundles import EXTRACTION, RANK, TEXT
 
-REFITS = 8  # fits of a scale, each with the codes of the one before
+REFITS = 8  # how often a scale is fitted, each time with the codes from the last fit
 HELD_OUT = 32
 OUT = Path("build/ternary")
 TASKS = {task.name: task for task in (EXTRACTION, TEXT)}

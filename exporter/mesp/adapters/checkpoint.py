@@ -13,14 +13,15 @@ from mlx.utils import tree_flatten
 from mesp.bundle.reader import Bundle
 from mesp.models.families import FAMILIES
 
-# The model_type of a text alone, if it is not the one in the larger model's config.json.
+# The model_type of the text part of a larger model -> that of the same text part saved as a model
+# of its own.
 _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
     """Returns the tensors of `model` with the names and shapes of Hugging Face's checkpoints.
 
-    `model` is the bundle's in mlx-lm, with no matrix quantized.
+    `model` is the bundle's model as mlx-lm has it, with no matrix quantized.
     """
     arch = bundle.architecture
     family = FAMILIES[arch.model_type]
@@ -32,7 +33,8 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
         if part in ("scales", "biases"):
             continue
         its = fused[prefix + name]
-        # Arrays other than matrices have another shape in mlx-lm's memory than in checkpoints.
+        # In mlx-lm's memory, arrays other than matrices may have another shape than in checkpoints.
+        # So the stored array is taken.
         found[name] = its if f"{stem}.scales" in stored else array.astype(its.dtype)
     for index, block in enumerate(arch.blocks):
         layer = f"model.layers.{index}."
@@ -42,7 +44,8 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
                 found[f"{layer}{theirs}.weight"] = mx.concatenate(rows)
         stacked = {name: found.pop(f"{layer}{name}.weight") for name in block.stacked()}
         for theirs, parts in family.hf_experts if stacked else ():
-            # Qwen's are parameters, not weights of a layer.
+            # In Qwen's checkpoints, the experts' matrices are parameters, whose names have no
+            # `.weight`.
             suffix = "" if theirs.endswith("_proj") else ".weight"
             matrices = [stacked.pop(part) for part in parts]
             found[f"{layer}{theirs}{suffix}"] = mx.concatenate(matrices, axis=1)
@@ -62,8 +65,8 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
 
 
 def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a bundle's config.json for the text alone, with the text's model_type if it has
-    one.
+    """Returns a bundle's config.json. If the bundle's model is the text part of a larger model, the
+    config.json describes that part as a model of its own.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -83,7 +86,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
-    """Writes tensors into as many files as mlx-lm would, and their index."""
+    """Writes tensors, divided into files as by mlx-lm, and the index of the files."""
     from mlx_lm.utils import make_shards
 
     shards = make_shards(tensors)
@@ -101,8 +104,8 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _alone(config: dict[str, Any]) -> str | None:
-    """Returns the model_type of a larger model's text; None if there is none, or the model is a
-    text.
+    """Returns the model_type that the text part of a larger model has as a model of its own. None
+    if there is no such model_type, or no larger model.
     """
     text = (config.get("text_config") or {}).get("model_type")
     text = _ALONE.get(text, text)

@@ -25,8 +25,8 @@ FIELDS = read_object(Path(__file__).with_name("fields.json"))
 class AdapterConfig:
     """The properties of an adapter_config.json that the readers use.
 
-    `is_dora`: whether layers have magnitudes. `joins`: whether a linear layer of PEFT's that stands
-    for n of mlx-lm's has n times the rank.
+    `is_dora`: whether layers have magnitudes. `joins`: whether a linear layer of PEFT that stands
+    for n layers of mlx-lm has n times the rank.
     """
 
     is_peft: bool
@@ -40,7 +40,8 @@ class AdapterConfig:
         """Returns whether the library would give a block's linear layer adapters with this
         configuration.
 
-        A pattern counts as a match, because the tensors tell which layers have adapters.
+        If `target_modules` is a pattern, every layer counts as a match, because the tensors tell
+        which layers have adapters.
 
         Args:
             layer: the whole name, without PEFT's prefix
@@ -128,7 +129,8 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
 def check_ranks(is_supported: bool) -> None:
     """Raises ValueError for an unsupported rank or alpha.
 
-    All layers must have the folder's, or those that join n modules must have n times it.
+    Either all layers have the rank and alpha of the folder, or exactly the layers that join n
+    modules have n times both.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")
@@ -139,7 +141,7 @@ def unsupported(what: str) -> ValueError:
 
 
 def _joins(config: dict[str, Any], arch: Architecture) -> bool:
-    """Returns whether the patterns give layers that join n modules n times the rank."""
+    """Returns whether `rank_pattern` gives n times the rank to each layer that joins n modules."""
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not ranks and not alphas:
         return False

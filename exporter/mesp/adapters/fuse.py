@@ -16,7 +16,7 @@ from mesp.models.config_json import for_mlx_lm
 from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
 
 BFLOAT16 = 16  # bits: not quantized
-GROUPS = (64, 32)  # weights that share a scale: the first size that divides a row
+GROUPS = (64, 32)  # the numbers of weights that share a scale; the first that divides a row is used
 
 
 def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
@@ -63,8 +63,8 @@ def save(
 ) -> None:
     """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and terms.
 
-    Its end tokens include those of the bundle's data. No file contains code or names any. If
-    nothing is quantized, names and shapes are those that both transformers and mlx-lm read.
+    The end tokens include those of the bundle's data. No file contains code or names any. If
+    nothing is quantized, tensors have names and shapes that both transformers and mlx-lm read.
     """
     from mlx_lm.utils import save_model
 

@@ -19,7 +19,7 @@ from mesp.models.architecture import Architecture
 if TYPE_CHECKING:
     from mesp.source_model.gguf.header import GGUF
 
-# The type of a matrix with fused adapters in a GGUF file, by --bits.
+# The value of --bits -> the type that a matrix with fused adapters has in the GGUF file.
 TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 
@@ -28,11 +28,11 @@ def write_gguf(
 ) -> None:
     """Writes `path`, a GGUF file of the type `adapter`.
 
-    It has `blk.N.….lora_a` [rank, in] and `….lora_b` [out, rank] of each module, stacked for
-    experts, alpha, and the licence of `model`, if it is known. Names, keys and the order of rows
-    are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError if the gguf package is
-    missing, if llama.cpp does not have the architecture, or if adapters have magnitudes, which such
-    a file cannot hold.
+    For each module, the file has `blk.N.….lora_a` [rank, in] and `….lora_b` [out, rank]; those of
+    experts are stacked. It also has alpha and, if it is known, the licence of `model`. Names, keys
+    and the order of rows are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError if the
+    gguf package is missing, if llama.cpp does not have the architecture, or if adapters have
+    magnitudes, which such a file cannot hold.
     """
     if adapters.gains:
         raise MespError(
@@ -61,7 +61,7 @@ def write_gguf(
 def read_base(path: Path, bundle: Bundle) -> GGUF:
     """Returns the GGUF file that a bundle was exported from.
 
-    Raises MespError if it is another file, or has a tensor of unknown size.
+    Raises MespError if `path` is another file, or if the file has a tensor of unknown size.
     """
     _package()
     from mesp.source_model.gguf.blocks import CARRIED

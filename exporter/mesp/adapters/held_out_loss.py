@@ -42,8 +42,8 @@ def read_sequences(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields the sequences of a split that have a counted target.
 
-    Each is int32 ids [n + 1], n ≤ `seq_len`, and the weights of the n targets, float32 [n]: 1 if a
-    target counts, else 0.
+    A sequence consists of int32 ids [n + 1], n ≤ `seq_len`, and of float32 weights [n]. The weight
+    of a target is 1 if it counts, else 0.
     """
     tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)
     begin = bundle.begin(split) if examples is None else None

@@ -15,7 +15,8 @@ class LoRALinearWithGains(LoRALinear):
     def __init__(
         self, linear: nn.Module, a: mx.array, b: mx.array, scale: float, gains: mx.array
     ) -> None:
-        nn.Module.__init__(self)  # mlx-lm's __init__ would make a layer and random matrices
+        # Not mlx-lm's __init__, which would make another layer and random matrices.
+        nn.Module.__init__(self)
         self.linear, self.lora_a, self.lora_b = linear, a, b
         self.scale, self.gains = scale, gains
 

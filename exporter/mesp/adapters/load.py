@@ -25,7 +25,7 @@ from mesp.source_model.safetensors import TENSOR_DTYPES
 _FLOATS = {"F32", "F16", "BF16"}
 WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
 _PEFT = "base_model.model."  # before the name of a layer
-# Before layers, if PEFT trained only the text of a model of several modalities.
+# The prefix of layers in adapters from PEFT that trained only the text part of a larger model.
 _TEXT_PREFIX = "model"
 
 
@@ -49,8 +49,8 @@ class AdapterSum:
     """The change that adapters make to a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B +
     bias.
 
-    A and B are as in `Adapters`. `gains` has G [out] of the modules that had magnitudes; for the
-    others, G is 1.
+    A and B are as in `Adapters`. `gains` has G [out] of the modules with magnitudes. G of any other
+    module is 1.
     """
 
     matrices: dict[str, tuple[mx.array, mx.array]]
@@ -110,8 +110,8 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
 
 
 def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum:
-    """Returns adapters with g, from the model's weights, in place of m, and with B ∘ g in place of
-    B.
+    """Returns adapters with gains g in place of m, and with B ∘ g in place of B. g is computed from
+    m and the model's weights.
     """
     matrices, gains = {}, {}
     for path, (a, b, *m) in adapters.matrices.items():
@@ -182,9 +182,9 @@ def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.arra
 class _Layer:
     """A linear layer, or a parameter of experts' matrices, that may have adapters.
 
-    In PEFT's form, a layer may stand for several of mlx-lm's, whose outputs follow one another.
-    `names` are the tensors of A, B and DoRA's m, `paths` mlx-lm's layers, and `stack` the number of
-    experts.
+    In PEFT's form, one layer may stand for several layers of mlx-lm, with their outputs one after
+    another. `names` are the tensors of A, B and DoRA's m, `paths` mlx-lm's layers, and `stack` the
+    number of experts.
     """
 
     names: tuple[str, ...]
@@ -272,8 +272,9 @@ def _layers(
             names: tuple[str, ...] = (f"{layer}.lora_a", f"{layer}.lora_b")
             magnitudes = f"{layer}.m"
             if config.is_peft:
-                # A parameter's wrapper has the name of its module. If two parameters of a module
-                # have one, the first parameter's wrapper is inside the other.
+                # PEFT wraps a parameter in a layer with the name of the parameter's module. If two
+                # parameters of a module are wrapped, the first one's wrapper is inside the second
+                # one's.
                 others = (blocks + other for other, _ in joined if other != name)
                 is_nested = any(map(config.adapts_parameter, others))
                 inside = ".base_layer" if len(parts) > 1 and is_nested else ""
@@ -334,8 +335,8 @@ def _array(tensor: dict[str, Any]) -> mx.array:
 def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
     """Adds a sum, made for this model, to the model's linear layers.
 
-    They become mlx-lm's `LoRALinear`, or layers with gains; stacked layers of experts become its
-    `LoRASwitchLinear`.
+    These layers become mlx-lm's `LoRALinear` or, with gains, `LoRALinearWithGains`. Stacked layers
+    of experts become mlx-lm's `LoRASwitchLinear`.
     """
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
@@ -356,8 +357,8 @@ def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
 
 
 def _shape(linear: nn.Module) -> tuple[int, ...]:
-    """Returns (outputs, inputs) of a linear layer, quantized or not; for experts, their number
-    first.
+    """Returns (outputs, inputs) of a linear layer, quantized or not, or (experts, outputs, inputs)
+    of stacked ones.
     """
     *rows, columns = linear.weight.shape
     return *rows, columns * 32 // getattr(linear, "bits", 32)

@@ -21,7 +21,7 @@ _QUOTES = '"""'
 def write_modelfile(folder: Path, gguf: str, bundle: Bundle) -> None:
     """Writes the Modelfile of the file `gguf` in a folder that already has the model's terms.
 
-    It names the texts at which answers end, those of the bundle's data, and the licence.
+    The Modelfile names the texts at which the answers in the bundle's data end, and the licence.
     """
     lines = [f"FROM ./{gguf}"]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in _ends(bundle)]
@@ -41,7 +41,7 @@ def _ends(bundle: Bundle) -> list[str]:
 
 
 def _terms(folder: Path, bundle: Bundle) -> list[str]:
-    """Returns the texts of the model's terms; without these, the name of its licence."""
+    """Returns the texts of the model's terms or, if there are none, the name of its licence."""
     names = sorted(filter(is_terms, (entry.path for entry in bundle.manifest.files)))
     if names:
         return [_text(folder / name) for name in names]
@@ -52,8 +52,8 @@ def _terms(folder: Path, bundle: Bundle) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    """Returns the text of a file; if it is empty or cannot stand in a Modelfile, a reference to the
-    file.
+    """Returns the text of a file, or a reference to the file if the text is empty or cannot stand
+    in a Modelfile.
     """
     try:
         text = read_bytes(file).decode()
@@ -63,7 +63,7 @@ def _text(file: Path) -> str:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """Returns whether no quotes in a text end it in a Modelfile.
+    """Returns whether a text can stand between quotes in a Modelfile: no quotes in it end it early.
 
     Ollama removes characters that it cannot print, which may join quotes.
     """

@@ -47,8 +47,9 @@ def weigh(
 
 
 def check_folder(folder: Path) -> None:
-    """Raises MespError where there is no such folder, or it is a run's, which has its adapters in a
-    folder of it."""
+    """Raises MespError if there is no such folder, or if it is a run's folder, whose subfolder has
+    the adapters.
+    """
     if not folder.is_dir():
         raise MespError(f"There is no folder {folder}; name one with adapters.")
     if not (folder / CONFIG).exists() and (folder / "adapters" / CONFIG).exists():

@@ -13,8 +13,9 @@ from mesp.block_function.parts import Parts
 from mesp.block_function.rope import Turn, fast_rope, rope
 from mesp.models.mixers import AttentionMixer
 
-# The values of head_dim for which MLX's fused attention is used. Without a Metal kernel, it holds
-# all heads·T·T scores, rounded to the dtype. MLX 0.32.2 has kernels for 72 and 96 too.
+# The values of head_dim for which MLX's fused attention is used. Where Metal has no kernel for a
+# head_dim, fused attention holds all heads·T·T scores, rounded to the dtype. MLX 0.32.2 has kernels
+# for 72 and 96 too.
 FUSED_HEADS = (64, 80, 128)
 
 
@@ -26,7 +27,8 @@ class Scoring:
 
     scale: float
     cap: float | None
-    window: int | None  # the most keys that a query sees, its own included; None: all up to its own
+    # The most keys that a query sees, including that of its own token. None: all up to that key.
+    window: int | None
     starts: mx.array | None = None  # see `Parts`
 
 
@@ -84,7 +86,7 @@ def place_rows(
 def keys_and_values(
     mixer: AttentionMixer, parts: Parts, turn: Turn, k: mx.array, v: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Returns k after the norm and RoPE, and v, for this block and for those that share them."""
+    """Returns k after the norm and RoPE, and v. Other blocks may use the same k and v."""
     k = place_rows(mixer, parts, turn, "k", k, slice(0, k.shape[2]))
     if mixer.v_norm:
         v = v.astype(mx.float32)
@@ -140,8 +142,8 @@ def fused_attention(
 ) -> mx.array:
     """Returns the result of `attention` by the fused primitive of `fast`, which has no soft cap.
 
-    It computes in float32, because the backward pass recomputes the scores in float32: q and k
-    rounded to bfloat16 would have other scores here.
+    The primitive gets float32, because the backward pass recomputes the scores in float32: q and k
+    that were rounded to bfloat16 would have other scores in the forward pass.
     """
     everything = slice(0, q.shape[2])
     causal = scoring.window is None and scoring.starts is None

@@ -1,8 +1,9 @@
 """Checks a file of functions against `allowed_primitives.json`, before MLX reads it.
 
-MLX trusts such a file: it takes the shapes of a primitive's outputs from it, and checks neither
-these nor the indices of a `Gather` when it computes. The functions of a file that passes read and
-write only within their arrays. What they compute, and how long that takes, is not checked.
+MLX trusts such a file. It takes the shapes of a primitive's outputs from the file, and when it
+computes, it checks neither these shapes nor the indices of a `Gather`. If a file passes the check
+here, its functions read and write only within their arrays. The check does not tell what they
+compute, or how long that takes.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def check_block_functions(
     order.
 
     The functions must have the inputs and outputs that the architecture implies, for packed records
-    or not. `words` is the length of the block's weight file. Raises ValueError if they do not, and
-    what `check_functions` raises.
+    or not. Otherwise it raises ValueError. It also raises what `check_functions` raises. `words` is
+    the length of the block's weight file.
     """
     found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
     expected = [

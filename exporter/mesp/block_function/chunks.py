@@ -9,9 +9,10 @@ FORGET = -1e4  # the logarithm of a decay that leaves nothing; Metal has no infi
 
 
 def by_chunk(x: mx.array) -> mx.array:
-    """Returns […, T, n] as […, chunks, C, n], with zeros at the end, which neither decay nor write.
+    """Returns […, T, n] as […, chunks, C, n]. Tokens of zeros fill the last chunk; they neither
+    decay the state nor write to it.
 
-    C is `CHUNK`, or for fewer tokens the next power of two.
+    C is `CHUNK` or, for few tokens, the smallest power of two that is at least T.
     """
     length, chunk = x.shape[-2], CHUNK
     while chunk >= 2 * length:
@@ -29,7 +30,8 @@ def decays(log_decay: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0      γ_i = exp(κ_1 + … + κ_i)      δ_j = Γ_Cj
     """
     row, column = mx.arange(log_decay.shape[-2])[:, None], mx.arange(log_decay.shape[-2])
-    # Each sum of logarithms is computed separately, as differences of one sum would lose digits.
+    # Each sum of logarithms is computed separately, because differences of running sums would lose
+    # digits.
     between = mx.cumsum(mx.where(row > column, log_decay, 0.0), axis=-2)
     Gamma = mx.where(row >= column, mx.exp(between), 0.0)
     return Gamma, mx.exp(mx.cumsum(log_decay, axis=-2)), Gamma[..., -1, :, None]

@@ -36,7 +36,7 @@ def mix_by_short_convolution(
 ) -> tuple[list[mx.array], mx.array]:
     """Returns [b, c, u, conv(b ∘ u)] of x [1, T, hidden], and the output projection's input.
 
-    in(x) is b, c and u side by side; the input is c ∘ conv(b ∘ u).
+    in(x) is b, c and u side by side. The output projection's input is c ∘ conv(b ∘ u).
     """
     b, c, u = mx.split(parts.project("in", x).astype(parts.dtype), 3, axis=-1)
     gated = b.astype(mx.float32) * u

@@ -15,8 +15,8 @@ def dequantize(
 ) -> mx.array:
     """Returns W [out, in], float32, from its packed words.
 
-    Unlike `mx.dequantize`, it takes less memory and fewer nodes of the graph on the CPU, does not
-    round to bfloat16 if the scales are bfloat16, and can be exported in every mode.
+    Unlike `mx.dequantize`, it can be exported in every mode, and does not round to bfloat16 if the
+    scales are bfloat16. On the CPU it also takes less memory and fewer nodes of the graph.
     """
     codes = unpack(weight, quantization.bits)
     by_group = partial(mx.reshape, shape=(*scales.shape, -1))
@@ -34,7 +34,8 @@ def dequantize(
 def unpack(words: mx.array, bits: int) -> mx.array:
     """Returns the codes in packed words, lowest bits first: uint32 [out, n] as [out, n·32/bits]."""
     length = 32
-    if 32 % bits:  # codes cross words: reads units of the fewest bytes that hold whole codes
+    # Some codes lie in two words, so this reads units of the fewest bytes that hold whole codes.
+    if 32 % bits:
         length = math.lcm(8, bits)
         dtype = mx.uint32 if length <= 32 else mx.uint64
         pieces = words.view(mx.uint8).reshape(words.shape[0], -1, length // 8).astype(dtype)
@@ -56,8 +57,9 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 def e2m1(codes: mx.array) -> mx.array:
     """Returns the float32 values of 4-bit floating-point numbers: ±0, ½, 1, 1½, 2, 3, 4, 6.
 
-    Twice these values are the nibbles of one integer. A gather takes some three times as long on
-    the CPU, and multiplying the codes' bits as a float32 depends on subnormal numbers.
+    Twice each value is a nibble of one integer. Looking the values up by a gather would take some
+    three times as long on the CPU. Reading the codes' bits as a float32 and multiplying it would
+    depend on subnormal numbers.
     """
     halves = (mx.array(0xC8643210, mx.uint32) >> ((codes & 7) << 2)) & 15
     return halves.astype(mx.float32) * (0.5 - (codes >> 3).astype(mx.float32))

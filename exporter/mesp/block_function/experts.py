@@ -1,4 +1,4 @@
-"""A mixture of experts. It depends on the tokens' choices, so it cannot be traced."""
+"""A mixture of experts. It cannot be traced: the router's choice decides what is computed."""
 
 from __future__ import annotations
 

@@ -2,28 +2,29 @@
 
     f(x, lora, scale, weights) -> [y, mixer_in, q, k, v, attn_out, x_mid, gate, up]
 
-With post norms it has two more outputs, their inputs ``mixer_out`` and ``mlp_out``. Mixers other
-than attention have four other arrays in place of q, k, v and attn_out.
+With post norms there are two more outputs, ``mixer_out`` and ``mlp_out``: the inputs of these
+norms. Mixers other than attention have four other arrays in place of q, k, v and attn_out.
 
-A model with embeddings for each layer has one more input, ``per_layer``. Attention without keys and
-values has two more, those of another block, which it returns as k and v.
+A block of a model with embeddings for each layer has one more input, ``per_layer``. A block of
+attention without keys and values has two more inputs, the keys and values of another block. It
+returns these as k and v.
 
 The function for packed records takes one more array, ``starts``: for each token the position at
-which its record begins. Attention sees no key before it, a convolution takes zeros there, and a
-recurrent mixer forgets its state. Positions continue from record to record, because with RoPE
-scores depend only on the difference of two positions.
+which its record begins. Attention sees no key before that position, a convolution takes zeros
+there, and a recurrent mixer forgets its state. Positions continue from record to record, because
+with RoPE scores depend only on the difference of two positions.
 
-It is made of plain, differentiable operations: MeBP differentiates it, and on a CPU the self-check
-compares the trainer's forward pass with it. There weights are dequantized and multiplied, as
-`quantized_matmul` is some 50 times slower.
+On a CPU the function is made of plain, differentiable operations: MeBP differentiates it, and the
+self-check compares the trainer's forward pass with it. Weights are dequantized and multiplied,
+because `quantized_matmul` is about 50 times slower on a CPU.
 
-A GPU trains with another function; its plain function is ``block.plain.T.mlxfn``. MLX is lazy:
-evaluating only ``y`` computes, and holds, only what ``y`` needs. `quantized_matmul` and the fused
-attention make no large arrays. The MLP is cut into tiles of tokens, and so is attention that cannot
-be fused (with a soft cap, and with heads of other sizes than `FUSED_HEADS`); `mx.depends` makes
-each tile wait for the one before.
+A GPU trains with another function. The plain function for a GPU is ``block.plain.T.mlxfn``. MLX is
+lazy: evaluating only ``y`` computes, and holds, only what ``y`` needs. `quantized_matmul` and the
+fused attention make no large arrays. The MLP is cut into tiles of tokens, and so is attention that
+cannot be fused: attention with a soft cap, or with heads of a size that is not in `FUSED_HEADS`.
+`mx.depends` makes each tile wait for the one before.
 
-Arithmetic between these arrays is float32 (the GPU's fused primitives accumulate in it).
+Arithmetic between these arrays is float32; the GPU's fused primitives accumulate in float32.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ MIX = {
 def block_function(
     block: Block, layout: Layout, device: str, plain: bool = False, fast: ModuleType = mx.fast
 ) -> BlockFunction:
-    """Returns the block function for `device` ("cpu" or "gpu"); for a GPU, the plain or the other
-    one.
+    """Returns the block function for `device` ("cpu" or "gpu"). A GPU has two, the plain one and
+    the one to train with.
 
     It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32,
     the inputs in `Block.given_shapes` and, for packed records, starts [T] int32. The arguments tell
-    T, the LoRA rank and the dtype, which is x's. docs/formats.md has the outputs' shapes. The fused
-    primitives are those of `fast`: `mx.fast`, which has plain operations in their place on a CPU,
-    or `mesp.block_function.fused`, which can only be traced there.
+    T, the LoRA rank and the dtype, which is that of x. docs/formats.md has the outputs' shapes. The
+    fused primitives are those of `fast`. It is `mx.fast`, which computes plain operations on a CPU,
+    or `mesp.block_function.fused`, which a CPU can only trace.
     """
     plain = plain or device == "cpu"
 

@@ -26,7 +26,8 @@ def rope(
     freqs: mx.array,
 ) -> mx.array:  # fmt: skip
     """Returns `mx.fast.rope` with periods in place of a base; freqs float32 [dims / 2]."""
-    state = (dims, traditional, 1.0, scale, True)  # the base is not used; True rotates forwards
+    # The base, 1.0, is not used. True rotates forwards.
+    state = (dims, traditional, 1.0, scale, True)
     return _trace("RoPE", state, [x, mx.array(offset, mx.int32), freqs], x.shape)
 
 

@@ -11,15 +11,17 @@ from mesp.block_function.mlp import silu
 from mesp.block_function.parts import Parts
 from mesp.models.mixers import GatedDeltaNet
 
-UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k, which have no weights
+UNIT_EPS = 1e-6  # The norms of q and k add this to the sum of squares. They have no weights.
 
 
 def mix_by_gated_delta_net(
     mixer: GatedDeltaNet, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """Returns [qkv, z, ba, o] of x [1, T, hidden], b and a side by side, and the input of out.
+    """Returns [qkv, z, ba, o] of x [1, T, hidden], and the input of out. ba is b and a side by
+    side.
 
-    Heads don't depend on each other, so key heads and their value heads are computed in tiles.
+    Heads don't depend on each other, so they are computed in tiles: some key heads with their value
+    heads.
     """
     dtype = parts.dtype
     qkv = parts.project("qkv", x).astype(dtype)
@@ -56,8 +58,8 @@ def _recurrence(
     w = parts.vector("linear_attn.conv1d.weight")
 
     def convolved(of: slice, first: int, size: int) -> mx.array:
-        """Returns silu(conv) of some heads; `first` is the first channel of all: [heads, T,
-        size].
+        """Returns silu(conv) of some heads, [heads, T, size]; `first` is the first channel of all
+        heads.
         """
         channels = slice(first + of.start * size, first + of.stop * size)
         y = silu(convolution(qkv[..., channels], w[channels], parts.starts))
@@ -73,7 +75,8 @@ def _recurrence(
     A_log, dt_bias = (
         parts.vector(f"linear_attn.{name}")[values, None] for name in ("A_log", "dt_bias")
     )
-    # A logarithm, because the decay may underflow to 0 in float32, whose logarithm is infinite.
+    # The logarithm of the decay. The decay itself may underflow to 0 in float32, and the logarithm
+    # of 0 is infinite.
     log_g = -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.array(0.0))
     o = delta_rule(q, k, v, forgetting(log_g, parts.starts), mx.sigmoid(b))
     return o.swapaxes(0, 1).reshape(1, o.shape[1], -1)

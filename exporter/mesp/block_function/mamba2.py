@@ -13,7 +13,7 @@ from mesp.models.mixers import Mamba2Mixer
 
 
 def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[mx.array], mx.array]:
-    """Returns [z, xBC, dt, o] of x [1, T, hidden], and the input of out, RMSNorm(o ∘ silu(z)).
+    """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the input of out.
 
     in(x) is z, xBC and dt side by side. Heads don't depend on each other, so they are computed in
     tiles.
@@ -38,7 +38,7 @@ def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[m
 
 
 def _tiles(mixer: Mamba2Mixer, length: int, plain: bool) -> list[slice]:
-    """Returns the heads of each tile: all, or some of one group."""
+    """Returns the heads of each tile: either all heads, or some heads of one group."""
     if plain:
         return [slice(0, mixer.num_heads)]
     of_group = mixer.num_heads // mixer.num_groups
@@ -80,7 +80,8 @@ def _heads_output(
 def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> mx.array:
     """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], κ [heads, T], B and C [groups, T, N].
 
-    All are float32. It is computed in chunks, with the states S before and S₊ after a chunk:
+    All are float32. It is computed in chunks. S is the state before a chunk, and S₊ the state after
+    it:
 
         Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ_C S + (δ ∘ U)ᵀ B
     """

@@ -29,7 +29,7 @@ from mesp.files import read_object
 
 # The primitives of block functions; `mesp.block_function.check` checks files with them.
 ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
-# The first MLX with this layout, which phones have.
+# The first MLX with this layout. Phones have this version.
 MLX = ALLOWED["mlx"]
 DEVICES = {"cpu": 0, "gpu": 1}
 # In the order of MLX's codes.
@@ -66,7 +66,8 @@ def one_primitive(
 ) -> bytes:
     """Returns a file with one function: a primitive, on the CPU, of arrays like `inputs`.
 
-    It returns one array. `state` has the items in `STATES`, without shapes.
+    The function returns one array. `state` has the items that `STATES` lists for the primitive,
+    without shapes.
     """
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids
@@ -132,15 +133,15 @@ class Primitive:
     stream: int
     device: int
     name: str
-    state: tuple  # a shape is one element, a dtype two
+    state: tuple  # in `state`, a shape is one element and a dtype two
     inputs: tuple[int, ...]  # ids
     outputs: dict[int, Array]
 
 
 @dataclass(frozen=True)
 class Function:
-    """A trace: inputs and constants by id, primitives in order of computation, and the outputs'
-    ids.
+    """A trace: its inputs and constants by id, its primitives in order of computation, and the ids
+    of its outputs.
     """
 
     keywords: list[str]
@@ -216,7 +217,8 @@ def functions(file: bytes) -> list[Function]:
     Raises ValueError if the file is not valid, and KeyError for a primitive that `STATES` lacks.
     """
     reader = _Reader(file)
-    constants: dict[int, tuple[Array, bytes]] = {}  # of all traces: MLX writes each constant once
+    # The constants of all traces, because MLX writes each constant once
+    constants: dict[int, tuple[Array, bytes]] = {}
 
     def function() -> Function:
         keywords = reader.list(reader.text)

@@ -23,10 +23,11 @@ class Parts:
     fast: ModuleType
     # For each token of packed records, the position at which its record begins: int32 [T].
     starts: mx.array | None = None
-    # The layer's part of the tokens' embeddings for each layer [1, T, size], if the model has them.
+    # If the model has embeddings for each layer: this layer's part of the tokens' embeddings [1, T,
+    # size].
     per_layer: mx.array | None = None
-    # Another block's keys, after norm and RoPE, and values [1, kv_heads, T, D], for a block
-    # without.
+    # For a block without keys and values: those of another block [1, kv_heads, T, D], the keys
+    # after norm and RoPE.
     shared: tuple[mx.array, mx.array] | None = None
     # Returns gate, up and down of an expert, by its number; None in a block without experts.
     expert: Callable[[int], Sequence[Projection]] | None = None
@@ -45,7 +46,7 @@ class Parts:
     ) -> mx.array:
         """Returns the projection `name` of x, plus `plus` if it is given, float32.
 
-        It is computed after `after`, except in plain operations, whose order MLX chooses.
+        It is computed after the array `after`, except in plain operations, whose order MLX chooses.
         """
         projection = self.p[name]
         if after is not None and not self.plain:

@@ -35,8 +35,8 @@ class Projection:
         addends = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
         total = reduce(mx.add, addends) if addends else None
         if self.device == "gpu":
-            # MLX fuses these sums with the operations that follow; `addmm` would need its addend in
-            # an array.
+            # MLX fuses these sums with the operations that follow. `addmm` would need its addend as
+            # a whole array in memory.
             product = mx.quantized_matmul(
                 x.astype(self.dtype), *packed, **asdict(self.quantization)
             )

@@ -13,11 +13,11 @@ Turn = Callable[[mx.array, slice], mx.array]  # rotates rows of [1, heads, T, he
 
 
 def _periods(mixer: AttentionMixer) -> mx.array:
-    """Returns MLX's form of the frequencies: positions a radian; the largest number for an
-    unrotated pair.
+    """Returns the frequencies in MLX's form, as positions a radian. A pair that is not rotated has
+    the largest number.
 
-    The inverse of an infinite number is undefined in a kernel under fast math. The largest number
-    rotates a pair by less than 1e-32, which changes none of its bits.
+    Not infinity, whose inverse is undefined in a kernel under fast math. With the largest number, a
+    pair is rotated by less than 1e-32, which changes none of its bits.
     """
     most = float(mx.finfo(mx.float32).max)
     return mx.array([min(1 / f, most) if f else most for f in mixer.frequencies])

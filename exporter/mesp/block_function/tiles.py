@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-# The size of a tile's arrays as wide as the MLP, in numbers for each token of the sequence. So
-# longer sequences have longer kernels, not more of them.
+# The numbers in an array of a tile that is as wide as the MLP, divided by the tokens of the
+# sequence. So in longer sequences tiles are longer, not more.
 NUMBERS_A_TOKEN = 2048
 
 # Query rows in a tile of attention. They are few, because a tile reads no key after its last row.

@@ -25,9 +25,11 @@ from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
-LENGTH = 64  # tokens; at most a window, which mlx-lm ignores for some families
-# For float32, whose rounding depends on the order of sums: 1e-6 in tiny models, and some 1e-5 after
-# dozens of blocks. A wrong ε of a norm or a wrong angle of a position changes more.
+# Tokens; no more than a sliding window, because mlx-lm ignores windows for some families.
+LENGTH = 64
+# The relative error that float32 allows for. Its rounding depends on the order of sums: errors are
+# 1e-6 in tiny models, and about 1e-5 after dozens of blocks. A wrong ε of a norm or a wrong angle
+# of a position changes more.
 TOLERANCE = 1e-3
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
@@ -59,7 +61,7 @@ class SourceComparison:
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
     """Compares logits of a short text; see `SourceComparison`.
 
-    The source's whole model is in memory, in float32; of the other models about one block is.
+    The source's whole model is in memory, in float32, and about one block of each other model.
     Raises MespError if the bundle is of another model, or mlx-lm does not run it.
     """
     if source.gguf or source.folder is None:
@@ -128,8 +130,8 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """Returns the source's config.json, with RoPE in mlx-lm's keys if it has transformers 5's or
-    long factors. mlx-lm reads the rest.
+    """Returns the source's config.json as mlx-lm reads it. If RoPE is in the keys of transformers
+    5, or has long factors, it is converted to mlx-lm's keys.
     """
     read = for_mlx_lm(complete(config), length)
     rope = {key: read[key] for key in _ROPE if key in read}

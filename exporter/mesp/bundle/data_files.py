@@ -17,13 +17,13 @@ from mesp.errors import MespError, plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
 from mesp.folders import locked
 
-# A bundle's data lies in one of these folders; new data is written to the other.
+# A bundle's data lies in one of these two folders; new data is written to the other one.
 FOLDERS = ("data", "data.2")
 
 
 def check_packing(splits: Mapping[str, Split], bundle: Path, manifest: Manifest) -> None:
-    """Raises MespError if examples share sequences, but the bundle's GPU functions do not
-    allow it.
+    """Raises MespError if examples are to share sequences, but the bundle's GPU functions do not
+    allow that.
     """
     if any(split.pack for split in splits.values()) and not manifest.takes_packed:
         raise MespError(
@@ -80,8 +80,8 @@ def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
 def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
     """Replaces the data of a finished bundle; returns its new manifest.
 
-    One rename puts the new manifest in place, and so the new data. If the process ends at any time,
-    the bundle is whole. The next call removes what is left over.
+    One rename puts the new manifest in place, and with it the new data. So the bundle is whole
+    whenever the process ends. The next call removes the files that an interrupted call has left.
     """
     with (
         plain_os_errors(f"Cannot write the data to {bundle}"),

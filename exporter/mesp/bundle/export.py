@@ -157,7 +157,7 @@ def prepare_export(
     else:
         assert source.folder is not None
         weights = SafetensorsWeights(source.folder, arch)
-        arch = weights.arch  # with a head of its own if one is stored
+        arch = weights.arch  # the architecture has a separate head if the source stores one
         if weights.left_out:
             log.warning(
                 "Note: %s tensors are left out: the text alone is trained, without layers that "

@@ -22,8 +22,9 @@ def write_functions(
     """Writes the block functions, a file for each sequence length.
 
     For a GPU it writes plain functions too and, with `options.pack`, functions for packed records.
-    Blocks of one layout, mixer and MLP are a group. Its functions for a length are those of an
-    earlier group if they are the same: a window matters only in sequences that are longer.
+    Blocks of one layout, mixer and MLP are a group. Two groups whose functions for a length would
+    be equal share one file. For example, groups that differ only in the sliding window share
+    functions for sequences that are no longer than it.
     """
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):
@@ -42,7 +43,7 @@ def write_functions(
             # token.
             kinds = {}
         for kind, files in kinds.items():
-            # On a CPU, both kinds are the plain function.
+            # On a CPU, the functions to train with are the plain functions.
             kind = kind if on_gpu else ""
             plain = kind == "plain." or not on_gpu
             function = block_function(block, layout, options.device, plain, fast)

@@ -23,7 +23,7 @@ from mesp.models.layout import Layout
 from mesp.models.quantization_formats import Quantization
 
 FORMAT = 6
-# The formats that differ only in their functions; `mesp-export --from` reads bundles of each.
+# The formats of bundles that `mesp-export --from` reads. They differ only in their functions.
 OF_SAME_WEIGHTS = (5, FORMAT)
 PER_LAYER = {
     "per_layer_embedding": PER_LAYER_EMBEDDING,
@@ -152,8 +152,8 @@ class Table:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The files of a split of the data, which has `tokens` ids: a packed stream, or `count`
-    examples.
+    """The files of a split of the data. The split has `tokens` ids, which are a packed stream or
+    `count` examples.
 
     `begin` is a token that replaces the first of each window of a packed stream; None: nothing
     does. With `pack`, short examples share a sequence in training.
@@ -234,7 +234,9 @@ class Manifest:
 
     @property
     def takes_packed(self) -> bool:
-        """Whether several records may share a sequence. The formulas need no functions for it."""
+        """Whether several records may share a sequence. The trainer's formulas allow it; they are
+        used on a CPU, and for blocks without functions.
+        """
         return self.device == "cpu" or all(
             group.packed_functions or not group.files for group in self.blocks
         )
@@ -325,8 +327,8 @@ def read_manifest(
     """Returns the manifest of the bundle at `path`, after checking that this machine can run it.
 
     Raises MespError if the folder is not a bundle, is of none of the `formats`, or lacks a file or
-    part of one; with `to_run` also if this MLX does not read its functions, or if it needs a GPU
-    that is not here. `Bundle.verify` checks the contents.
+    part of one. With `to_run`, raises it also if this MLX does not read the bundle's functions, or
+    if the bundle needs a GPU that this machine lacks. `Bundle.verify` checks the contents.
     """
     try:
         entries = read_object(path / "manifest.json")

@@ -1,4 +1,4 @@
-"""Writes a model's terms beside everything made from its bundle: files, and a model card."""
+"""Writes a model's terms, files and a model card, beside everything made from its bundle."""
 
 from __future__ import annotations
 

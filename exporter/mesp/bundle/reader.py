@@ -37,9 +37,8 @@ from mesp.models.layout import (
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_there
 
-FUNCTIONS = (
-    64 << 20
-)  # the maximum size of a file of functions in bytes, a hundred times any existing one
+# The maximum size of a file of functions in bytes, a hundred times that of the largest one.
+FUNCTIONS = 64 << 20
 
 
 def block_file(index: int) -> str:
@@ -58,7 +57,9 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
 
 
 class Bundle:
-    """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
+    """A bundle, read from its folder. Files of weights are mapped into memory, and copied where MLX
+    arrays are made from them.
+    """
 
     def __init__(
         self,
@@ -201,8 +202,8 @@ class Bundle:
         return self._table(self.manifest.head)
 
     def per_layer(self) -> dict[str, mx.array]:
-        """Returns the arrays of embeddings for each layer by mlx-lm's names; empty if there are
-        none.
+        """Returns the arrays of the embeddings for each layer, by mlx-lm's names. The result is
+        empty if the model has no such embeddings.
         """
         arrays = {}
         for name, table in self.manifest.per_layer.items():
@@ -214,7 +215,8 @@ class Bundle:
     def to_mlx_lm(self) -> nn.Module:
         """Returns mlx-lm's model with the bundle's quantized weights.
 
-        Raises MespError if mlx-lm does not have the family, or computes it differently.
+        Raises MespError if mlx-lm does not have the model's family, or computes the model
+        differently.
         """
         from mlx_lm.utils import _get_classes  # imported here, because it takes tens of MB
 
@@ -284,7 +286,7 @@ class Bundle:
     def config(self) -> dict[str, Any]:
         """Returns the model's config.json for mlx-lm.
 
-        Raises MespError if the manifest does not list it, or if it is of another model.
+        Raises MespError if the manifest does not list config.json, or if that is of another model.
         """
         arch = self.architecture
         wanted = {
@@ -323,8 +325,8 @@ class Bundle:
         """Returns block `index`'s function, or its plain one: (x, lora, scale, weights) to its
         arrays.
 
-        The function for packed records also takes starts. Raises MespError if there is none, or if
-        `check_block_functions` refuses it.
+        The function for packed records also takes starts. Raises MespError if there is no such
+        function, or if `check_block_functions` refuses its file.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -422,7 +424,7 @@ class Bundle:
 def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
     """Opens the bundle in a folder. `Bundle.verify` checks its contents.
 
-    Raises MespError if it is not valid or damaged. With `to_run`, raises it also if this MLX does
-    not read its functions, or if it is for a GPU that is not here.
+    Raises MespError if the bundle is invalid or damaged. With `to_run`, raises it also if this MLX
+    does not read the bundle's functions, or if the bundle is for a GPU that this machine lacks.
     """
     return Bundle(path, to_run)

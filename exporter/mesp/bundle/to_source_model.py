@@ -20,7 +20,7 @@ class BundleWeights:
     """The arrays of a bundle, mapped, and read by rows; see `Weights`."""
 
     has_float16_scales = False
-    is_converted = True  # norms are stored in the form of the formulas
+    is_converted = True  # norms are stored as the formulas use them, with the family's offset added
 
     def __init__(self, bundle: Bundle):
         self.bundle = bundle

@@ -44,9 +44,9 @@ def weight_files(
     options: ExportOptions,
     moments: Moments | None = None,
 ) -> WeightFiles:
-    """Returns the layout and the content of every weight file; without `weights`, no content.
+    """Returns the layout of every weight file and, if `weights` are given, its content.
 
-    Matrices are quantized with the least loss by the `moments`; without moments, to the nearest
+    With `moments`, matrices are quantized with the least loss; without, each weight to the nearest
     value. The contents must be read in order.
     """
     quantizations = options.quantizations
@@ -110,8 +110,8 @@ def table_pieces(
     weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the arrays of the embedding's or the head's file; the one used as head has the
-    norm.
+    """Yields the arrays of the embedding's or the head's file. The file that is used as head also
+    has the final norm.
     """
     is_head = "norm" in layout
     quantize: Quantizer = nearest

@@ -149,8 +149,8 @@ def tokenize(
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """Returns the moments for quantizing; None with --quantize nearest, or for a quantized
-    model.
+    """Returns the moments for quantizing. None with --quantize nearest, and for a model that is
+    already quantized.
     """
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None

@@ -35,13 +35,13 @@ class Failed(click.ClickException):
         self.exit_code = code  # type: ignore[misc]
 
     def format_message(self) -> str:
-        # Names and values in it may be a stranger's.
+        # A stranger may have chosen names and values in the message.
         return printable(self.message)
 
 
 class Command(click.Command):
-    """A command that prints a refusal of the package, or of the system for a path, as a
-    sentence.
+    """A command that prints errors as a sentence: those of the package, and those of the system
+    about a path.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -92,7 +92,9 @@ _METAVARS: dict[type, str] = {
 
 
 class Several(click.ParamType[list[Any]]):
-    """Values of one kind, separated by commas. An option of this type may also be repeated."""
+    """The type of an option with several values of one kind, separated by commas. The option may
+    also be repeated.
+    """
 
     name = "list"
 
@@ -117,7 +119,7 @@ def several(
     then: Callable[[click.Option, list[Any]], Any] = lambda _, values: tuple(values),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns an option of several values, repeated or separated by commas.
+    """Returns an option that takes several values, separated by commas or by repeating the option.
 
     The command gets the result of `then`.
     """
@@ -130,7 +132,7 @@ def several(
 
 
 def pairs(keys: tuple[str, ...]) -> Callable[[click.Option, list[str]], dict[str, str]]:
-    """Returns a function that makes a dictionary of several KEY=VALUE."""
+    """Returns a function that makes a dictionary of several texts KEY=VALUE."""
 
     def made(option: click.Option, given: list[str]) -> dict[str, str]:
         found = dict(pair.partition("=")[::2] for pair in given)

@@ -227,8 +227,8 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """Returns a description of the quantization, with the head's if only that differs, or that some
-    differ.
+    """Returns a description of the quantization. If some matrices have another one, it says so; if
+    only the head has, it names the head's.
     """
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {

@@ -99,8 +99,8 @@ def main(
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
     """Returns a federation with the command's options, or the one to resume.
 
-    It is in a folder with its settings and tokens, which are those of all clients if they are
-    simulated. Raises MespError if something cannot be used.
+    The federation's folder gets its settings, the held-out tokens and, in a simulation, the tokens
+    of all clients. Raises MespError if something cannot be used.
     """
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
@@ -154,10 +154,11 @@ def read_resumed(
     own: Mapping[str, Any],
     training: Mapping[str, Any],
 ) -> tuple[Path, FederationSettings, TrainSettings]:
-    """Returns the bundle and the settings of the federation in `output`, changed by the given ones.
+    """Returns the bundle and the settings of the federation in `output`, with the given options in
+    place of the recorded settings.
 
-    These are a federation's own and those of its training. Raises MespError if one would change the
-    results.
+    The settings are the federation's own, and those of its clients' training. Raises MespError if a
+    given option would change the results.
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")

@@ -26,7 +26,7 @@ from mesp.models.quantization_formats import Quantization, describe_quantization
 from mesp.progress import ProgressCallback, Task
 from mesp.settings.train_settings import TrainSettings
 
-MOST_LOST = 0.1  # the part of the adapters' gain that quantizing may lose without a warning
+MOST_LOST = 0.1  # the part of the adapters' gain in loss that quantizing may undo without a warning
 FUSED_GGUF = "model.gguf"
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
@@ -103,7 +103,7 @@ def main(
         save(folder, model, opened, quantized)
         if gguf_base is not None:
             write_modelfile(folder, FUSED_GGUF, opened)
-        # Weights as written, in the arithmetic of the other measurements.
+        # The model has the weights as they are written, and computes as in the other measurements.
         model.set_dtype(mx.float32)
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
@@ -125,7 +125,7 @@ def main(
 def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
-    """Returns the held-out loss; nan if none is asked for."""
+    """Returns the held-out loss; nan if it is not to be measured."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)

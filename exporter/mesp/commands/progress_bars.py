@@ -82,7 +82,7 @@ class TrainingProgress:
             )
         elif (
             kind == "event" and record.get("event") != "error"
-        ):  # an error ends the run, and is printed then
+        ):  # an error, which ends the run and is printed at its end
             self.console.print(
                 printable(f"{record.get('event')}: {record.get('message')}"),
                 markup=False,
@@ -134,5 +134,5 @@ def export_progress() -> AbstractContextManager[ProgressCallback]:
 
 
 def evaluation_progress() -> AbstractContextManager[ProgressCallback]:
-    """Returns the progress bars of an evaluation, one a model."""
+    """Returns the progress bars of an evaluation, one for each model."""
     return _bars(MofNCompleteColumn())

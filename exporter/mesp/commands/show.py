@@ -55,8 +55,8 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
         edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), length]
         shown = 0
         for first, stop in pairwise(edges):
-            # The text that these tokens add. Some tokenizers decode a space only after another
-            # token.
+            # The text that these tokens add to the tokens before: some tokenizers decode a space
+            # only after another token.
             piece = tokenizer.decode(ids[:stop])[len(tokenizer.decode(ids[:first])) :]
             piece = printable(piece)[: LONGEST - shown].replace("\n", "↵\n")
             shown += len(piece)

@@ -96,8 +96,9 @@ def main(
 
 
 def resume_command(job: TrainingJob) -> str:
-    """Returns the command that continues a stopped run. A reward function is named again, as a
-    run's folder imports no code."""
+    """Returns the command that continues a stopped run. The command names a reward function again,
+    because naming it in a run's folder imports no code.
+    """
     command = ["mesp", "train", "--resume", "--out", str(job.folder)]
     if job.settings.reward is not None:
         command += ["--reward", job.settings.reward]

@@ -30,13 +30,13 @@ from mesp.errors import MespError
 # The tags around a thought that is part of an answer's content. Templates look for them, so they
 # are not replaced by marks.
 TAGS = re.compile(r"(</?think>)")
-# The keys of a message. The last four identify a message; a template that does not use them changes
-# no text by that.
+# The keys of a message. The last four identify a message. Leaving them out changes no text, so a
+# template need not use them.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
-# The flags at the end of a text, which tell a template whether to ask for thoughts. It may leave
-# them out.
+# The flags at the end of a text that tell a template whether to ask for thoughts. A template may
+# leave them out of its rendering.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
-PROBE = "MeSP"  # a message's text that can be found in a rendering
+PROBE = "MeSP"  # whether a message's text can be found in a rendering
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MEANT = {
@@ -101,12 +101,14 @@ class Rendering:
         return self._marks[1]
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
-        """Returns other messages in the template; with `asks`, up to where an answer begins."""
+        """Returns these messages in the template. With `asks`, the generation prompt follows, after
+        which an answer begins.
+        """
         return self._render(template_messages(messages, self.with_text), asks)
 
     @cached_property
     def with_text(self) -> bool:
-        """Whether the template takes the arguments of tool calls as JSON in a string, and refuses
+        """Whether the template takes the arguments of tool calls only as JSON in a string, not as
         objects.
         """
         messages = self.conversation.messages
@@ -151,7 +153,7 @@ class Rendering:
         texts: list[Text] = []
 
         def mark(message: int, kind: str, text: str) -> str:
-            """Returns a mark in place of the text, between the text's white space and flags."""
+            """Returns a mark for the text, with the text's white space and flags around it."""
             found = ENDS.fullmatch(text)
             assert found is not None
             if not found["body"]:
@@ -164,7 +166,7 @@ class Rendering:
     def check(self) -> list[str]:
         """Raises MespError unless the rendering has every text.
 
-        Returns notes on what the template may leave out, the reasoning of answers before the last
+        Returns notes on what the template may leave out: the reasoning of answers before the last
         question.
         """
         seen = {int(number) for number in MARKS.findall(self.marked)}
@@ -201,7 +203,8 @@ class Rendering:
     def _check_tools(self) -> None:
         """Raises MespError if the template leaves out a tool, or a value in a tool call."""
         tools = self.conversation.tools or []
-        # These marks have numbers that texts' marks also have, so the occurrences are counted.
+        # Marks of texts have the same numbers as these marks, so the occurrences of each number are
+        # counted.
         renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
         rendered = self._render(template_messages(self._marks[0], self.with_text), False, renamed)
         for number, tool in enumerate(tools):
@@ -248,7 +251,8 @@ class Rendering:
     def places(self) -> list[Place]:
         """The places of the texts, in the order of the rendering.
 
-        Raises MespError if the rendering is not the marked one with texts in place of marks.
+        Raises MespError if the rendering is anything else than the marked rendering with texts in
+        place of marks.
         """
         return self._places(self.marked, self.text)
 
@@ -326,8 +330,8 @@ class Rendering:
         )
 
     def to_rendered(self, position: int) -> int:
-        """Returns the place in the rendering of a place in the marked rendering outside of
-        marks.
+        """Returns the place in the rendering that corresponds to a place in the marked rendering,
+        outside of marks.
         """
         shift = 0
         for place in self.places:
@@ -413,10 +417,10 @@ def _marked_call(
 
 
 def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the values in a tool call's arguments that have no mark, each with changed arguments.
+    """Yields the values in a tool call's arguments that have no mark, each with a copy of the
+    arguments in which only this value differs.
 
-    These are numbers, truth values and empty strings. In the arguments beside each, this value
-    differs.
+    Such values are numbers, truth values and empty strings.
     """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)

@@ -21,7 +21,7 @@ from mesp.errors import MespError, plain_errors
 
 SPLIT = "--split-special-tokens"
 PIECE = 1 << 14  # characters of a text that are tokenized at a time
-LOSS_ON = ("answers", "last", "all")  # the parts of records with answers that are in the loss
+LOSS_ON = ("answers", "last", "all")  # the parts that can be in the loss, for records with answers
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Encoder:
 
 @contextmanager
 def named(document: Document) -> Iterator[None]:
-    """Turns any error into a MespError that begins with the document's place."""
+    """Turns any error into a MespError whose message begins with the document's place."""
     with plain_errors(f"{document.where} cannot be tokenized"):
         try:
             yield
@@ -120,8 +120,8 @@ def encode_joined(
     """Returns the ids of a prompt, the answer right after it and the end-of-text token, and the
     number of the prompt's ids.
 
-    With `split_special`, special tokens in both become text. The prompt has the ids of a prompt
-    without an answer, as at inference, so that no token has a part of both.
+    With `split_special`, special tokens in both become text. The prompt is encoded without the
+    answer, as at inference. So no token has parts of both.
     """
     end = tokenizer.eos_token or ""
     ends: list[int] = []
@@ -152,8 +152,8 @@ def _normal(text: str) -> str:
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """Returns the ids of a text to be continued.
 
-    They begin with the token that begins a text, if the text does not, and have no end token added.
-    With `split_special`, special tokens in the text become text.
+    If the text does not start with the token that begins a text, this token is added. No end token
+    is added. With `split_special`, special tokens in the text become text.
     """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
@@ -165,7 +165,7 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: bool) -> list[int]:
-    """Returns the ids of a record as mlx-lm's TextDataset does, which cannot take an empty one.
+    """Returns the ids of a record as mlx-lm's TextDataset does. Unlike that, takes an empty record.
 
     A file is encoded in pieces. A text that has the begin or end token gets no second one, unless
     `split_special` makes it text.

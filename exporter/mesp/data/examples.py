@@ -16,14 +16,14 @@ class Split:
     """A split, tokenized: `tokens` uint32 [N], and unless it is a stream `examples` uint32 [M, 2].
 
     An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 if the
-    prediction of a token is in the loss, else 0; None: all are. The first token of an example is no
-    prediction, whatever its mask; each example has another token that counts. `labels` uint8 [M]
-    are people's labels of the examples; None: there are none. `begin` is a token that replaces the
-    first of each window; None: nothing does. With `pack`, short examples share a sequence in
-    training, but do not see each other's tokens. `ends` are the tokens at which generation stops,
-    ascending: the tokenizer's, and those that end the examples. `encoding` has the options that
-    changed the encoding of texts. `too_long` is the number of records that were cut or split, and
-    `left_out` of those without a prediction.
+    prediction of a token is in the loss, else 0. Without a mask, all predictions are. Nothing
+    predicts the first token of an example, whatever its mask; at least one later token counts.
+    `labels` uint8 [M] are people's labels of the examples, if they have any. `begin` is a token
+    that replaces the first of each window; None: nothing does. With `pack`, short examples share a
+    sequence in training, but do not see each other's tokens. `ends` are the tokens at which
+    generation stops, ascending: the tokenizer's, and those that end the examples. `encoding` has
+    the options that changed the encoding of texts. `too_long` is the number of records that were
+    cut or split, and `left_out` of those without a prediction.
     """
 
     tokens: np.ndarray
@@ -51,9 +51,9 @@ def as_examples(
 ) -> Split:
     """Returns examples of at most `seq_len` tokens and the token after; `pack` is as in `Split`.
 
-    A longer one is cut, or split into successive examples: each begins with the last token of the
-    one before. Examples in which nothing counts are left out. So each token that counts does so
-    once.
+    A longer example is cut, or split into successive examples. Each of these begins with the last
+    token of the one before, as nothing predicts an example's first token. So each token that counts
+    does so once. Examples in which nothing counts are left out.
     """
     longest = seq_len + 1
     parts, examples = [], []
@@ -87,7 +87,9 @@ def as_examples(
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N]; None: all count."""
+    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], or None if all tokens
+    count.
+    """
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])
     return tokens, None if mask.all() else mask.astype(np.uint8)

@@ -12,9 +12,10 @@ HELD_OUT = 0.1  # the default part of the data
 
 
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
-    """Returns how many of `count` are held out: a `fraction`, but at `least` so many; none for 0.
+    """Returns how many of `count` are held out: a `fraction` of them, but no fewer than `least`. If
+    `fraction` is 0, none are.
 
-    Raises MespError if `fraction` is not one.
+    Raises MespError if `fraction` is not a valid fraction.
     """
     if not 0 <= fraction < 1:
         raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")

@@ -31,8 +31,8 @@ def read_dataset(
     `data` is a file, a folder or a name on the Hugging Face Hub, `subset` its configuration.
     `splits` has the source of each split in the spelling of `datasets`: a name, or part of one, as
     in ``train[:1000]``. If it is empty, splits with known names are taken. The library tells the
-    files of each split, and `read_file` reads them. Raises MespError if the library is missing or
-    fails, if a file of these `names` is in no split, or if a split has an unknown name.
+    files of each split, and `read_file` reads these files. Raises MespError if the library is
+    missing or fails, if one of the files `names` is in no split, or if a split has an unknown name.
     """
     try:
         import datasets
@@ -118,8 +118,8 @@ def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
 def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
     """Returns a file's name within its dataset and, on the Hub, the revision.
 
-    Raises MespError if the file is elsewhere. A dataset's README.md may name such a file, and a
-    file of this machine would be trained on as if it were the dataset's.
+    Raises MespError if the file is outside of the dataset. A dataset's README.md may name a file of
+    this machine, which would then be trained on as if it were the dataset's.
     """
     folder = Path(data)
     if folder.is_dir():

@@ -42,9 +42,9 @@ class DataOptions:
     `loss_on`: the part in the loss, one of `LOSS_ON` (None: the answers; of text, all). `long`:
     whether examples longer than the longest sequence are ``cut`` or ``split``. `selection`: the
     part of a dataset that is read. `chat`: whether prompts and answers that are strings go through
-    the chat template (None: if the tokenizer has one). `hold_out`: the part to hold out if there is
-    no valid split, 0 for none. `split_special_tokens`: whether special tokens in people's texts
-    become text, as in transformers.
+    the chat template (None: they do if the tokenizer has one). `hold_out`: the part to hold out if
+    there is no valid split, 0 for none. `split_special_tokens`: whether special tokens in people's
+    texts become text, as in transformers.
     """
 
     pack: bool | None = None
@@ -107,7 +107,7 @@ def tokenize(
 ) -> dict[str, Split]:
     """Returns the splits of documents from `data`, as `load` does.
 
-    If ``valid`` is among them, the others may have any names.
+    If one split is called ``valid``, the others may have any names.
     """
     documents, weightless = leave_out(data, documents)
     kind = kind_of(documents)
@@ -189,7 +189,8 @@ def leave_out(
 def encode_all(
     data: str, documents: dict[str, list[Document]], encoder: Encoder
 ) -> dict[str, list[Any]]:
-    """Returns the encoded documents of each split; of preference data, the answers one by one.
+    """Returns the encoded documents of each split. In preference data, each answer is encoded as a
+    document of its own.
 
     Raises MespError, which names the first record that cannot be used and counts the others.
     """
@@ -255,8 +256,8 @@ def _check_chat(
 ) -> None:
     """Raises MespError if the chat template does not fit the records.
 
-    They need one that is missing or not to be used, or `chat` asks for one that they have no place
-    for.
+    There are two reasons: the records need a template, but there is none or `chat` forbids it; or
+    `chat` asks for a template, but the records have no place for it.
     """
     records = [each for split in documents.values() for each in split]
     if any(each.has_messages for each in records):

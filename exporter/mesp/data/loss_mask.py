@@ -22,7 +22,8 @@ from mesp.errors import MespError
 class Span(NamedTuple):
     """The characters of an answer in a rendering, from `start` until before `stop`.
 
-    `said` is the end of its last text; the template writes the rest.
+    `said` is the end of the answer's last text. What follows until `stop` is written by the
+    template.
     """
 
     start: int
@@ -235,7 +236,7 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
 
 
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
-    """Returns where the answer in message `index` begins; its first text is at `first`.
+    """Returns where the answer in message `index` begins. Its first text begins at `first`.
 
     It begins where the rendering stops agreeing with the rendering that asks for the answer.
     """
@@ -282,8 +283,8 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
 def _asked(rendering: Rendering, index: int) -> str:
     """Returns the rendering that asks for the answer in message `index`.
 
-    It is empty if the template has none: no answer that begins a conversation can be asked for, and
-    some templates need a question first.
+    The result is empty if there is no such rendering: an answer that begins a conversation cannot
+    be asked for, and some templates need a question first.
     """
     try:
         return rendering.render_marked(index, asks=True) if index else ""
@@ -307,8 +308,8 @@ def _stop(rendering: Rendering, index: int) -> int:
 def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
     """Returns the end of the last text that a rendering of the beginning shares with the whole one.
 
-    The first number is the text's end in the whole rendering, the second its end in the beginning.
-    Both are 0 if they share no text.
+    Returns two numbers: the text's end in the whole rendering, and its end in the rendering of the
+    beginning. Both are 0 if the two renderings share no text.
     """
     for found in reversed(list(MARKS.finditer(beginning))):
         # A template may write the name of a tool again before the tool's answer.
@@ -337,7 +338,8 @@ def _with_ends(
 ) -> tuple[str, dict[int, Span], Bounds, str]:
     """Returns a rendering in which each answer ends with an end token.
 
-    Returns also the places in it of the answers and of `written`, and all text that was added.
+    Also returns the places of the answers and of `written` in the new rendering, and all text that
+    was added.
     """
     pieces, ended, at, shift = [], {}, 0, 0
     moved: list[tuple[int, int]] = []
@@ -347,7 +349,9 @@ def _with_ends(
         if not _ends(tokenizer, tail):
             following = next((start for start, _ in written if start >= stop), len(text))
             after = _next_token(tokenizer, text[stop:following])
-            if after:  # the template's marks leave it out, or it also opens the next turn
+            # The template's marks leave the end token out, or the end token also opens the next
+            # turn.
+            if after:
                 stop += len(after)
             else:
                 added = tokenizer.eos_token or ""
@@ -428,7 +432,7 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
     )
     if not ends:
         return [], []
-    # The token that ends each message, if it does not begin the next.
+    # The token that ends each message, unless it is the one that begins the next.
     turn = others[:1] if others[:1] == after_question[:1] else []
     return [ends[-1], *shared[-1:]], shared[-1:] or turn
 

@@ -173,7 +173,8 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 def without_null(value: Any) -> Any:
     """Returns a value without entries of objects that are null.
 
-    The columns of a table cannot tell null from absent, so lines of JSON are read in the same way.
+    A table's columns do not distinguish null from an absent key, so null in JSON lines counts as
+    absent too.
     """
     if isinstance(value, dict):
         return {key: without_null(each) for key, each in value.items() if each is not None}
@@ -205,10 +206,10 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
 
 
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
-    """Takes the field that says whether it is trained out of a message or a record.
+    """Removes the field that says whether a message or a record is trained from it.
 
-    Returns 1 or 0, and None if there is no such field. Raises MespError, which begins with `where`,
-    for other values.
+    Returns 1 if the message or record is trained, 0 if not, and None if there is no such field.
+    Raises MespError, whose message begins with `where`, for other values.
     """
     found: int | None = None
     for key, trained in WEIGHTS.items():

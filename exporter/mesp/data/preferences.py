@@ -1,9 +1,10 @@
 """Encodes preference data as token ids, as TRL's trainers do.
 
-A record is a pair, `chosen` and `rejected` answers to a `prompt`, or a single answer, a
-`completion` with a `label`, which is true for a good one. They are strings or lists of messages,
-and go through the chat template. The prompt of a pair without one is the common beginning of its
-answers; two strings without a prompt are joined to it as text.
+A record is a pair, with a `chosen` and a `rejected` answer to a `prompt`, or a single answer, with
+a `completion` to a `prompt` and a `label`, which is true for a good answer. Prompts and answers are
+strings or lists of messages, and go through the chat template. If a pair has no prompt, its prompt
+is the common beginning of its answers. If such answers are strings, they do not go through the
+template: each is joined to the common beginning as text.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mesp.errors import MespError
 
 PREFERENCE_KINDS = (PAIRS, LABELS)
 
-# The labels, a byte for each example: of a single answer, and of a pair, whose chosen answer stands
-# right before the rejected one.
+# The labels, a byte for each example: two for single answers, and two for the answers of a pair.
+# The chosen answer of a pair stands right before the rejected one.
 BAD, GOOD, REJECTED, CHOSEN = range(4)
 
 
@@ -133,7 +134,9 @@ def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
 
 
 def _alike(chosen: Said, rejected: Said) -> Said:
-    """Returns the common beginning of two answers; of strings, without a space at its end."""
+    """Returns the common beginning of two answers. If they are strings, it leaves out a space at
+    the end.
+    """
     alike = itertools.takewhile(
         lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
     )
@@ -142,7 +145,7 @@ def _alike(chosen: Said, rejected: Said) -> Said:
 
 
 def _encode(document: Document, encoder: Encoder, prompt: Said, answer: Said) -> Encoded:
-    """Returns the ids of a prompt with an answer, which alone is in the loss."""
+    """Returns the ids of a prompt with an answer. The loss covers only the answer."""
     # The place where two strings begin to differ need not be the end of a message.
     is_conversation = encoder.chat and "prompt" in document.content
     if isinstance(prompt, str) and isinstance(answer, str) and not is_conversation:

@@ -20,12 +20,14 @@ def encode_prompt(
 ) -> list[int]:
     """Returns the token ids of `prompt`, as mlx_lm.generate makes them.
 
-    With `chat` it is a user's message in the chat template, after the `system` message if one is
-    given; None: if there is a template. With `split_special`, special tokens in both become text.
+    With `chat`, the prompt is a user's message in the chat template, after the `system` message if
+    one is given. If `chat` is None, the template is used if there is one. With `split_special`,
+    special tokens in both messages become text.
     """
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # bytes from the shell, or an escape, may be no text
+    # Bytes from the shell, or escapes in JSON, may be no valid text.
+    except UnicodeEncodeError as error:
         raise MespError("The prompt is not UTF-8 text; convert it first.") from error
     if chat and not tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")

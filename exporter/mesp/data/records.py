@@ -25,7 +25,7 @@ RECORDS = (
 COLUMNS = "Name other columns with --columns, as in prompt=question,completion=answer."
 # The keys of a record that are read. --columns can give them columns of other names.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
-OPTIONS = "chat_template_kwargs"  # options of the chat template, a key of TRL's records
+OPTIONS = "chat_template_kwargs"  # the key of TRL's records with options of the chat template
 # Arguments that every chat template gets, or that would replace it.
 FIXED_OPTIONS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -35,7 +35,7 @@ FIXED_OPTIONS = (
 )  # fmt: skip
 SAID = ("prompt", "completion", "chosen", "rejected")
 PAIRS, LABELS = "chosen and rejected", "completion and label"  # preference data
-# Columns that would change the question of an answer, and that nothing here can use.
+# Columns that change the question to which an answer belongs, and that nothing here can use.
 UNUSABLE = (
     "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "history",
     "system", "system_prompt",
@@ -48,8 +48,8 @@ Said = str | list[Message]  # a prompt or an answer: a string, or messages
 class Conversation:
     """Messages that go through the chat template.
 
-    Messages before the index `prompt` are never trained. Of the others, the assistant's are, unless
-    their weight is 0. `options` are the template's.
+    Messages before the index `prompt` are never trained. From this index on, the assistant's
+    messages are trained, unless their weight is 0. `options` are those of the template.
     """
 
     messages: list[Message]
@@ -167,8 +167,8 @@ def read_record(
     """Returns a record of one of `RECORDS`, with the values of `columns` under their keys.
 
     `ignored` fields are removed, also from its messages. Null counts as absent. Messages and tools
-    are in the form for chat templates, and ``weight`` is 0 or 1. Raises MespError if it is none of
-    these records, lacks a column, or has a value that cannot be used.
+    are in the form for chat templates, and ``weight`` is 0 or 1. Raises MespError if the record is
+    none of `RECORDS`, lacks a column, or has a value that cannot be used.
     """
     for column in columns.values():
         if column not in record:
@@ -224,8 +224,8 @@ def read_record(
 
 
 def refuse_unusable(where: str, record: dict[str, Any]) -> None:
-    """Raises MespError if a record has a field that its answer depends on, and that nothing can
-    use.
+    """Raises MespError if a record has a field that its answer depends on, but that cannot be used
+    here.
     """
     for key in UNUSABLE:
         if record.get(key) not in (None, "", [], {}):
@@ -236,7 +236,7 @@ def refuse_unusable(where: str, record: dict[str, Any]) -> None:
 
 
 def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
-    """Returns a text or, of a prompt or an answer, messages."""
+    """Returns the value of a text field, or the text or messages of a prompt or an answer."""
     if isinstance(value, str):
         return value
     if key not in SAID:
@@ -270,7 +270,7 @@ def _read_of(kind: str) -> tuple[str, ...]:
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:
-    """Returns the kind of all documents. Raises MespError if they are of several kinds."""
+    """Returns the one kind of all documents. Raises MespError if they are of several kinds."""
     first = next(iter(documents.values()))[0]
     for document in (each for split in documents.values() for each in split):
         if document.kind != first.kind:

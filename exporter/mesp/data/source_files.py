@@ -31,7 +31,7 @@ SIZE = 4 << 30  # the maximum size of a file's text in bytes
 UNPACKED, TIMES = 16 << 20, 200
 ROWS = 4096  # rows of a parquet file that are read at once
 
-Row = tuple[str, str | dict[str, Any]]  # its place, for messages, and a text or a record
+Row = tuple[str, str | dict[str, Any]]  # the item's place, for messages, and a text or a record
 
 
 class FileName(NamedTuple):
@@ -77,9 +77,9 @@ def read_file(
     """Yields the records of a file, one by one, or its one text; messages call it `name`.
 
     A file in a folder, whose `root_of` is `root`, must not be a link that leads out of the folder.
-    Raises MespError if the file cannot be read, is not regular, of none of the `READERS`' kinds or
-    damaged, or if it has more than `size` bytes of text. A compressed file may have at most `TIMES`
-    its own bytes.
+    Raises MespError if the file cannot be read, is damaged or not regular, is of a kind without a
+    reader, or has more than `size` bytes of text. A compressed file may have at most `TIMES` its
+    own bytes.
     """
     name, parts = name or str(path), FileName.of(path.name)
     with _plain_errors(name):
@@ -238,8 +238,8 @@ def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]
 def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
     """Yields the rows of a parquet file, some at a time.
 
-    A few bytes of a file may stand for gigabytes: repeated text is read as indices until its size
-    is known.
+    A few bytes of a file may stand for gigabytes of repeated text. So each text is read once, with
+    indices in place of repetitions, until the size of the whole is known.
     """
     try:
         import pyarrow
@@ -253,7 +253,8 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
     try:
         whole = ParquetFile(content)
         columns = [whole.schema.column(i) for i in range(len(whole.schema))]
-        # For a damaged file this raises, where its index could make the library end the process.
+        # This raises an error for a damaged file, whose index could make the library end the
+        # process.
         whole.scan_contents()
         table = ParquetFile(content, read_dictionary=[column.path for column in columns])
         if len({*table.schema_arrow.names}) < len(table.schema_arrow.names):
@@ -281,8 +282,8 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
 
 
 def _decoded_size(array: Any) -> int:
-    """Returns the bytes of an Arrow array's values, with repeated ones counted each time, and 8 for
-    each.
+    """Returns the bytes of an Arrow array's values. A repeated value is counted each time, and 8
+    bytes are added for every value.
     """
     from pyarrow import ExtensionArray, StructArray, compute
 

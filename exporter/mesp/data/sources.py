@@ -35,9 +35,9 @@ NO_DATA = re.compile(
 class Selection:
     """The part of a dataset that is read.
 
-    It has the configuration `subset`, the source of each of our `splits` in the datasets library's
-    spelling, the column for each key of a record, and the fields of records and of their messages
-    that are `ignored`.
+    `subset` is the configuration, and `splits` has the source of each split of ours in the datasets
+    library's spelling. `columns` has the column for each key of a record, and `ignored` the fields
+    of records and messages to leave out.
     """
 
     subset: str | None = None
@@ -135,7 +135,7 @@ def _read_tree(
 ) -> dict[str, list[Document]]:
     """Returns the documents of files with these `names` in a folder.
 
-    If it is None, they are in a dataset on the Hub.
+    If the folder is None, the files are in a dataset on the Hub.
     """
     home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
     splits = _splits_in(home or "", names)
@@ -168,7 +168,9 @@ def _read_tree(
 
 
 def of_no_split(data: str, name: str) -> MespError:
-    """Returns the error for a file in a folder that is in no split, or of no kind that is read."""
+    """Returns the error for a file in a folder that belongs to no split, or has a kind that is not
+    read.
+    """
     if not FileName.of(PurePosixPath(name).name).is_read:
         return MespError(f"{data} has {name}, a kind of file that is not read; {KINDS}.")
     return MespError(
@@ -189,9 +191,9 @@ def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
 
 
 def _whole(data: str, names: list[str]) -> list[str]:
-    """Returns the files of a split: one, or the Hub's parts of one.
+    """Returns the files of a split: one file, or its numbered parts as the Hub names them.
 
-    Raises MespError if there are several, or if a part is missing.
+    Raises MespError if a split has several other files, or if a part is missing.
     """
     shards = [SHARD.fullmatch(FileName.of(name).stem) for name in names]
     first, numbers = shards[0], set[int]()
@@ -212,7 +214,7 @@ def _whole(data: str, names: list[str]) -> list[str]:
 def _of_dataset(
     data: str, selection: Selection, names: Sequence[str] = ()
 ) -> dict[str, list[Document]]:
-    """Returns the documents that the datasets library finds, which must include all files of
+    """Returns the documents that the datasets library finds. The library must find all files of
     `names`.
     """
     rows = read_dataset(data, selection.subset, selection.splits, names)

@@ -4,7 +4,7 @@ They are split as transformers splits them. A text outside of a conversation is 
 transformers' option `split_special_tokens`. In a conversation, the template's special tokens stay,
 and each in a person's text is encoded separately, as `apply_chat_template` with
 `sanitize_control_tokens` does for the tokens that the tokenizer marks as special. transformers may
-add a space of SentencePiece's to the text; this module adds none.
+add SentencePiece's leading space to such a text; this module adds none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from mesp.errors import MespError
 
-# The bounds of parts of a text: the first character of each, and the one after its last.
+# The bounds of parts of a text: for each, its first character and the character after its last.
 Bounds = Sequence[tuple[int, int]]
 
 

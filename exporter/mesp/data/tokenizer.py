@@ -64,9 +64,9 @@ def load_tokenizer(
 ) -> Any:
     """Returns the tokenizer in a model's folder or a bundle, in mlx-lm's wrapper.
 
-    Its end tokens are the model's, its own, and those that end an answer in its chat template. Code
-    in the folder is never run: tokenizers are those of transformers. Raises MespError if it cannot
-    be loaded, or if there is none; then the message includes `without`.
+    It has the end tokens of the model, its own, and those that end an answer in its chat template.
+    Code in the folder is never run: tokenizers are those of transformers. Raises MespError if it
+    cannot be loaded, or if there is none; then the message includes `without`.
     """
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")

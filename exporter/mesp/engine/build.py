@@ -29,7 +29,8 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 SOURCES = Path(__file__).with_name("sources")
 # The folder that `setup.py` copies a built engine into, with `mlx-version`, the MLX that it needs.
 CARRIED = Path(__file__).with_name("programs")
-# The `mlx` package beside this one, relative to CARRIED, in the notation of the program loader.
+# The path from CARRIED to the `mlx` package that is installed beside this one, in the notation of
+# the program loader.
 MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
 
 
@@ -41,18 +42,18 @@ class Program(NamedTuple):
 
 
 ENGINE = Program("mesp-engine", ".")
-# Counts a step on a phone's GPU. Only on Linux.
+# Counts the kernels of a step on a phone's GPU. It is built only on Linux.
 COUNTER = Program("mesp-count", "ios/HostMLXLedger")
 
 
 def find_engine(
     checkout: Path = CHECKOUT, sources: Path = SOURCES, carried: Path = CARRIED
 ) -> Path:
-    """Returns a ready engine: MESP_ENGINE, the checkout's, the wheel's, or the one in the user's
-    cache.
+    """Returns an engine that is ready to run: the one that MESP_ENGINE names, the checkout's, the
+    wheel's, or the one in the user's cache.
 
-    The checkout's and the cache's are built first if they are missing or old. Raises MespError if
-    that fails.
+    The engines of the checkout and the cache are built first if they are missing or old. Raises
+    MespError if the build fails.
     """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)
@@ -98,8 +99,8 @@ def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
     """Returns a ready mesp-count.
 
     It is the one beside the engine that MESP_ENGINE names, the checkout's, or the one in the user's
-    cache. The last two are built first if they are missing or old. Raises MespError if that fails,
-    or if this machine cannot count.
+    cache. The last two are built first if they are missing or old. Raises MespError if the build
+    fails, or if this machine cannot count.
     """
     if sys.platform != "linux":
         raise MespError("mesp-count counts on Linux only.")
@@ -170,7 +171,7 @@ def version_of(program: Path) -> str:
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
     """Returns the user's program, built first if it is missing or no longer starts.
 
-    It needs the libraries of the Swift that built it.
+    The program needs the libraries of the Swift version that built it.
     """
     if not has_sources(sources):
         raise MespError(
@@ -199,14 +200,14 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
 
 
 def _set_engine(program: Program) -> str:
-    """Returns the remedy for a user who has a built program."""
+    """Returns the part of an error message that tells a user with a built program what to do."""
     beside = " with mesp-count beside it" if program == COUNTER else ""
     return f"set MESP_ENGINE to a built mesp-engine{beside}"
 
 
 def _require_own(path: Path) -> None:
-    """Raises MespError if somebody else could have put the program `path` there, or one into the
-    folder `path`.
+    """Raises MespError if `path` is a program that another user could have put there, or a folder
+    that another user could put one into.
     """
     with suppress(FileNotFoundError, NotADirectoryError):  # `alone` names what cannot be created
         status = path.stat()
@@ -238,8 +239,8 @@ def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
 def prune(newest: Path) -> None:
     """Removes cached engines beside the folder `newest` that can no longer run.
 
-    The `mlx` package in such a folder's file `mlx` no longer exists. Engines of other environments
-    stay.
+    A folder's file `mlx` has the path of the `mlx` package that the engine needs. If this package
+    no longer exists, the engine cannot run. Engines of other environments stay.
     """
     (newest / "mlx").write_text(str(mlx_folder()))
     for folder in newest.parent.glob("engine-*"):
@@ -309,10 +310,11 @@ def build_program(
         *(["--scratch-path", str(scratch)] if scratch else []),
     ]
     if not scratch or program == COUNTER:
-        # As `make` compiles the tests, so that the tests use the same compiled files. mesp-count is
-        # in another package than the parts of the trainer that it counts.
+        # The same options as those of the tests in `make`, so that the tests use the same compiled
+        # files. mesp-count is in another package than the parts of the trainer that it uses.
         command += ["-Xswiftc", "-enable-testing"]
-    # On macOS too, because SwiftPM does not compile Metal shaders, and the wheel has them compiled.
+    # MLX comes from the wheel on macOS too, because the wheel has compiled Metal shaders, which
+    # SwiftPM does not compile.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
     if for_wheel:
         environment["MESP_WHEEL"] = MLX_FROM_CARRIED

@@ -16,7 +16,8 @@ from mesp.settings.train_settings import OPTIMIZERS, TrainSettings
 
 
 def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """Returns the plan of mesp-train's defaults by length, for the bundle's first rank.
+    """Returns, for each sequence length, the plan of a run with mesp-train's defaults and the
+    bundle's first rank.
 
     Raises MespError if the engine has not been built, or if it refuses.
     """
@@ -95,7 +96,7 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
     """Returns a description of the memory of a run with each optimizer, without a limit and
     offloading.
     """
-    # The settings of a new run, because a resumed run keeps its optimizer.
+    # The settings are those of a new run, because a resumed run keeps its optimizer.
     free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}
     peaks = (
         f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "

@@ -60,7 +60,7 @@ class Engine:
     def interrupting(self) -> Iterator[None]:
         """Makes the signal that kills the engine raise KeyboardInterrupt in this context.
 
-        It is for computations that the engine waits for.
+        It is for computations in this process that the engine waits for.
         """
         self.is_waiting = True
         try:
@@ -167,7 +167,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _held_signals() -> Iterator[None]:
-    """Delays signals that ask for an end until the process that is starting can be ended."""
+    """Delays signals that ask for an end until the engine has started and can be ended."""
     came: list[int] = []
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
@@ -201,8 +201,8 @@ def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> 
 def _forwarded_signals(engine: Engine) -> Iterator[None]:
     """Forwards signals to the engine, and records those that ask for an end.
 
-    The engine has a session of its own. So a Ctrl-C, typed or sent to this process alone, arrives
-    only here, and reaches the engine exactly once. The second one kills the engine.
+    The engine has a session of its own. So any Ctrl-C arrives only at this process, and is
+    forwarded to the engine exactly once. The second one kills the engine.
     """
     process = engine.process
 
@@ -333,7 +333,9 @@ class Evaluator:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """Returns the log-likelihood of each choice after the `prompt`, which is computed once."""
+        """Returns the log-likelihood of each choice after the `prompt`. The prompt is computed once
+        for all choices.
+        """
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
@@ -353,7 +355,8 @@ class Evaluator:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Iterator[int]:
-        """Passes each token after each of the `prompts` to `go_on`, after the prompt's index.
+        """Generates a text after each of the `prompts`, and calls `go_on` with the prompt's index
+        and each token.
 
         A text ends when `go_on` returns false, or before a token of `stop`. Tokens are the
         likeliest ones or, with a `temperature`, drawn by `seed` and the index. `at_once` prompts,

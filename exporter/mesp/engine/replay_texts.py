@@ -1,7 +1,7 @@
 """Samples texts from the model, which are replayed while it is trained.
 
-They have the model's distribution, so the expected gradient of their loss is the gradient of the
-Kullback-Leibler divergence from it (docs/method.md, "Forgetting").
+The texts have the distribution of the model that wrote them. So the expected gradient of their loss
+is the gradient of the Kullback-Leibler divergence from that model (docs/method.md, "Forgetting").
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
 MOST_TEXTS = 64
-TIMES = 2  # uses of a text, if there are enough: writing one takes longer than a step
+# The number of steps that use each text, if a run is long enough: writing a text takes longer than
+# a step
+TIMES = 2
 LENGTH = 128  # tokens of a text after its opening, if sequences are long enough
 AT_ONCE = 8
 
@@ -30,9 +32,10 @@ def sample_replay_texts(
     """Returns texts that the bundle's model with `adapters` wrote at temperature 1, for `count`
     sequences.
 
-    Each is an example of `LENGTH` tokens after its opening, or as many as a sequence holds. The
-    opening is what the chat template writes before a conversation's first text, or the token that
-    begins a text; it is not in the loss. Raises MespError if the opening fills a sequence.
+    Each text is an example with an opening and `LENGTH` tokens after it, or fewer if a sequence
+    holds fewer. The opening is what the chat template writes before a conversation's first text or,
+    without a template, the token that begins a text. The opening is not in the loss. Raises
+    MespError if the opening fills a sequence.
     """
     start = find_opening(tokenizer)
     length = min(seq_len + 1, len(start) + LENGTH)

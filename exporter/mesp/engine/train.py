@@ -110,8 +110,8 @@ class TrainingJob:
                         progress(record)
                         if engine.signals:
                             progress({"type": "stopping"})
-            # Reads the log, not the printed records, because the log of a resumed run also has the
-            # records from before.
+            # Reads the log, not the printed records: the log of a resumed run also has the records
+            # from before it was resumed.
             has_log = (self.folder / LOG_NAME).exists()
             run = RunLog.load(self.folder) if has_log else RunLog()
             if engine.process.returncode == 0 and run.end:
@@ -131,7 +131,7 @@ class TrainingJob:
     def _write_tokens(self, name: str, tokens: Callable[[Any], Split], made: list[Path]) -> None:
         """Writes a folder of tokens that the engine reads, and adds it to `made`.
 
-        A resumed run keeps the folder that it has, because other texts would change the run.
+        A resumed run keeps its folder of tokens, because other texts would change the run.
         """
         folder = self.folder / name
         if self.resume:
@@ -194,7 +194,7 @@ class TrainingJob:
 class _Rewards:
     """Rewards the answers of a running engine.
 
-    If a reward fails, it keeps the error, and the engine ends the run in order.
+    If a reward fails, `_Rewards` keeps the error, and the engine ends the run in order.
     """
 
     def __init__(self, reward: Reward, tokenizer: Any) -> None:
@@ -267,8 +267,9 @@ def prepare_training(
 ) -> TrainingJob:
     """Returns the run that `train` begins or continues. Nothing is written.
 
-    With `to_run`, the bundle must be for this machine. A module of a `given` reward is imported
-    only if the user named it, `may_import`. Raises MespError if something cannot be used.
+    With `to_run`, the bundle must be for this machine. The module of a `given` reward is imported
+    only with `may_import`, which means that the user named it. Raises MespError if something cannot
+    be used.
     """
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -352,7 +353,7 @@ def _resumed(
 def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
     """Returns the settings of the run in `folder`. Raises MespError if there are none.
 
-    `begun` is the name of a file that a run in the folder has once it has begun.
+    `begun` is the name of a file that a run writes into the folder when it begins.
     """
     path = folder / SETTINGS_NAME
     if not (folder / begun).exists():

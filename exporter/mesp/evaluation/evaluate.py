@@ -167,7 +167,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def read_context_length(bundle: Path) -> int:
-    """Returns the number of tokens that the model was made for."""
+    """Returns the longest sequence that the model was made for, in tokens."""
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")
     except (OSError, ValueError) as error:

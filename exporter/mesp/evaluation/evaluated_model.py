@@ -1,4 +1,6 @@
-"""A bundle's model for evaluations, which takes text, and returns log-likelihoods and text."""
+"""A bundle's model for evaluations: it takes texts, and returns their log-likelihoods or writes
+answers.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,8 @@ class EvaluatedModel:
     ) -> list[str]:
         """Returns the likeliest text after each prompt, until one of `stops`, which is left out.
 
-        `advance` is called after each. Raises MespError if `max_tokens` leave no room for a prompt.
+        `advance` is called after each text. Raises MespError if `max_tokens` leave no room for a
+        prompt.
         """
         if max_tokens >= self.max_length:
             raise MespError(

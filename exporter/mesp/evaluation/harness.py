@@ -31,7 +31,7 @@ except ImportError as error:
 refuse_scripts(datasets)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
-# The function asks git, which prints an error if there is no repository.
+# In place of the harness's function, which asks git: git prints an error if there is no repository.
 lm_eval.evaluator.get_git_commit_hash = lambda: None
 
 DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
@@ -108,7 +108,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation; those of one prompt are computed
+        """Returns the log-likelihood of each continuation. Continuations of one prompt are computed
         together.
         """
         by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -199,8 +199,8 @@ def _negated_exponential(value: float) -> float:
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
     """Returns a metric of the harness, with its `value` and the documents' `values`.
 
-    These are numbers, or pairs of a log-likelihood and its divisor. They are combined in the way
-    that results in `value`.
+    The documents' values are numbers, or pairs of a log-likelihood and its divisor. The way of
+    combining them is the one that results in `value`.
     """
     try:
         columns = np.asarray(values, float)

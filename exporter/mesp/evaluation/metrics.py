@@ -24,8 +24,8 @@ def exponential(value: float) -> float:
 def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:
     """Returns Σ sums / Σ weights over n rows drawn with replacement, `resamples` times.
 
-    float [resamples]. The draws depend only on n and `seed`, so figures of the same rows are
-    paired.
+    The result is float [resamples]. The draws depend only on n and `seed`. So two figures of the
+    same rows have the same draws.
     """
     n, random = len(sums), np.random.default_rng(seed)
     draws = (random.integers(n, size=n) for _ in range(resamples))
@@ -40,7 +40,9 @@ def interval(drawn: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of n records: `final` of Σ sums / Σ weights. Without sums, only `value` is known."""
+    """A figure of n records: the function `final` of Σ sums / Σ weights. Without sums, only its
+    `value` is known.
+    """
 
     name: str
     value: float

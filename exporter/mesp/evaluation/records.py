@@ -53,8 +53,8 @@ def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) ->
     """Returns the first `limit` records of a file of any kind, or of JSON lines on standard input
     for ``-``.
 
-    A file of text is one record. All must be of one kind. The `ignored` fields of records and
-    messages are left out. Raises MespError if there are no records, or if one is wrong.
+    A file of text is one record. All records must be of one kind. The `ignored` fields of records
+    and messages are left out. Raises MespError if there are no records, or if one cannot be used.
     """
     if data == "-":
         name, rows = "standard input", read_lines(sys.stdin.buffer, "standard input")

@@ -21,9 +21,9 @@ from mesp.formatting import decimal
 class Row:
     """A metric of a model.
 
-    `adapters` is their folder, or the folders of a sum with their weights; None for the base model.
-    `difference` is the difference from the base model; None for the base model, and if it was not
-    measured.
+    `adapters` is the folder of the model's adapters, or several folders with their weights; None
+    for the base model. `difference` is the difference from the base model. It is None for the base
+    model itself, and if the base model was not measured.
     """
 
     task: str | None
@@ -37,7 +37,7 @@ class Row:
 def make_rows(
     adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
-    """Returns a row for each metric of each model, which is named by its adapters.
+    """Returns a row for each metric of each model. A model is named by its adapters.
 
     If the first model has none, the others are compared with it.
     """
@@ -102,8 +102,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
-    """Writes `path`: the evaluated models and data, `what`, the ``results``, and those of each
-    record.
+    """Writes the file `path`. It has the entries of `what`, which tell what was evaluated, the
+    ``results``, and the results of each record.
     """
     results = [
         {

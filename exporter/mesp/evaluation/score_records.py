@@ -25,7 +25,7 @@ from mesp.exact_match import canonical_json, exact_match, extract, f1
 class ScoringOptions:
     """The form of prompts, and the ways to write and compare answers."""
 
-    chat: bool | None = None  # None: for answers, if the tokenizer has a template
+    chat: bool | None = None  # None: only for answers to write, if the tokenizer has a template
     max_tokens: int = 256
     stops: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
@@ -122,7 +122,7 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
     """Returns the ids of `text`, a `prompt` in the chat template and a choice after it.
 
-    The only special tokens in them are the template's.
+    The only special tokens in the ids are those of the template.
     """
     written = rendering.written(rendering.render_marked(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))

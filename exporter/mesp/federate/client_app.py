@@ -20,14 +20,14 @@ from mesp.federate.flower_messages import in_float32, to_numpy, to_record
 from mesp.federate.local_training import Client, Trained, train
 from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
-# Keys of a --node-config: the client's own noise; and other keys.
+# Keys of a --node-config: those for noise that the client adds itself, and the other keys.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
-# Keys of a --node-config: DP-SGD in the client's training.
+# Keys of a --node-config for DP-SGD in the client's training.
 PRIVATE = ("dp_clip", "dp_noise", "dp_delta")
 MOST_EPSILON = 1000
-# The client's count of its answers with noise in a `flwr run`, until its node ends; and of its
-# steps of DP-SGD.
+# Two counts that a client keeps during a `flwr run`, until its node ends: its answers with noise,
+# and its steps of DP-SGD.
 KEPT, KEPT_STEPS = "privacy", "private-steps"
 
 
@@ -94,12 +94,13 @@ def log_privacy(
 def with_own_noise(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Adds noise to the answer of a client that trusts no server: a mod of Flower.
+    """A mod of Flower that adds noise to a client's answer, for a client that does not trust the
+    server.
 
     `clip`, `epsilon` and `delta` of its --node-config say how: the client's update is clipped and
-    gets noise before it leaves. `epsilon` is that of one answer; the log has that of all answers in
-    this `flwr run` since the node was started. It protects all of the client's text: any two
-    updates of norm at most C differ by at most 2 C, the sensitivity.
+    gets noise before it leaves. `epsilon` is the ε of one answer. The log has the ε of all answers
+    in this `flwr run` since the node was started. The noise protects all of the client's text: any
+    two updates of norm at most C differ by at most 2 C, the sensitivity.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:
@@ -141,7 +142,8 @@ def with_own_noise(
 
 
 def _of_node(context: Context) -> Client:
-    # A misspelt epsilon would leave out the noise.
+    # Unknown keys are refused: with a misspelt `epsilon`, the client would send its update without
+    # noise.
     known = (*NODE, *NOISE, *PRIVATE)
     if unknown := context.node_config.keys() - {*known}:
         raise ValueError(f"--node-config has no {min(unknown)}, only {', '.join(known)}.")
@@ -163,6 +165,6 @@ def _of_node(context: Context) -> Client:
     return Client(name, Path(str(bundle)), None if data is None else Path(str(data)), private)
 
 
-# The app that `flower-supernode` runs: it trains with the bundle of its --node-config, and with its
-# `data` or the bundle's.
+# The app that `flower-supernode` runs. It trains with the bundle that --node-config names, on the
+# `data` that it names or, if none, the bundle's data.
 app = client_app(_of_node, tells=False)

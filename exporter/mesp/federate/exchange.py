@@ -1,10 +1,11 @@
-"""The messages between the server and its clients: LoRA matrices, with all blocks in one array.
+"""The messages between the server and its clients: LoRA matrices. One array has the matrices of all
+blocks.
 
 `self_attn.q_proj.lora_b` [blocks, rank, out] is the B of that module in each trained block that has
-it. There are few arrays, because each costs a phone some requests. A client gets the round's arrays
-and returns the trained ones. With `freeze_a` only each B travels: every client makes the same A
-from the run's seed. In `bfloat16` the server sends rounded arrays, and a client returns its change,
-also rounded: the server adds it to its own arrays, so that rounding a large number loses no small
+it. So there are few arrays; each costs a phone some requests. A client gets the round's arrays and
+returns the trained ones. With `freeze_a` only each B travels: every client makes the same A from
+the run's seed. In `bfloat16` the server sends rounded arrays, and a client returns its change, also
+rounded: the server adds it to its own arrays, so that rounding a large number loses no small
 update. In `float32` both send arrays unrounded.
 """
 
@@ -34,7 +35,7 @@ def read_arrays(folder: Path) -> Arrays:
     """Returns the matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank,
     out].
 
-    Those of experts are A [blocks, experts, rank, in] and B [blocks, experts, out, rank].
+    Matrices of experts are A [blocks, experts, rank, in] and B [blocks, experts, out, rank].
     """
     try:
         matrices = load_file(folder / WEIGHTS)
@@ -73,7 +74,7 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
 
 
 def select_exchanged(arrays: Arrays, freeze_a: bool) -> Arrays:
-    """Returns the matrices that are trained, and so travel."""
+    """Returns the matrices that are trained, which are those that are sent."""
     return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
 
 
@@ -126,7 +127,7 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
     """Returns the change from `start`, scaled down to the norm `norm` if its norm is larger."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
-    # In float32 the squares of small numbers are 0.
+    # In float64, because in float32 the squares of small numbers are 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))
     if own <= norm:
         return arrays
@@ -151,7 +152,7 @@ def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) 
     """Returns the error of averaging A and B separately, relative to the change of the clients'
     products.
 
-    ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 if only B travels. No product is
+    ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 if only B is sent. No product is
     computed: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
     """
     wrong = moved = 0.0
@@ -178,7 +179,7 @@ def _mean(clients: list[Arrays], weights: list[float], name: str) -> np.ndarray:
 
 
 def _squared_norm(left: list[np.ndarray], right: list[np.ndarray]) -> float:
-    if left[0].ndim == 4:  # of experts, for which mlx-lm has Aᵀ and Bᵀ
+    if left[0].ndim == 4:  # matrices of experts, which mlx-lm stores as Aᵀ and Bᵀ
         left, right = [each.mT for each in left], [each.mT for each in right]
     u = np.concatenate(left, axis=-1).astype(np.float64)
     v = np.concatenate(right, axis=-2).astype(np.float64)

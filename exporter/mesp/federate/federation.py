@@ -130,7 +130,7 @@ class Rounds:
             raise MespError(f"{path} is missing or damaged; begin again elsewhere.") from error
 
     def arrays(self, number: int) -> Arrays:
-        """Returns the matrices of a round that travel."""
+        """Returns the matrices of a round that are sent."""
         arrays = read_arrays(self.path(number) / "adapters")
         return select_exchanged(arrays, self.training["freeze_a"])
 
@@ -139,15 +139,16 @@ class Rounds:
     ) -> dict[str, Any]:
         """Evaluates the averaged matrices and keeps them; returns the round's record.
 
-        Without `arrays` they are the initial ones. The strategy continues from `state`. A run of
-        the engine without steps writes the adapters, for mlx-lm and PEFT.
+        Without `arrays`, the initial matrices are kept. `state` is what the strategy needs to
+        continue. A run of the engine without steps writes the adapters in the forms of mlx-lm and
+        PEFT.
         """
         partial = self.folder / "partial"
         remove_link(partial)
         shutil.rmtree(partial, ignore_errors=True)
         start = partial / "start"
         settings = self.training | self.evaluation | {"steps": 0, "warmup": 0}
-        # Clients may keep theirs in bfloat16; the mean stays in float32.
+        # Clients may keep their adapters in bfloat16, but the mean stays in float32.
         settings |= {"lora_dtype": "float32", "output": str(partial / "run")}
         if arrays is not None:
             arch = read_manifest(Path(settings["bundle"])).architecture
@@ -236,7 +237,8 @@ class Federation:
             write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
 
 
-# The server and the clients have this package; the app only names its two parts.
+# The app has no code of its own: it names this package's ServerApp and ClientApp, and the server
+# and the clients have the package.
 PROJECT = """\
 [build-system]
 requires = ["hatchling"]

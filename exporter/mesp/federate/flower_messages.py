@@ -14,8 +14,8 @@ from mesp.federate.exchange import Arrays, pack, unpack
 def to_numpy(record: ArrayRecord) -> Arrays:
     """Returns the arrays of a record.
 
-    Raises MespError if one is an archive, which NumPy would open, and NumPy's errors if one is not
-    a NumPy file.
+    Raises MespError if an array is an archive, which NumPy would open, and NumPy's errors if it is
+    not a NumPy file.
     """
     arrays = {name: array.numpy() for name, array in record.items()}
     for name, array in arrays.items():
@@ -31,7 +31,9 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 def in_float32(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Gives the app, and the mods after this one, float32 arrays for any dtype of the message."""
+    """A mod of Flower: the mods after this one and the app get float32 arrays, whatever the dtype
+    in the message.
+    """
     if message.content["config"]["exchange"] == "float32":
         return call_next(message, context)
     received = unpack(to_numpy(message.content["arrays"]))

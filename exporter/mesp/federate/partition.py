@@ -1,4 +1,4 @@
-"""Divides data among the people of a simulation.
+"""Divides data among the clients of a simulation.
 
 A topic is a file of the data. Texts are divided into paragraphs, and other records stay whole. Each
 share keeps the order of the data, so the share of a single client is the data.
@@ -64,10 +64,10 @@ def read_topics(
 ) -> tuple[dict[str, list[Unit]], list[Document]]:
     """Returns the units of each topic, and the held-out documents.
 
-    `data` is a folder with a file a topic and perhaps one called valid, or data for `mesp data`, of
-    which `selection` is read. Test data is not used. Without held-out data, the last part of each
-    topic is held out, the fraction `hold_out`. There may be no topics. Raises MespError if the data
-    cannot be read.
+    `data` is a folder with one file for each topic and perhaps a file called valid, or any data
+    that `mesp data` takes, of which the part `selection` is read. Test data is not used. Without
+    held-out data, the last part of each topic is held out, the fraction `hold_out`. There may be no
+    topics. Raises MespError if the data cannot be read.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)
@@ -102,8 +102,8 @@ def _read_splits(data: str, selection: Selection) -> Topics:
 
 
 def _read_files(data: str, selection: Selection) -> Topics | None:
-    """Returns the topics of a folder with a file each, and its held-out documents; None for other
-    data.
+    """Returns the topics of a folder with one file for each topic, and its held-out documents. None
+    for other data.
     """
     folder = Path(data)
     if selection.is_of_dataset or not folder.is_dir():

@@ -1,4 +1,4 @@
-"""The progress of the rounds: a line each on standard error, and a summary at the end."""
+"""Shows the progress of the rounds on standard error, a line for each, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class RoundsProgress:
         self.status.stop()
 
     def show(self, record: dict[str, Any]) -> None:
-        """Shows a round's record; the first is that of the round before the first one here."""
+        """Shows a round's record. The first record is that of the round before those that are
+        shown, or of the initial adapters.
+        """
         number = record["round"]
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
         if "discarded" in record:
@@ -48,10 +50,10 @@ class RoundsProgress:
 
 
 def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> str:
-    """Returns a line about a round: its loss before and after, drift, megabytes, the largest
-    footprint.
+    """Returns a line about a round: its number, the loss before and after it, drift, megabytes, and
+    the largest footprint.
 
-    Of the first it shows the loss only.
+    For the first record, the line has only the loss.
     """
     loss = decimal(record["held_out_loss"], 3)
     if before is None:

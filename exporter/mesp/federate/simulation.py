@@ -24,8 +24,8 @@ from mesp.federate.server_app import Show, serve
 
 
 def simulate(federation: Federation, show: Show) -> None:
-    """Runs all missing rounds, with a round's clients in turn or, with several cores, at the same
-    time.
+    """Runs all missing rounds. The clients of a round run one after another or, with enough cores,
+    several at the same time.
 
     Raises MespError if a round fails.
     """
@@ -35,7 +35,8 @@ def simulate(federation: Federation, show: Show) -> None:
     @server.main()
     def _(grid: Grid, _: Context) -> None:
         try:
-            # Clients wait for each other here; each has its time limit from its own start.
+            # No time limit for the answers: clients wait for each other here. The time limit of
+            # each client begins when it starts.
             serve(federation, grid, show, timeout=None)
         except MespError as error:  # Flower would log where it was raised
             failed.append(error)

@@ -1,4 +1,6 @@
-"""Flower's strategies from options; the answers that a round leaves out; the state that is kept."""
+"""Makes Flower's strategies from options, keeps their state, and leaves invalid answers out of a
+round.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from mesp.federate.flower_messages import to_numpy, to_record
 
 # FedAdam's state: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
-# A client's metric that is 1 for all, used as a weight.
+# A metric that is 1 for all clients; as a weight, it makes all count equally.
 ONE = "client"
 MOST_CHARACTERS = 500  # of a name or a reason
 HEADER = 256  # more bytes than NumPy writes before an array's numbers
@@ -119,8 +121,8 @@ class Screened(Strategy):
 
     An answer has float32 matrices of the model, no number larger than `MOST`, and no update longer
     than `clip`. Clients that fail, stay silent or send anything else are left out of the round, and
-    named in `report`. `first` is the number of the round before the strategy's first. `keep` gets
-    the strategy's result from the others.
+    named in `report`. `first` is the number of the round before the strategy's first. `keep` is
+    called with the result of the strategy.
     """
 
     def __init__(
@@ -230,7 +232,8 @@ class Screened(Strategy):
         if self.clip is not None:
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
-        # In one order and without others: Flower aborts a round in which clients differ in that.
+        # Every answer gets the same arrays and metrics in one order, because Flower aborts a round
+        # in which answers differ in these.
         arrays = {name: arrays[name] for name in self.sent}
         content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
         reply.content = RecordDict(content)

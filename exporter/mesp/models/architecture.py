@@ -35,7 +35,7 @@ PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 
 
 class Rows(NamedTuple):
-    """The rows of a module's W [out, in] that belong to one of a block's projections."""
+    """One of a block's projections, as some rows of a module's W [out, in]."""
 
     module: str
     rows: slice
@@ -96,8 +96,9 @@ class Architecture:
             raise unsupported("hidden_act", activation)
         check_numbers(config)
         by_layer = mixers_by_layer(config)
-        # A norm's output does not depend on its input's scale. So if a block multiplies what it
-        # adds by m, x + m·out(…), this is x/m + out(…), with ε/m² in the norms.
+        # Some models multiply what a block adds by m: x + m·out(…). A norm's output does not depend
+        # on the scale of its input. So the model computes the same with x/m in place of x: x/m +
+        # out(…), with ε/m² in the norms.
         residual = config.get("residual_multiplier") or 1.0
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
@@ -222,7 +223,9 @@ class Architecture:
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The different blocks, in order: each pair of a mixer and an MLP that some block has."""
+        """The kinds of blocks, in order of their first block. A kind is a pair of a mixer and an
+        MLP.
+        """
         return tuple(dict.fromkeys(self.blocks))
 
     @property
@@ -262,7 +265,9 @@ class Architecture:
 
     @property
     def is_tied_in_mlx_lm(self) -> bool:
-        """Whether mlx-lm uses the embedding as head. If not, its head may still be a copy of it."""
+        """Whether mlx-lm uses the embedding as head. If it does not, its head may still be a copy
+        of the embedding.
+        """
         return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
 
     def first(self, count: int) -> Architecture:
@@ -280,8 +285,8 @@ class Architecture:
 
     @property
     def mlp_norm(self) -> str:
-        """The norm before the MLP. In a model with post norms, Llama's name for it means a post
-        norm.
+        """The name of the norm before the MLP. In a model with post norms, Llama's name for this
+        norm is the name of a post norm.
         """
         return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
@@ -365,8 +370,8 @@ class Block:
     def given_shapes(self, length: int) -> list[tuple[int, ...]]:
         """Returns the shapes of a block's inputs besides the output of the block before.
 
-        These are its layer's part of the tokens' embeddings, and the keys and values of another
-        block.
+        These are the block's part of the tokens' embeddings for each layer, and the keys and values
+        of another block.
         """
         shapes: list[tuple[int, ...]] = []
         if self.arch.per_layer:

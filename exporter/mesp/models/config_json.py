@@ -12,9 +12,9 @@ from mesp.models.families import FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The largest values of some keys, which are checked before lists of such lengths are made.
+# The largest values of some keys. They are checked before lists of these lengths are made.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-# Keys whose values must be above 0. They may also be missing or 0, which both mean none.
+# Keys whose values must be numbers above 0. A missing key and 0 both mean none.
 _POSITIVE = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
@@ -52,7 +52,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         text = config.get("text_config") or {}
         if text.get("model_type", family.texts[0]) not in family.texts:
             raise unsupported("text_config's model_type", text["model_type"])
-        # Some keys stand outside of text_config, such as the quantization.
+        # Some of the text's keys stand outside of text_config, such as the quantization.
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
         config = {**whole, **text, "model_type": model_type}
         if "tie_word_embeddings" in whole:
@@ -154,8 +154,9 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
 
 
 def find_positions(config: dict[str, Any]) -> int | None:
-    """Returns the number of positions that a model was trained for, by its complete config.json;
-    YaRN's factor makes more of the original ones. None where config.json does not say."""
+    """Returns the number of positions that a model was trained for, from its complete config.json.
+    With YaRN, it is the original number times YaRN's factor. None if config.json does not say.
+    """
     most = config.get("max_position_embeddings")
     if type(most) is not int or most < 1:
         return None
@@ -166,8 +167,8 @@ def find_positions(config: dict[str, Any]) -> int | None:
 
 
 def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """Returns a bundle's config.json with which mlx-lm computes the same in sequences of `length`
-    tokens.
+    """Returns a bundle's config.json, changed so that mlx-lm computes sequences of `length` tokens
+    as the model does.
 
     mlx-lm uses the long factors of LongRoPE for any length. Raises MespError for a key of RoPE that
     mlx-lm ignores.

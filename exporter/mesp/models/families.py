@@ -42,8 +42,8 @@ _LFM_MLP: Modules = (
     ("feed_forward.w2", ("down",)),
 )
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
-# The layers of Granite 4's MLP in Hugging Face's checkpoints, and mlx-lm's layers in their place,
-# for a model without experts.
+# For a Granite 4 without experts: the MLP's layers in Hugging Face's checkpoints, and mlx-lm's
+# layers in their place.
 _SHARED_MLP: Modules = (
     ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
     ("shared_mlp.output_linear", ("mlp.down_proj",)),
@@ -51,7 +51,8 @@ _SHARED_MLP: Modules = (
 _GRANITE_EXPERTS = "block_sparse_moe.switch_mlp"
 
 
-# The limits of Mamba's time steps if there are none. JSON has no infinity, so the upper is 1e38.
+# The limits of Mamba's time steps for a model without limits. JSON has no infinity, so the upper
+# limit is 1e38.
 NO_LIMITS = [0.0, 1e38]
 
 
@@ -69,7 +70,8 @@ TRAINABLE = (
 )  # fmt: skip
 
 
-# The name of the embedding's factor: 1, √hidden, or √hidden in bfloat16.
+# The name of the factor that the embedding is multiplied by: 1, √hidden, or √hidden rounded to
+# bfloat16.
 EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
 
@@ -89,14 +91,15 @@ class Family:
     rope_by_type: bool = False  # whether mlx-lm reads `rope_parameters` by the type of a layer
     post_norms: bool = False
     norm_offset: int = 0  # is added to a norm's weight in a checkpoint
-    # The names of norms and linear layers in checkpoints that differ from the names here.
+    # The names of norms and linear layers here -> their names in checkpoints, where the two differ.
     names: dict[str, str] = field(default_factory=dict)
     # The `model_type`s of the text, in a model that is published with several modalities.
     texts: tuple[str, ...] = ()
     mlx_type: str | None = None  # mlx-lm's `model_type`, if it differs
-    mlx_ties: bool = True  # whether mlx-lm ties a tied model's head; if not, it has a copy
-    # Linear layers of Hugging Face's checkpoints that hold several of our layers, whose rows are
-    # equal parts of theirs; and such layers of all experts' matrices.
+    # Whether mlx-lm ties the head of a tied model; if not, it copies the embedding
+    mlx_ties: bool = True
+    # Linear layers of Hugging Face's checkpoints that each hold several of our layers, in equal
+    # parts of their rows. The second tuple has such layers of experts' matrices.
     hf_modules: Modules = ()
     hf_experts: Modules = ()
     mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm and for PEFT
@@ -150,7 +153,7 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns LFM2's keys, with the usual width of the layers without experts."""
+    """Returns LFM2's keys. The width of layers without experts has its usual key."""
     width = {"block_ff_dim": config["intermediate_size"], "block_auto_adjust_ff_dim": False}
     return _read_lfm2({**config, **width})
 
@@ -191,7 +194,7 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
     mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
     limits = [*(config.get("time_step_limit") or (0.0, math.inf))]
     return {
-        # Without this key mlx-lm applies limits that the model does not have.
+        # Without this key, mlx-lm limits the time steps, which the model does not.
         "time_step_limit": NO_LIMITS if limits == [0.0, math.inf] else limits,
         "num_experts": experts,
         "moe_intermediate_size": config["intermediate_size"],
@@ -565,8 +568,8 @@ FAMILIES = {
     ),
 }
 
-# Keys that some families read, with the value that changes nothing. Other families take only this
-# value.
+# Keys that some families read, each with the value that changes nothing. For other families, a key
+# must have this value.
 VARIANTS = {
     "use_sliding_window": False,
     "attention_bias": False,

@@ -12,7 +12,8 @@ import mlx.core as mx
 from mesp.models.architecture import PER_LAYER_PROJECTION, Architecture, Block
 from mesp.models.quantization_formats import Quantization
 
-PAGE = 16384  # bytes: a page of Apple's processors; files to be mapped consist of whole pages
+# Bytes in a memory page of Apple's processors. Files to be mapped consist of whole pages.
+PAGE = 16384
 ALIGNMENT = 16  # words: every array starts on a 64-byte boundary
 DTYPES = {
     "uint32": mx.uint32,
@@ -24,9 +25,8 @@ DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # a bundle's default dtype, by
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
-# Arrays that are float32 whatever the bundle's dtype. A_log is exponentiated, Δ and D are few
-# numbers (one for each head), and rounding the experts' bias may change which scores are the
-# highest.
+# Arrays that are float32 whatever the bundle's dtype. A_log is exponentiated. Δ's bias and D have
+# only one number for each head. Rounding the experts' bias may change which scores are the highest.
 KEPT_WIDE = (
     "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",
 )  # fmt: skip
@@ -36,8 +36,8 @@ KEPT_WIDE = (
 class ArraySpec:
     """The place of an array in a weight file: `offset` in 32-bit words.
 
-    A stacked matrix starts `stride` words after the one before, so that all arrays of an expert lie
-    together.
+    Each of stacked matrices starts `stride` words after the one before it, so that all arrays of an
+    expert lie together.
     """
 
     name: str
@@ -167,8 +167,8 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
 
 
 def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
-    """Returns the layout of ``embedding.bin`` or ``head.bin``; the one used as head has a
-    `norm`.
+    """Returns the layout of ``embedding.bin`` or ``head.bin``. With `norm`, for the file that is
+    used as head, it includes the final norm.
     """
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
@@ -181,7 +181,7 @@ def per_layer_layout(
 ) -> Layout:
     """Returns the layout of a file with one of the matrices of embeddings for each layer.
 
-    In the file of the projection, the norm of its output follows.
+    In the file of the projection, the weight of the norm of its output follows.
     """
     arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
     if arch.per_layer and name == PER_LAYER_PROJECTION:
@@ -189,6 +189,6 @@ def per_layer_layout(
     return Layout.of(arrays)
 
 
-# The name of an array of the layout, the index of a row in it, and the rows from there on. Rows are
-# counted through stacked matrices.
+# The name of an array of the layout, the index of a row in it, and the contents of that row and the
+# rows after it. Rows are counted through stacked matrices.
 Piece = tuple[str, int, mx.array]

@@ -1,4 +1,6 @@
-"""The part of a block that mixes tokens, by its kind: the numbers that the kind's formulas read."""
+"""The kinds of mixers, the part of a block that mixes tokens. A class has the numbers that the
+formulas of its kind read.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class AttentionMixer:
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
     v_norm: bool = False  # whether v goes through an RMSNorm without a weight
-    keys_of: int | None = None  # the block whose keys and values it takes; None: it computes them
+    # The block whose keys and values this one takes. None: it computes its own.
+    keys_of: int | None = None
 
     @property
     def head_gate(self) -> bool:
@@ -44,8 +47,8 @@ class AttentionMixer:
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """Returns the mixer for sequences of `length` tokens: a window of at least that many is no
-        limit.
+        """Returns the mixer for sequences of `length` tokens. A window of that many tokens or more
+        is left out, because it limits nothing.
         """
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
@@ -219,7 +222,7 @@ class Mamba2Mixer:
     num_groups: int  # groups of heads; each group shares B and C
     state_size: int  # the numbers of B, and of C
     kernel_size: int  # tokens that the convolution sees
-    norm_eps: float  # of its output's norm; no residual factor changes it
+    norm_eps: float  # the ε of the output's norm, which no residual factor changes
 
     def within(self, length: int) -> Mamba2Mixer:
         """Returns itself: it is the same for any length."""

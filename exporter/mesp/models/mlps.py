@@ -30,7 +30,8 @@ class Experts:
     router: str  # the linear layer [num_experts, hidden] whose outputs are the scores
     matrices: str  # the beginning of the matrices' names; each matrix is stacked, expert by expert
     scores: str  # the function that makes s of the router's output: "softmax" or "sigmoid"
-    bias: str | None  # is added to the scores that decide the choice, not to the weights
+    # The name of a bias that is added to the scores for the choice, but not for the weights.
+    bias: str | None
     num_experts: int = 0
     num_experts_per_tok: int = 0
     intermediate_size: int = 0

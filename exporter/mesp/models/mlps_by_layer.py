@@ -32,8 +32,8 @@ def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
 def _has_experts(config: dict[str, Any], layer: int) -> bool:
     """Returns whether a layer has experts.
 
-    LFM2 states how many layers at the beginning have none, Qwen3 the distance of layers with
-    experts.
+    LFM2 states how many layers at the beginning have no experts. Qwen3 states the distance between
+    layers with experts.
     """
     if layer < config.get("num_dense_layers", 0) or layer in (config.get("mlp_only_layers") or ()):
         return False

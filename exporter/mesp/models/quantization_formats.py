@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-# MLX's modes, with their (bits, group size), or None if the mode has a choice.
+# MLX's modes, each with its bits and group size, or with None if these can be chosen.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the affine mode
 # MLX on phones has no 1 bit, so a model's 1-bit codes are stored with 2 bits in a bundle.
@@ -36,8 +36,8 @@ class Quantization:
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
         """Returns the quantization of a matrix with this many columns, or of stacked matrices.
 
-        The shapes of `prefix`weight, `prefix`scales and, if there are any, `prefix`biases tell it.
-        Raises ValueError if they fit no format.
+        It follows from the shapes of `prefix`weight, `prefix`scales and, if there are any,
+        `prefix`biases. Raises ValueError if these shapes fit no format.
         """
         weight, scales = (arrays[prefix + part].shape[-1] for part in ("weight", "scales"))
         bits, group_size = 32 * weight // columns, columns // scales
@@ -59,7 +59,7 @@ class Quantization:
     def in_bundle(self) -> Quantization:
         """The quantization of the matrix in a bundle, with the same values: scale · code + bias.
 
-        It differs only for 1 bit.
+        The two differ only for 1 bit.
         """
         return replace(self, bits=2) if self.bits == ONE_BIT else self
 

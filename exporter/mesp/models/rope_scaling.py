@@ -1,4 +1,4 @@
-"""RoPE's frequencies, and how a model's `rope_scaling` changes them, as in transformers."""
+"""Computes RoPE's frequencies, and changes them by a model's `rope_scaling`, as in transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rope_frequencies(
 def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Returns a `rope_scaling` of a type of `SCALINGS`, with missing keys from the config.json.
 
-    Raises KeyError if the config.json lacks them too.
+    Raises KeyError if the config.json lacks one of them.
     """
     kind = scaling["type"]
     if kind not in ("llama3", "longrope", "yarn"):
@@ -67,7 +67,7 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
 
 
 def _check_numbers(scaling: dict[str, Any]) -> None:
-    """Raises ValueError for a number that is not above 0, except for those that may be 0."""
+    """Raises ValueError for a number that is not above 0, unless it is one that may be 0."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
     refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k) is not None})
     keys = ("beta_fast", "beta_slow")
@@ -79,7 +79,9 @@ def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Rotates the first pairs, a share `partial_rotary_factor` of them, and keeps the others."""
+    """Divides the frequencies of the first pairs, a share `partial_rotary_factor` of all, by
+    `factor`. The other pairs are not rotated.
+    """
     turning = int((config.get("partial_rotary_factor") or 1.0) * len(base))
     turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
     return turned + [0.0] * (len(base) - turning), 1.0
@@ -111,15 +113,15 @@ def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[floa
 
 
 def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides the frequencies by 1 for fast pairs up to `factor` for slow ones, with a ramp between
-    them.
+    """Divides the frequencies of fast pairs by 1 and of slow pairs by `factor`, and those between
+    them by numbers on a ramp.
     """
     factor, size = scaling["factor"], 2 * len(base)
     length = scaling["original_max_position_embeddings"]
 
     def pair(
         turns: float,
-    ) -> float:  # the pair that turns this many times within the original length
+    ) -> float:  # the index of the pair that turns this many times within the original length
         return (
             size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config["rope_theta"]))
         )
@@ -160,8 +162,9 @@ class Scaling(NamedTuple):
     keys: frozenset[str] = frozenset()  # its keys besides `COMMON`
 
 
-# Keys of any `rope_scaling` that other code reads, or that change nothing. In a text, the three
-# positions whose parts `mrope_section` divides are equal. transformers does not read the last two.
+# Keys that any `rope_scaling` may have, because other code reads them or they change nothing.
+# `mrope_section` divides a head between three positions, which are equal in a text. transformers
+# does not read the last two keys.
 COMMON = frozenset(
     ("type", "rope_type", "rope_theta", "partial_rotary_factor", "llama_4_scaling_beta",
      "mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")

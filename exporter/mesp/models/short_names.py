@@ -1,6 +1,6 @@
 """Models that have a short name, with the geometry and arithmetic in their config.json.
 
-With these, `mesp-export` lists them, and exports them with random weights, without a download.
+So `mesp-export` can list these models, and export them with random weights, without a download.
 """
 
 from __future__ import annotations
@@ -424,8 +424,8 @@ _SHORT_NAMES = {
     "LiquidAI/LFM2.5-1.2B-Base": "LFM2.5-1.2B",
 }
 
-# By short name: the id on the Hub, the licence, and the config.json. Names of one geometry stand
-# together and share the config.
+# The short name -> the id on the Hub, the licence, and the config.json. Names of one geometry stand
+# together and share the config.json.
 KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
     _SHORT_NAMES.get(repo, repo.split("/")[1]): (repo, license, config)
     for repos, license, config in _MODELS

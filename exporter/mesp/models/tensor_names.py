@@ -20,7 +20,8 @@ UNUSED = (
     "model.embed_vision.", "embed_audio.", "model.embed_audio.", "vision_embedder.",
     "model.vision_embedder.",
 )  # fmt: skip
-# Suffixes of the limits of a linear layer's input and output, which remain of Gemma 4's training.
+# Suffixes of the limits of a linear layer's input and output. Gemma 4's training used these limits
+# and left them in its checkpoints.
 LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
 # Suffixes of tensors that change nothing: RoPE's frequencies and masks in older checkpoints, and
 # the scales of a cache of keys and values in 8 bits.
@@ -30,7 +31,8 @@ BUFFERS = (
 )  # fmt: skip
 # The beginnings of names in the checkpoint of a model without its head.
 HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
-# The name of an expert's matrix in checkpoints that store each separately, and LFM2's names.
+# A pattern for the name of one expert's matrix, in checkpoints that store each separately. LFM2 has
+# other names for the matrices.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -40,9 +42,7 @@ CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 
 def name_here(name: str, model_type: str) -> str | None:
-    """Returns the name here of a checkpoint's tensor or module; None if the training does not use
-    it.
-    """
+    """Returns MeSP's name of a checkpoint's tensor or module. None if training does not use it."""
     family = FAMILIES[model_type]
     if name.startswith(UNUSED) or name.endswith(LIMITS):
         return None
@@ -61,7 +61,8 @@ def name_here(name: str, model_type: str) -> str | None:
 def changes_nothing(name: str, arch: Architecture) -> bool:
     """Returns whether no model of the family computes with a checkpoint's tensor.
 
-    Such are buffers, and keys and values of a block that takes those of another.
+    Such tensors are buffers, and the weights for keys and values in a block that takes those of
+    another block.
     """
     if name.endswith(BUFFERS):
         return True
@@ -72,8 +73,8 @@ def changes_nothing(name: str, arch: Architecture) -> bool:
 
 
 def names_here(name: str, arch: Architecture) -> list[str]:
-    """Returns the names here of the tensors in a checkpoint's tensor, which are equal parts of its
-    rows, in their order. Empty if the training does not use it.
+    """Returns MeSP's names of the tensors that a checkpoint's tensor holds. They are equal parts of
+    its rows, in order. Empty if training does not use the tensor.
     """
     ours, family = name_here(name, arch.model_type), FAMILIES[arch.model_type]
     if ours is None:

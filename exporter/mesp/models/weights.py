@@ -21,8 +21,8 @@ class Weights(Protocol):
 
     @property
     def is_converted(self) -> bool:
-        """Whether norms and convolutions are already in the form of the formulas, as in models that
-        mlx-lm or llama.cpp converted.
+        """Whether norms and convolutions are stored as the formulas use them. They are in models
+        that mlx-lm or llama.cpp converted.
         """
 
     def is_quantized(self, name: str) -> bool:

@@ -17,8 +17,9 @@ from mesp.models.quantization_formats import (
 from mesp.models.tensor_names import name_here
 
 BITS = (4, 5, 6, 8)  # a weight, to which a model can be quantized
-HEAD_BITS = 6  # of the head, if the rest has fewer
-ROUTER_BITS = 8  # of the router, as in mlx-lm: with 4 bits it would choose other experts
+HEAD_BITS = 6  # bits of the head, if the other matrices have fewer
+# Bits of the router, as in mlx-lm: with 4 bits, the router would choose other experts
+ROUTER_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Quantizations:
     """The quantizations of a model's matrices: the main one, and those of modules that differ, by
     name.
 
-    They are those in the model's files. A module with None is not quantized.
+    They are the quantizations in the model's files. A module with None is not quantized there.
     """
 
     main: Quantization
@@ -148,7 +149,7 @@ def find_quantizations(
     has.
 
     `name` is the model's, for messages, and `config` its config.json. Raises MespError if MLX lacks
-    the quantization, or if another one is asked for than the model has.
+    the quantization, or if the model already has another one than the one asked for.
     """
     given = config.get("quantization")
     _check_sections(name, config)
@@ -177,8 +178,7 @@ def find_quantizations(
             f"{name} is quantized already, to {describe_quantization(main)}; leave out "
             "--mode, --bits, --head-bits and --group-size."
         )
-    # As in mlx-lm, a module has a quantization of its own, or true for the main one and false for
-    # none.
+    # As in mlx-lm, a module's entry is a quantization, or true for the main one, or false for none.
     others = {
         name_here(name, config["model_type"]): (
             read(entry) if isinstance(entry, dict) else main if entry else None
@@ -206,7 +206,8 @@ def choose_quantization(mode: str | None, bits: int | None, group_size: int | No
 def choose_quantizations(
     arch: Architecture, main: Quantization, head_bits: int | None
 ) -> Quantizations:
-    """Returns `main`, with more bits for the head, and so for an embedding tied to it.
+    """Returns the quantization `main` for all matrices, but with more bits for the head, and for an
+    embedding that is tied to the head.
 
     Raises MespError if the mode does not have the bits asked for.
     """

@@ -12,8 +12,8 @@ from mesp.models.quantization_formats import Quantization
 from mesp.quantization.least_squares import damp
 
 SWEEPS = 2  # passes over all codes; more change little
-# The share by which the mean products of two different inputs are reduced, because few tokens
-# estimate them less well than squares.
+# The share by which mean products of two different inputs are reduced. From few tokens, they are
+# estimated less well than mean squares.
 SHRINKAGE = 0.2
 
 

@@ -10,11 +10,13 @@ import mlx.core as mx
 from mesp.block_function.dequantize import pack
 from mesp.models.quantization_formats import Quantization
 
-# The numbers of steps from a group's smallest to its largest weight, less those of the codes.
-# Below 0 the last codes stay unused; above 0 the largest weights are clipped. Twice as many grids
-# reduce the error by 1%.
+# The grids that are searched. Each is a number of steps from a group's smallest to its largest
+# weight, minus the number of steps between all codes. Below 0, the last codes stay unused; above 0,
+# the largest weights are clipped. Twice as many grids would reduce the error by 1%.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
-REFITS = 2  # fits of the best grid, each with the codes that its scale and bias give
+# How often the best grid is fitted again, each time with the codes that the last scale and bias
+# give
+REFITS = 2
 # A share of the mean moment that is added to each, so that an unseen channel counts a little.
 DAMPING = 1e-3
 ROUNDER = 1.5 * 2**23  # float32: adding and subtracting it rounds to whole numbers
@@ -37,13 +39,13 @@ def quantize(
     m = m / m.sum(axis=0)
 
     mean = (m * x).sum(axis=0)
-    x = x - mean  # now the weighted mean is 0, so a fit needs fewer sums
+    x = x - mean  # makes the weighted mean 0, so that a fit needs fewer sums
     mx_ = m * x
     low, high = x.min(axis=0), x.max(axis=0)
     per_range = _reciprocal(high - low)
 
     def fit(start: mx.array, inverse: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Returns the scale and bias that best fit a grid's codes, and the variance they
+        """Returns the scale and bias that best fit a grid's codes, and the variance that these
         explain.
         """
         q = _codes(x, start, inverse, levels)

@@ -22,9 +22,10 @@ from mesp.quantization.choose import Quantizations, not_quantized
 from mesp.quantization.coordinate_descent import descend, shrink
 
 TILE = 1 << 18  # elements of a matrix that are quantized at a time; they fit into a core's cache
-MOST_STREAMS = 8  # the most streams that quantize at once; each takes some 20 MB
+MOST_STREAMS = 8  # the most streams that quantize at once; each takes about 20 MB
 
-# A function that quantizes rows of a matrix, with scales and biases of the dtype, to its arrays.
+# A function from rows of a matrix and a dtype to the arrays of the quantized rows, with scales and
+# biases in this dtype.
 Quantizer = Callable[[mx.array, Quantization, mx.Dtype], tuple[mx.array, ...]]
 
 
@@ -61,7 +62,8 @@ def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
     quantize: Quantizer, expert: int | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the matrix `source` quantized, some rows at a time; if it is quantized, as it is.
+    """Yields the quantized matrix `source`, some rows at a time. A matrix that is quantized in the
+    source stays as it is.
 
     `expert` is the index of one of stacked matrices. A bfloat16 bundle rounds float16 scales and
     biases, by 3 bits of their mantissa.

@@ -1,18 +1,16 @@
 """The mathematics of MeSP in plain MLX, which every other part is compared with.
 
-Each formula is followed by its derivative, the backward pass. There `dy` is the gradient of the
-loss by `y`. The modules are
+Each formula is followed by its derivative, the backward pass. In a backward pass, `dy` is the
+gradient of the loss by `y`. The modules are
 
-- `pieces`: shared formulas, such as a linear layer with LoRA; `dropout`: its masks;
-- `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block;
-- `experts`: a mixture of experts;
-- `per_layer`: embeddings for each layer;
-- `block`, and `head` with the loss;
-- `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
-  blocks, each differentiated by `mx.vjp`; MeZO, two forward passes with a seeded perturbation;
-- `preferences`, `rewards`, `adamw8bit` and `private` (DP-SGD); `model` has the weights.
+- `pieces`: shared formulas, such as a linear layer with LoRA; `dropout`: its masks; - `attention`,
+`gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block; - `experts`: a mixture of
+experts; - `per_layer`: embeddings for each layer; - `block`, and `head` with the loss; - `methods`:
+MeSP, which differentiates a block by hand, from its input and its intermediates; MeBP, the same
+loop over blocks with `mx.vjp`; MeZO, two forward passes with a seeded perturbation; -
+`preferences`, `rewards`, `adamw8bit` and `private` (DP-SGD); `model` has the weights.
 
-Everything is float32, whatever the bundle's dtype; nothing is tiled and nothing is tuned. A formula
+Everything is float32, whatever the bundle's dtype. Nothing is tiled or tuned for speed. A formula
 leaves out what a family of models lacks (QK-norm, a soft cap, …). Sizes: T tokens, heads (of
 queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the elementwise product.
 """

@@ -88,8 +88,8 @@ def attention_backward(
 
     dq = a dZ k     dk = a dZᵀ q
 
-    δ = rowsum(P ∘ dP), which comes from the softmax's normalization, equals rowsum(O ∘ dO). dk and
-    dv are sums over the query heads that share a key and value head.
+    δ = rowsum(P ∘ dP) comes from the softmax's normalization. It equals rowsum(O ∘ dO). dk and dv
+    are sums over the query heads that share a key and value head.
     """
     q_shape = q.shape
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -122,7 +122,7 @@ def place_backward(
     return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
 
 
-Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or the gradients by them
+Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or the gradients by k̂ and v̂
 
 
 def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:
@@ -213,7 +213,8 @@ def mix_by_attention_backward(
 
     d_k̂ += d_shared[0]        d_v̂ += d_shared[1]
 
-    A block that uses another's k̂ and v̂ returns the gradients by these, and none of k and v.
+    A block that uses another block's k̂ and v̂ returns the gradients by these, and no dA and dB of
+    k and v.
     """
     p, vector, eps = parts
     q, k, v, attn_out = intermediates

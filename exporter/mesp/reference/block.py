@@ -54,8 +54,8 @@ MIXER_INTERMEDIATES = {
 }
 POST_NORMED = ("mixer_out", "mlp_out")  # more intermediates of a block with post norms
 
-# For each mixer: the function for its intermediates, the function that makes the input of its
-# output projection of them, and the derivative.
+# For each mixer, three functions: one that returns its intermediates, one that makes the output
+# projection's input from the intermediates, and their derivative.
 MIXERS = {
     AttentionMixer: (mix_by_attention, output_of_attention, mix_by_attention_backward),
     GatedDeltaNet: (
@@ -104,9 +104,9 @@ def block_forward(
 
     w is 1 except in some mixtures of experts: see `weigh_mlp`.
 
-    With post norms, out and down are normed before they are added. Then mixer_out and mlp_out, the
-    inputs of these norms, are returned too. Gate and up are recomputed when they are needed, so
-    `stored` is not applied to them.
+    With post norms, the outputs of out and down are normed before they are added. Then mixer_out
+    and mlp_out, the inputs of the post norms, are returned too. Gate and up are recomputed when
+    they are needed, so `stored` is not applied to them.
 
     The records of a packed sequence begin at the positions `starts`. In a block only the mixer
     relates tokens to each other, so it runs on each record separately.

@@ -29,7 +29,8 @@ class Dropout(NamedTuple):
         """Returns the masks of all linear layers of a block that can have an adapter, trained or
         not.
 
-        Each expert has a mask for all tokens. It reads the rows of the tokens that chose it.
+        Each expert has a mask with a row for every token. It uses only the rows of the tokens that
+        chose it.
         """
         masks = {}
         for layer, (name, (*stack, _, in_size)) in enumerate(described.adapted().items()):
@@ -58,9 +59,9 @@ def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
 
     M_tj = 0 where r_t c_j < p 2³²
 
-    The integers are unsigned, have 32 bits and wrap. As c_j is odd, the products of a column are as
-    uniform and as independent as the r_t: multiply-shift hashing (Dietzfelbinger et al. 1997). p is
-    rounded to float32, as in the trainer.
+    The integers are unsigned, have 32 bits and wrap. c_j is odd, so the products of a column are as
+    uniform and independent as the r_t are: multiply-shift hashing (Dietzfelbinger et al. 1997). p
+    is rounded to float32, as in the trainer.
     """
     p = np.float32(p)
     r = hash_32(mx.arange(T, dtype=mx.uint32) + _uint32(key & 0xFFFFFFFF))

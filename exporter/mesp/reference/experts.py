@@ -10,14 +10,14 @@ from mesp.reference.dropout import Masks
 from mesp.reference.model import Matrices, Weights, dequantize
 from mesp.reference.pieces import Projection, gated, gated_backward, linear, linear_backward
 
-# A number that is added to the sum that w is divided by, so that a sum of sigmoids is above 0, as
-# in LFM2. A softmax needs none.
+# The weights w are divided by a sum. As in LFM2, this number is added to the sum, so that a sum of
+# sigmoids is above 0. A softmax needs none.
 EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
 
 
 def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
-    """Returns the experts of each token with the highest scores, int [T, k]; of equal scores the
-    first.
+    """Returns the k experts of each token with the highest scores, int [T, k]. Of experts with
+    equal scores, the first is chosen.
 
     z [T, E] is the router's output. The choice has no gradient.
     """
@@ -58,9 +58,9 @@ def mix_by_experts(
 ) -> mx.array:
     """Returns y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts.
 
-    x, y [1, T, hidden]. Each expert computes only the tokens that chose it. Where the experts are
+    x, y [1, T, hidden]. Each expert computes only the tokens that chose it. If the experts are
     trained, `lora` has A [experts, in, rank] and B [experts, rank, out] of each stacked matrix.
-    With dropout, `masks` has its M [experts, T, in] too.
+    With dropout, `masks` has M [experts, T, in] of each.
     """
     x = x[0]
     chosen, w = _route(x, weights, experts)
@@ -120,7 +120,8 @@ def mix_by_experts_backward(
 
 
 def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.array:
-    """Returns y = w ∘ out [1, T, hidden], w = sigmoid(x gᵀ), of an MLP's output beside experts.
+    """Returns y = w ∘ out [1, T, hidden], w = sigmoid(x gᵀ). `out` is the output of an MLP beside
+    experts.
 
     Without g, y is out.
     """

@@ -34,7 +34,7 @@ from mesp.reference.pieces import (
 from mesp.reference.short_convolution import convolution, convolution_backward
 
 CHUNK = 64  # tokens
-UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k
+UNIT_EPS = 1e-6  # the norms of q and k add this to the sum of squares
 
 
 class Chunk(NamedTuple):
@@ -149,8 +149,8 @@ def chunk_backward(
 
 
 def _chunks(c: Chunk) -> list[Chunk]:
-    """Cuts T tokens into chunks. The last is padded with tokens of k = β = κ = 0, which don't
-    change the state; nobody reads their outputs.
+    """Cuts T tokens into chunks. The last chunk is padded with tokens of k = β = κ = 0. These don't
+    change the state, and their outputs are not used.
     """
     T = c.q.shape[1]
     padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in c]

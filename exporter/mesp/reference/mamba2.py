@@ -89,8 +89,8 @@ def state_space_chunk_backward(
 def _chunks(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array
 ) -> list[StateSpaceChunk]:
-    """Cuts T tokens into chunks. The last is padded with tokens of Δ = 0, which don't change the
-    state.
+    """Cuts T tokens into chunks. The last chunk is padded with tokens of Δ = 0, which don't change
+    the state.
     """
     heads, T = dt.shape
     step = dt[..., None]
@@ -153,7 +153,7 @@ def state_space_backward(
 
 
 class Mamba2(NamedTuple):
-    """The weights between the projections, all frozen. heads·P is the size of all heads
+    """The weights between the two projections. All are frozen. heads·P is the size of all heads
     together.
     """
 

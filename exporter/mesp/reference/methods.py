@@ -49,8 +49,8 @@ def forward_with_shared(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
-    """Returns the block inputs, as `forward` does, and the shared keys and values by the block that
-    has them.
+    """Returns the block inputs, as `forward` does, and the shared keys and values, by the block
+    that computes them.
 
     A block that shares no keys and values depends on the other blocks through its input alone.
     """
@@ -121,7 +121,8 @@ def mesp_block_gradient(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """Returns dx, the flat LoRA gradient and the gradient by `shared` of a block: MeSP, by hand.
+    """Returns dx, the flat LoRA gradient and the gradient by `shared` of a block: MeSP, whose
+    formulas are differentiated by hand.
 
     It recomputes the intermediates, with the masks of the forward pass.
     """
@@ -186,14 +187,14 @@ def gradients(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Returns the gradients of a window: the forward pass keeps block inputs alone.   window [T +
+    """Returns the gradients of a window. The forward pass keeps only the block inputs. window [T +
     1] int
 
     `weights` are as in `cross_entropy`, `starts` and `dropout` as in `forward`.
 
     Keys and values that several blocks use are kept too, until the block that computed them is
-    differentiated. The gradients of the other blocks by them are added up: this is that block's
-    d_shared.
+    differentiated. The gradients of the other blocks by these keys and values are added up. The sum
+    is d_shared of the block that computed them.
     """
     arch, targets = model.arch, window[1:]
     x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)
@@ -315,10 +316,10 @@ def step_example(
 ) -> tuple[int, int]:
     """Returns the example (start, length) of a split that `step` (from 0) takes.
 
-    Examples are cut to `seq_len` + 1 tokens. Those that then have a target left are visited in the
-    order of `step_window`. An example is tokens[start : start + length]. Its loss is the mean over
-    the predictions of its tokens after the first for which `mask`, which lies beside the tokens, is
-    not 0.
+    Examples are cut to `seq_len` + 1 tokens. Examples that still have a target are visited in the
+    order of `step_window`. An example is tokens[start : start + length]. Its loss is a mean over
+    the predictions of its tokens, without the first token and those whose `mask` is 0. `mask` has
+    an entry for each token of the stream.
     """
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
@@ -332,8 +333,9 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Returns the records that share each sequence of at most `seq_len` inputs, by their lengths in
     tokens.
 
-    Each record goes into the first of the last `OPEN` sequences that has room for all of its
-    tokens, or else begins another. The last token of a sequence is only a target, not an input.
+    Only the last `OPEN` sequences may take another record. A record goes into the first of these
+    that has room for all of its tokens, or else begins a new sequence. The last token of a sequence
+    is only a target, not an input.
     """
     sequences: list[list[int]] = []
     room: list[int] = []

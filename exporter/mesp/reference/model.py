@@ -23,16 +23,16 @@ class Model:
     """Frozen weights, by mlx-lm's names (docs/formats.md lists them).
 
     `blocks` has one dictionary a block. `embedding` and `head` hold `weight` [V, hidden] packed,
-    `scales` and, unless the quantization has none, `biases`; `head` also `norm` [hidden], the final
-    RMSNorm. Both hold the embedding's matrix in a model that ties them.
+    `scales` and, unless the quantization has none, `biases`; `head` also holds `norm` [hidden], the
+    final RMSNorm. In a model that ties embedding and head, both hold the embedding's matrix.
     """
 
     arch: Architecture
     blocks: list[Weights]
     embedding: Weights
     head: Weights
-    # With embeddings for each layer: `model.embed_tokens_per_layer`, which has the rows of all
-    # layers, `model.per_layer_model_projection` and the norm of its output.
+    # In a model with embeddings for each layer: `model.embed_tokens_per_layer`, the table of all
+    # layers, `model.per_layer_model_projection`, and the norm of that projection's output.
     per_layer: Weights = field(default_factory=dict)
 
     @classmethod
@@ -96,7 +96,7 @@ def unpack_lora(flat: mx.array, block: Block) -> Matrices:
 
 
 def experts_lora(flat: mx.array, block: Block) -> Matrices:
-    """Returns the matrices of the experts; none where they are frozen."""
+    """Returns the LoRA matrices of the experts, or none if the experts are frozen."""
     of_modules = block.modules
     matrices = unpack_lora(flat, block)
     return {name: pair for name, pair in matrices.items() if name not in of_modules}
@@ -134,7 +134,8 @@ def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
     return pack_lora(matrices, block)
 
 
-Stored = Callable[[mx.array], mx.array]  # how an array is stored in memory, such as rounded
+# A function that changes an array as storing it does, for example by rounding.
+Stored = Callable[[mx.array], mx.array]
 
 
 class Parts(NamedTuple):
@@ -150,8 +151,8 @@ class Parts(NamedTuple):
     ) -> Parts:
         """Returns the operands of a block.
 
-        A projection of a fused module takes its rows of W and bias, and its columns of B. It has
-        the module's A and mask of dropout.
+        A projection of a fused module takes its rows of W and bias, and its columns of B. The
+        module's A and mask of dropout belong to each of its projections.
         """
         matrices = unpack_lora(lora, block)
         projections = {}
@@ -185,8 +186,8 @@ class Parts(NamedTuple):
 def fuse(gradients: Matrices, block: Block) -> Matrices:
     """Returns the gradients by A and B of each module, from the gradients of its projections.
 
-    The outputs of the projections lie side by side, and so do their dB and dm. They share A, so
-    their dA are added.
+    The outputs of the projections lie side by side, and so do their dB and dm. The projections
+    share A, so their dA are added.
     """
     fused = {}
     for module, names in block.modules.items():

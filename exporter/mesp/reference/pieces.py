@@ -12,9 +12,9 @@ class Projection(NamedTuple):
     """A linear layer: frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank,
     out].
 
-    h = x A [..., rank] is None unless it was stored. Only comparisons store it. M [T, in] is the
-    mask of LoRA dropout, and m [out] the trained magnitudes of DoRA; both are None if they are not
-    used.
+    h = x A [..., rank] is None unless it was stored, which only comparisons of methods do. M [T,
+    in] is the mask of LoRA dropout, and m [out] the trained magnitudes of DoRA; both are None if
+    they are not used.
     """
 
     W: mx.array
@@ -167,7 +167,7 @@ def gated_backward(
 def scattered(seed: int) -> int:
     """Returns the first output of SplitMix64 with this state, in 64 bits.
 
-    The results of neighbouring seeds lie so far apart that counting up from one does not reach
+    The results for neighbouring seeds lie far apart: counting up from one result does not reach
     another.
     """
     z = (seed + 0x9E3779B97F4A7C15) % 2**64

@@ -72,7 +72,7 @@ def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
     """Returns ℒ = -β log sigmoid(o),   o = f(μ_c) - f(μ_r),   f(x) = x - log(1 - eˣ), the log odds
     of eˣ.
 
-    The caller adds the chosen answer's mean loss over all of its targets, the prompt's too.
+    The caller adds the chosen answer's mean loss over all targets, including those in the prompt.
     """
     means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
     odds = [mean - math.log(-math.expm1(mean)) for mean in means]
@@ -98,7 +98,8 @@ def kto(
 
     ℒ = w (1 - sigmoid(± β (ρ - k))), with + and w = `desirable` for good answers, and with - and w
     = `undesirable` for bad ones. k = max(0, the mean ρ of `mismatched`) is a constant in the
-    gradient. `mismatched` are the batch's prompts, each with the answer before it in the batch.
+    gradient. `mismatched` are the batch's prompts, each with the answer of the record before it in
+    the batch.
     """
     kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))
     total, weights = 0.0, []

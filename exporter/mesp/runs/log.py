@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     import pandas
 
 LOG_NAME = "metrics.jsonl"
-SIZE = 1 << 28  # bytes; the record of a step has some 500
+SIZE = 1 << 28  # the most bytes of a line; the record of a step has about 500
 LINE = 1 << 20
 
-# A log without an end record belongs to a running run, unless nothing was added for this long.
+# If a log has no end record, its run is taken to be running, unless nothing was added to the log
+# for this many seconds.
 SILENCE = timedelta(minutes=10)
 
 # The fields that every record of a kind must have, by kind.
@@ -93,8 +94,8 @@ def is_a(kind: type, value: object) -> bool:
 
 
 class Speed(NamedTuple):
-    """Tokens a second: all that the model reads, and those that count in the loss; None if no time
-    has passed.
+    """Two speeds in tokens a second: of all tokens that the model reads, and of those that count in
+    the loss. None if no time has passed.
     """
 
     tokens: float | None
@@ -111,7 +112,7 @@ class Speed(NamedTuple):
         return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
 
     def words(self, unit: str) -> str:
-        """Returns both with their unit; one if they are equal, as for packed text."""
+        """Returns both speeds with their unit, or one if they are equal, as for packed text."""
         said = f"{decimal(self.tokens, 0)} {unit}"
         if self.tokens == self.in_loss:
             return said
@@ -231,8 +232,8 @@ class RunLog:
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
-        """Returns a sentence on the strength that the adapters were given at the end; None if they
-        are unchanged.
+        """Returns a sentence on the strength that the run gave the adapters at its end. None if it
+        left them unchanged.
         """
         if not self.strength:
             return None
@@ -254,8 +255,8 @@ class RunLog:
         return (before[0] if before else None, after[-1] if after else None)
 
     def state(self, now: datetime | None = None) -> str:
-        """Returns the reason in the end record; without one `running`, or `killed` if the log is
-        silent.
+        """Returns the reason in the end record. If there is no end record, returns `running`, or
+        `killed` if nothing was added to the log for a while.
         """
         if self.end:
             return str(self.end.get("reason", "?"))
@@ -266,9 +267,10 @@ class RunLog:
             last = datetime.fromisoformat(self.last_time)
             if last.tzinfo is None:
                 last = last.replace(tzinfo=UTC)
-            # It may be later than now, if this clock was set back, or if another clock is ahead.
+            # The time of the last record may be later than now, if this clock was set back, or if
+            # another clock is ahead.
             return "running" if abs(now - last) < SILENCE else "killed"
-        except (ValueError, OverflowError):  # not a time, or one beyond the years of datetime
+        except (ValueError, OverflowError):  # no time, or a time beyond the years that datetime has
             return "killed"
 
 

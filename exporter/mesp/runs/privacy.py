@@ -2,13 +2,14 @@
 
 In a run with DP-SGD, each step draws each of N examples with the probability q = B / N (Poisson
 sampling), and adds Gaussian noise of Z times the norm that an example's gradient is clipped to.
-This is the subsampled Gaussian mechanism, whose Rényi differential privacy composes over the steps
-(Mironov et al., arXiv:1908.10530). Two data sets are adjacent if one has one example more.
+This is the subsampled Gaussian mechanism. Its Rényi differential privacy composes over the steps
+(Mironov et al., arXiv:1908.10530). Two data sets are adjacent if they are equal except that one of
+them has one example more.
 
-A federation's guarantees are those of the Gaussian mechanism, whose ε is computed exactly (the
-analytic Gaussian mechanism, arXiv:1805.06530). k answers with noise, even if each depends on those
-before, have the ε of one answer with 1/√k of the noise. No sampling of clients is assumed, so none
-reduces ε.
+A federation's noise is the Gaussian mechanism. Its ε is computed exactly (the analytic Gaussian
+mechanism, arXiv:1805.06530). k answers with noise, even if each depends on those before, have the ε
+of one answer with 1/√k of the noise. Sampling clients could reduce ε. This is not counted, because
+no sampling is assumed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
         raise MespError(
             "The ε of --dp-noise needs dp-accounting: `pip install 'mesp[privacy]'`."
         ) from error
-    # It warns of each order that it leaves out, which only increases ε.
+    # The library warns of each Rényi order that it leaves out. Leaving one out can only increase ε.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
     for each in steps:

@@ -27,10 +27,11 @@ from mesp.settings.train_settings import TrainSettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-POINTS = 40  # of a smoothed line; the loss of a single step, over few sequences, is noisy
+# The points of a smoothed line; the loss of a single step is noisy, because it is of few sequences
+POINTS = 40
 SAMPLES_SIZE = 16 << 20  # bytes
 PHASES = ("forward", "loss", "backward")
-WIDTH, HEIGHT = 5, 3.5  # of a picture, in inches of 72 points
+WIDTH, HEIGHT = 5, 3.5  # the size of a picture, in inches of 72 points
 HOW_STARTED = ("resume", "dry_run")  # settings that say nothing about a run
 INK = "#010203"  # stands for the page's text colour in matplotlib's drawings
 Row = tuple[str, list[str]]
@@ -150,7 +151,7 @@ def draw_loss(runs: dict[str, RunLog]) -> str:
             xs, ys = [step["step"] for step in some], [step["loss"] for step in some]
             axes.plot(xs, ys, ".", color=color, alpha=0.3, markersize=2, linewidth=0)
         axes.plot(*smooth(run, lambda step: step["loss"]), color=color, label=f"{name}, training")
-        # Points without a line between them: nothing was measured there.
+        # Points are not joined by a line, because nothing was measured between them.
         for split, style in (("valid", "o"), ("test", "*")):
             evals = [(record["step"], record["loss"]) for record in run.evals_of(split)]
             if evals:
@@ -301,7 +302,9 @@ small { opacity: .7 }
 
 
 def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
-    """Returns a table with a column for each run: on a phone, one or two runs need no scrolling."""
+    """Returns a table with a column for each run. One or two columns fit on a phone without
+    scrolling.
+    """
     head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
     lines = [f"<tr><th></th>{head}</tr>"]
     for name, values in rows:
@@ -354,7 +357,7 @@ def describe_sampled(run: RunLog) -> str:
 
 
 def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
-    """Returns the rows of the settings that apply to a run."""
+    """Returns the table's rows of the settings that apply to a run."""
     applying = [settings_that_apply(run.settings) for run in runs.values()]
 
     def said(value: object) -> str:
@@ -369,8 +372,9 @@ def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a log that have a value and a use: MeZO's ε, for one, has none in a
-    run of another method."""
+    """Returns the settings of a log that have a value and a use. For example, MeZO's ε has no use
+    in a run of another method.
+    """
     declared = {
         each.key or name: (name, each) for name, each in list_settings(TrainSettings).items()
     }

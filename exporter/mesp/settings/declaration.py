@@ -30,17 +30,20 @@ class Setting:
     below: float | None = None
     choices: Collection[str] | None = None  # or a dictionary that describes each
     default_text: str | None = None  # of a default that is None
-    key: str = ""  # in settings.json, if it differs from the name
+    key: str = ""  # the setting's key in settings.json, if it differs from its name
     metavar: str | None = None
     aliases: Collection[str] = ()  # names of the option in other trainers
     federated: bool = False  # whether the server of a federation may set it
-    may_change: bool = False  # when a run is resumed: no result depends on it
+    # Whether it may change when a run is resumed, because no result depends on it.
+    may_change: bool = False
     can_be_refused: bool = False  # whether there is an option with --no- too
-    # A setting that it needs, and the values of that; None for any.
+    # Another setting that this one needs, and the values that the other must have; None: any value.
     only_with: tuple[str, Collection[str] | None] | None = None
 
     def applies(self, settings: Mapping[str, Any]) -> bool:
-        """Returns whether the setting that this one needs, by its name or key, has such a value."""
+        """Returns whether the setting that this one needs has one of the values it must have.
+        `settings` are by name or by key.
+        """
         if self.only_with is None:
             return True
         other, values = self.only_with
@@ -123,8 +126,8 @@ class Settings:
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
         """Returns the settings in the object of a `settings.json`.
 
-        Missing ones, as in a file of an older version, have their defaults. Raises TypeError or
-        MespError if the object is invalid.
+        Settings that the object lacks, such as those that an older version did not have, get their
+        defaults. Raises TypeError or MespError if the object is invalid.
         """
         keys = {declared.key or name: name for name, declared in list_settings(cls).items()}
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})

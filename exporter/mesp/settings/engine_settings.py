@@ -1,7 +1,7 @@
 """The settings in a settings.json of mesp-engine besides those of `TrainSettings`.
 
 Programs set them, and no command has an option for them. They are declared here for Swift:
-`Core/Run/RunSettings.swift` is generated from both.
+`Core/Run/RunSettings.swift` is generated from these and from `TrainSettings`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """The settings that programs set. `TextData` or `mesp data` wrote the folders of tokens."""
+    """The settings that programs set. The folders of tokens among them were written by `TextData`
+    in the app or by `mesp data`.
+    """
 
     bundle: str = setting(Path, MISSING, "Folder of the bundle.", may_change=True)
     output: str = setting(

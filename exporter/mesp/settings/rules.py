@@ -57,8 +57,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
     if (settings.num_layers or 1) > layers:
         raise MespError(f"--num-layers {settings.num_layers} is more than the {layers} blocks.")
     if settings.dropout:
-        # MeZO's two losses, and an objective's likelihoods, are compared with each other. The
-        # function that MeBP differentiates has no input for a mask.
+        # MeZO compares two losses, and an objective several likelihoods. Dropout would add noise to
+        # the comparison. The function that MeBP differentiates has no input for a mask.
         refused = {
             f"--method {settings.method}": settings.method != "mesp",
             f"--objective {settings.objective}": settings.objective is not None,
@@ -67,7 +67,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
         _refuse_beside("--dropout", refused)
     if settings.dora:
         # The function that MeBP differentiates has no input for magnitudes. Neither mlx-lm nor PEFT
-        # has magnitudes of experts. A factor of B does not weaken the change by magnitudes.
+        # has magnitudes of experts. Choosing the adapters' strength multiplies B by a factor, which
+        # would leave the change by the magnitudes as it is.
         refused = {
             "--method mebp": settings.method == "mebp",
             "--freeze-a": settings.freeze_a,
@@ -157,7 +158,7 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
         _refuse_beside("--replay", refused | {"--dp-clip": settings.dp_clip is not None})
     if settings.max_forgetting is None:
         return
-    # The loss on the data's answers says little about what these runs learn.
+    # In such runs, the loss on the data's answers says little about what the model learns.
     for typed, is_given in refused.items():
         _refuse_beside(typed, {"--max-forgetting": is_given})
     if not settings.val_batches or "valid" not in manifest.data:

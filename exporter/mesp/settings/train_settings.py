@@ -56,7 +56,7 @@ OFFLOADS = {
 }
 PREFERRED_SEQ_LEN = 256
 GROUP_SIZE = 8  # of sampled answers
-MAX_STEPS = 10**6  # large enough for any run, and small enough that no product of it overflows
+MAX_STEPS = 10**6  # large enough for any run, and small enough that no product with it overflows
 MAX_SEQUENCES = 1 << 16  # of a step
 
 
@@ -64,7 +64,7 @@ MAX_SEQUENCES = 1 << 16  # of a step
 class TrainSettings(Settings):
     """The settings of a run, which depends on nothing else besides its bundle.
 
-    A setting that is None, although None is not one of its values, depends on the bundle:
+    If a setting is None although None is not one of its values, its value depends on the bundle.
     `complete` fills it in.
     """
 
@@ -298,9 +298,9 @@ class TrainSettings(Settings):
     def complete(self, manifest: Manifest, paper: bool = False) -> TrainSettings:
         """Returns the settings with the bundle's defaults filled in.
 
-        These are the sequence length, the rank and the update, the `paper`'s or the default. Raises
-        MespError if the bundle does not support a setting, or if `paper` and another update are
-        given.
+        These are the sequence length, the rank, and the optimizer with its learning rate: the
+        paper's with `paper`, else the default ones. Raises MespError if the bundle does not support
+        a setting, or if `paper` and another update are given.
         """
         update = PAPER if paper else {}
         for name, value in update.items():

@@ -12,11 +12,14 @@ from mesp.models.config_json import complete
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SideInputs, SourceModel, product
 
-SEQUENCES, LENGTH = 4, 128  # that the model reads; more of both change little
-# Sequences of a text, if products of two inputs are computed too. Products are many, so few tokens
-# estimate them badly.
+# The number and length of the sequences that the model reads; more or longer ones change little
+SEQUENCES, LENGTH = 4, 128
+# The number of sequences of a text if products of two inputs are computed too. There are many
+# products, so few tokens would estimate them badly.
 CALIBRATION_SEQUENCES = 16
-WIDEST = 4096  # the most inputs with products, which take 67.1 MB a matrix
+# The most inputs of a matrix for which products are computed; they take 67.1 MB for a matrix of
+# this width
+WIDEST = 4096
 
 
 def draw_tokens(vocab_size: int) -> np.ndarray:
@@ -42,8 +45,8 @@ class Moments:
     """The second moments of matrices' inputs, while the model reads `sequences`.
 
     They are sums over the tokens of each input's square, and `with_products` of the products of two
-    inputs. Blocks run in order, each when it is asked for: only the inputs of the next block are
-    kept.
+    inputs. A block runs when its moments are asked for, so they must be asked for in order. Only
+    the inputs of the next block are kept.
     """
 
     def __init__(

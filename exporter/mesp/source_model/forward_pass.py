@@ -24,11 +24,12 @@ from mesp.quantization.quantize_rows import read_rows
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
 
-Seen = Callable[[str, mx.array], None]  # is called with the name and input of a module
+# A function that is called with the name and the input of each module
+Seen = Callable[[str, mx.array], None]
 
 
 def product(x: mx.array, W: mx.array) -> mx.array:
-    """Returns x Wᵀ by NumPy: the BLAS in MLX's wheels for Linux takes some 30 times as long."""
+    """Returns x Wᵀ by NumPy: the BLAS in MLX's wheels for Linux takes about 30 times as long."""
     return mx.array(np.asarray(x.astype(mx.float32)) @ np.asarray(W).T)
 
 
@@ -65,7 +66,7 @@ class SourceModel:
 
     weights: Weights
     arch: Architecture
-    quantizations: Quantizations  # of matrices that are quantized in the source
+    quantizations: Quantizations  # the quantizations of matrices that are quantized in the source
 
     def matrix(
         self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
@@ -129,7 +130,8 @@ class SourceModel:
                 return self.matrix(prefix + module, sizes[module], some)
 
             bias = vector(f"{module}.bias", (biases[module],))[rows] if module in biases else None
-            is_first = rows.start == 0  # of a fused module's projections, which have the same input
+            # Called once for a fused module, whose projections have the same input
+            is_first = rows.start == 0
             return SourceProjection(
                 read, shape, bias, lambda x: seen(module, x) if is_first else None
             )

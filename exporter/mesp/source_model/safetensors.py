@@ -16,8 +16,8 @@ from mesp.models.architecture import Architecture
 from mesp.models.mlps import MOST_EXPERTS
 from mesp.models.tensor_names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
 
-# Types in a safetensors file: the NumPy dtype to read them with (it has no bfloat16), and MLX's
-# dtype.
+# A type in a safetensors file -> the NumPy dtype to read it with, and MLX's dtype. NumPy has no
+# bfloat16.
 TENSOR_DTYPES = {
     "F32": (np.float32, mx.float32),
     "F16": (np.float16, mx.float16),
@@ -28,8 +28,8 @@ TENSOR_DTYPES = {
 FLOATS = ("F32", "F16", "BF16")
 
 
-HEADER = 16 << 20  # bytes: enough for a file with 100,000 tensors
-ROWS = 1 << 12  # of a table, that are compared at a time
+HEADER = 16 << 20  # the most bytes of a header: enough for a file with 100,000 tensors
+ROWS = 1 << 12  # the rows of a table that are compared at a time
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
@@ -158,7 +158,7 @@ class SafetensorsWeights:
         )
 
     def _find_head(self) -> None:
-        """Chooses the head and the embedding that are stored.
+        """Finds out which of head and embedding are stored, and chooses the tensor of each.
 
         If the config.json ties them, one may be missing, or both may be stored and differ.
         """
@@ -224,8 +224,9 @@ class SafetensorsWeights:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the weight files of a folder, chosen as transformers does: one for all, or those of
-    the index, or without an index all of them. Raises MespError if one is missing.
+    """Returns the weight files of a folder, chosen as transformers does: one file with all weights,
+    or the files that the index names or, without an index, all weight files. Raises MespError if
+    one is missing.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():

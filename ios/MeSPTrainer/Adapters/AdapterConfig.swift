@@ -97,8 +97,8 @@ struct AdapterConfig {
         }
     }
 
-    /// Returns whether the configuration gives a layer of a block adapters, by the rules of its library. Patterns are not matched; with a pattern the
-    /// tensors determine the layers.
+    /// Returns whether a layer of a block has adapters according to the configuration, by the rules of the library that wrote it. Patterns are not
+    /// matched; with a pattern the tensors determine the layers.
     ///
     /// - Parameter prefix: the prefix of the blocks' names.
     func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {

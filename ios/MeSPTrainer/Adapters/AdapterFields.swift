@@ -2,8 +2,8 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// The fields that an adapter_config.json may have, from exporter/mesp/adapters/fields.json. That file describes its parts, and the reasons why keys
-/// are ignored. `json` in AdapterFieldsTable.swift is generated from it.
+/// The fields that an adapter_config.json may have, from exporter/mesp/adapters/fields.json. That file describes its own parts, and says why some
+/// keys are ignored. `json` in AdapterFieldsTable.swift is generated from it.
 struct AdapterFields: Decodable {
     let used: Set<String>
     let ignored: Set<String>

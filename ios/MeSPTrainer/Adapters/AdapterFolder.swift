@@ -13,7 +13,7 @@ package struct LoadedAdapters {
     package let lora: [MLXArray]
     package let layouts: [LoRALayout]
 
-    /// The size of the vectors, in bytes. They have float32 matrices for every linear layer, and for every expert if one has adapters.
+    /// The size of the vectors, in bytes. The vectors have float32 matrices for every linear layer, and for all experts if some expert has adapters.
     package var bytes: Int { layouts.reduce(0) { $0 + 4 * $1.count } }
 
     package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
@@ -21,8 +21,8 @@ package struct LoadedAdapters {
     }
 }
 
-/// Writes a folder of adapters that mlx-lm and mlx-swift-lm load. Its folder `peft` is for PEFT. Existing files are replaced when all new ones are
-/// written. Only one matrix at a time is in memory.
+/// Writes a folder of adapters that mlx-lm and mlx-swift-lm load. The subfolder `peft` has the adapters in PEFT's format. Existing files are replaced
+/// when all new ones are written. Only one matrix at a time is in memory.
 ///
 /// - Parameters:
 ///   - blocks: the trained blocks, which end with the last block of the model.

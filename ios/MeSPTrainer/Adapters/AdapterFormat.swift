@@ -120,7 +120,7 @@ package enum AdapterFormat {
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": isDoRA,
-                // PEFT refuses dropout for parameters (experts). It uses the value only in training.
+                // PEFT refuses dropout for parameters (experts). PEFT uses the value only in training.
                 "lora_dropout": parameters.isEmpty ? dropout : 0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
                 "rank_pattern": Dictionary(uniqueKeysWithValues: joined),
@@ -170,7 +170,7 @@ package struct AdaptedLayer {
     var isStacked: Bool { modules.allSatisfy(\.isStacked) }
 
     /// Returns the part of PEFT's names before `lora_A`. It is the layer's name. For a parameter it is the name of its module, because PEFT wraps the
-    /// module once for each parameter. The first wrapper, which has the gate, is inside the next.
+    /// module once for each parameter. The first wrapper, which has the gate, is inside the second.
     fileprivate func wrapper(isNested: Bool) -> String {
         guard isStacked, let end = name.lastIndex(of: ".") else { return name }
         return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")

@@ -123,7 +123,7 @@ package struct LoRALayout {
     }
 
     /// Returns the factors of the parameters' learning rate, float32 `[P]`: 1 for A, and `ratio` for B and m, as PEFT groups them; nil if all are 1.
-    /// It is only for layouts in which A is trained.
+    /// The function is only for layouts in which A is trained.
     package func rateFactors(ofB ratio: Float) -> MLXArray? {
         guard ratio != 1 else { return nil }
         let factors: [MLXArray] = modules.flatMap { module in

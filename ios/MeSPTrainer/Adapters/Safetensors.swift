@@ -97,7 +97,7 @@ package struct Safetensors {
     /// Whether `writeSafetensors` has sealed the file: its last 32 bytes are meant to be the SHA-256 of all bytes before them.
     package var isSealed: Bool { tensors[Seal.name]?.dataOffsets == [data.count - Seal.size, data.count] }
 
-    /// Whether the file is sealed and unchanged since then. This reads the whole file.
+    /// Whether the file is sealed and has not changed since. The check reads the whole file.
     package var isIntact: Bool {
         guard isSealed else { return false }
         var hash = SHA256()
@@ -132,7 +132,7 @@ package struct NewTensor {
     }
 }
 
-/// Writes a safetensors file. It replaces the file at `url` only when it is completely on the disk.
+/// Writes a safetensors file. The new file replaces the one at `url` only when it is completely on the disk.
 ///
 /// - Parameters:
 ///   - seal: whether to add a last tensor, `sha256`, with the SHA-256 of all bytes before it.

@@ -15,11 +15,11 @@ package struct WeightedAdapters: Sendable, Equatable {
     package init(_ folder: URL, weight: Float = 1) { (self.folder, self.weight) = (folder, weight) }
 }
 
-/// Returns the vector with which a block is computed (`DoRA.scaled`), from adapters with magnitudes. It depends on the model's weights.
+/// Returns the vector with which a block is computed (`DoRA.scaled`), from adapters with magnitudes. The vector depends on the model's weights.
 ///
 /// - Parameters:
 ///   - scale: the scale of the adapters.
-///   - read: reads A, B and m `[P]`. It receives parameters with which the block equals the base model's.
+///   - read: reads A, B and m `[P]`. The function receives parameters with which the block equals the base model's.
 package typealias DoRAReading = (
     _ block: Int, LoRALayout, _ scale: Float, _ read: (_ base: MLXArray) throws -> MLXArray
 ) throws -> MLXArray

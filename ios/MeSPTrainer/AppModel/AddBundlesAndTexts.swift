@@ -79,7 +79,7 @@ extension AppModel {
     public func downloadNow() async { await addAndSelect { try await downloads.downloadNow() } }
 
     /// Resumes a download that was in progress when the app was terminated. Returns when the download has ended or the caller's task is cancelled. If
-    /// a download is already in progress, it waits for its end.
+    /// a download is already in progress, the call waits until it has ended.
     public func finishDownload() async {
         let work = Task { await addAndSelect { try await downloads.resume() } }
         repeat { try? await Task.sleep(for: .milliseconds(100)) } while downloads.progress != nil && !Task.isCancelled

@@ -128,7 +128,8 @@ import Observation
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
         }
         form.refresh()
-        // The system may have started the app while the phone is locked, when choices can't be read. They are read again when the app becomes active.
+        // The system may have started the app while the phone is locked, when choices can't be read. The choices are read again when the app becomes
+        // active.
         do { try choices.refresh() } catch { if monitor.scene == .active { problem = error.plainSentence } }
         if hasEnded, let run = shownRun {
             hasEnded = false
@@ -147,12 +148,12 @@ import Observation
         isPreparing || controller.isRunning || chat.writing != nil || benchmark.running != nil
             || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
-    /// Whether such work is about to begin: its data is being read or tokenized.
+    /// Whether a run or other work is about to begin: its data is being read or tokenized.
     public private(set) var isPreparing = false
 
     // MARK: - Runs
 
-    /// Frees the conversation's memory when a run begins, and sets the storage policies of its files when it ends.
+    /// Frees the conversation's memory when a run begins. Sets the storage policies of the run's files when the run ends.
     private func runChanged() {
         guard !controller.isRunning else { return chat.freeCaches() }
         applyStoragePolicies()
@@ -172,7 +173,7 @@ import Observation
         controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
     }
 
-    /// The entry in the list of the last run, once that has ended.
+    /// The last run's entry in the list, once the run has ended.
     public var shownRun: StoredRun? {
         guard !controller.isRunning, let output = controller.settings?.output else { return nil }
         let id = URL(fileURLWithPath: output).lastPathComponent
@@ -230,8 +231,8 @@ import Observation
     /// Whether the device is free for a run, a text, a benchmark, a self-check, an evaluation or a federation.
     public var isFree: Bool { !isBusy && refusal == nil }
 
-    /// Reads the first record that a run with the form's settings would train, and shows it in the form. It waits for a pause in typing first.
-    /// Cancelling the caller's task ends it.
+    /// Reads the first record that a run with the form's settings would train, and shows it in the form. It first waits for a pause in typing.
+    /// Cancelling the caller's task ends the call.
     public func updatePreview() async {
         guard isFree else { return }
         await preview.read()

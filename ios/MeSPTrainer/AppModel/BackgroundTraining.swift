@@ -19,7 +19,7 @@ import MeSPSentences
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
     /// Whether the device allows an app in the background to use the GPU.
     var givesGPU: Bool { get }
-    /// Requests a period, which may never be granted. It replaces an earlier request that was not granted yet.
+    /// Requests a period, which may never be granted. The request replaces an earlier one that was not granted yet.
     func ask(for grant: BackgroundGrant, title: Sentence)
     /// Withdraws a request.
     func withdraw(_ grant: BackgroundGrant)

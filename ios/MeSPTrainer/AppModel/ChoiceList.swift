@@ -22,7 +22,7 @@ import Observation
 
     func refresh() throws { list = try store.all().reversed() }
 
-    /// Adds a choice. It replaces a choice between the same two answers, and a correction of the same answer.
+    /// Adds a choice. The new choice replaces a choice between the same two answers, and a correction of the same answer.
     func add(_ choice: Choice) throws {
         let answers = [choice.chosen, choice.rejected]
         try refresh()

@@ -223,8 +223,8 @@ extension DocumentsFolder {
             ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
     }
 
-    /// Returns the folder for an offer's files. A model's files are in a folder named after their commit, because the SHA-256 of some is unknown. The
-    /// bundle is written beside them.
+    /// Returns the folder for an offer's files. A model's files are in a folder named after their commit, because the SHA-256 of some of these files
+    /// is unknown. The bundle is written beside them.
     private func place(of offer: HubDownload.Offer, _ download: HubDownload) -> URL {
         let partial = partial(of: download)
         return offer.model.map { partial.appendingPathComponent($0.commit).appendingPathComponent("model") } ?? partial

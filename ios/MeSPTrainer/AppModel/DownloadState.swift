@@ -31,7 +31,7 @@ import Observation
 
     /// Whether the network costs extra or is in Low Data Mode; false if it is unknown.
     private var isCostly = false
-    /// Whether the person allows such a network.
+    /// Whether the person allows a network that costs extra or is in Low Data Mode.
     private var usesAnyNetwork = false
     /// Whether the person has asked for the download and it has not begun.
     private var waitsForAnswer = false
@@ -94,7 +94,7 @@ import Observation
         [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
     }
 
-    /// A sentence that says whether such a bundle trains on this phone.
+    /// A sentence that says whether the bundle of the offer trains on this phone.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
         if manifest.device == .gpu, let refusal = folder.gpuRefusal { return refusal }

@@ -41,7 +41,7 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.update() }
     }
 
-    /// Begins an evaluation. It does nothing while another is in progress.
+    /// Begins an evaluation, unless another evaluation is in progress.
     ///
     /// - Parameters:
     ///   - records: JSON with a record on each line, or one list of records. All records have the same kind: `text`; `prompt`, `choices` and

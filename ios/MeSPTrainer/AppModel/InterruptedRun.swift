@@ -40,7 +40,7 @@ extension AppModel {
 
     // MARK: - A recorded run
 
-    /// Whether a recorded run can be shown, which is so only where nothing can be trained.
+    /// Whether a recorded run can be shown. It can be shown only where nothing can be trained.
     public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
 
     /// Shows the recorded run as if it were in progress, and adds it to the list.

@@ -10,8 +10,8 @@ import Observation
 /// Two examples of a run's effect: prompts from its held-out data, continued by the base model and by the fine-tuned model.
 ///
 /// They are generated once, after the run, and saved in its folder as `samples.json`. Generation waits while the app is in the background, and stops
-/// when other work needs the model. Unless the person asks for the examples, it begins only after the app has been active for some seconds. A person
-/// who checks how a run ended may leave at once, and on a GPU the first text compiles kernels.
+/// when other work needs the model. Unless the person asks for the examples, generation begins only after the app has been active for some seconds.
+/// The reason is that a person who checks how a run ended may leave at once, and that the first text on a GPU compiles kernels.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
@@ -131,8 +131,8 @@ import Observation
         } while wasLeft || monitor.scene != .active
     }
 
-    /// Stops generation at the latest at the end of the block in progress. The next work on MLX waits for that. Incomplete examples are dropped, so
-    /// that they can be generated again.
+    /// Stops generation at the latest at the end of the block in progress. The next work on MLX waits until it has stopped. Incomplete examples are
+    /// dropped, so that they can be generated again.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }

@@ -40,6 +40,6 @@ public struct RunProgress: Sendable, Equatable {
         return minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left"
     }
 
-    /// All three, such as `Step 12 of 100, loss 2.31, 14 min left`.
+    /// The step, the loss and the remaining time, such as `Step 12 of 100, loss 2.31, 14 min left`.
     public var sentence: Sentence { [lossWords, timeWords].compactMap { $0 }.reduce(stepWords) { "\($0), \($1)" } }
 }

@@ -68,7 +68,7 @@ import Observation
     @ObservationIgnored private let monitor: any DeviceMonitor
     /// The file of the conversation.
     @ObservationIgnored private let folder: DocumentsFolder?
-    /// Whether the saved conversation was read or cleared. It is not overwritten before that.
+    /// Whether the saved conversation was read or cleared. Until then the saved conversation is not overwritten.
     @ObservationIgnored private var hasReadSaved = false
     /// The bundle, runs and system message of the conversation, each on a line. A change of these begins a new conversation.
     @ObservationIgnored private var partners = ""
@@ -78,7 +78,7 @@ import Observation
 
     /// The model and its caches. Only the thread that generates a text uses them.
     private final class Read: @unchecked Sendable {
-        /// The limit of one side's cache, in bytes. It holds some 2,600 tokens of Qwen2.5-0.5B with float32 keys and values.
+        /// The limit of one side's cache, in bytes. A cache of this size holds about 2,600 tokens of Qwen2.5-0.5B with float32 keys and values.
         static let limit = 1 << 26
 
         let bundle: URL?
@@ -132,8 +132,8 @@ import Observation
     /// Frees the model and the caches. With the next message the models read the whole conversation again.
     func freeCaches() { read = Read() }
 
-    /// Generates both texts, the base model's first. It does nothing while a text is being generated. A message continues the conversation if the
-    /// bundle, the runs and the system message are the same; strengths may differ.
+    /// Generates both texts, the base model's first, unless a text is already being generated. A message continues the conversation if the bundle,
+    /// the runs and the system message are the same; strengths may differ.
     ///
     /// - Parameter adapters: the adapters of the fine-tuned model, with their strengths. Without them only the base model writes.
     func start(_ request: Request, bundle: URL, adapters: [WeightedAdapters], tokenizer: any TextTokenizer) {

@@ -12,8 +12,8 @@ public struct StoragePolicy: Sendable, Equatable {
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// The policy of a run's tokens, log and adapters, which an overnight run reads and writes.
     static let run = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: false)
-    /// The policy of the state from which a run is resumed. It is as large as the adapters and the optimizer's state, and useful only with this
-    /// phone's log.
+    /// The policy of the state from which a run is resumed. The state is as large as the adapters and the optimizer's state together, and useful only
+    /// with this phone's log.
     static let state = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// The policy of chats and choices. An overnight run does not read them.
     static let chat = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: true)

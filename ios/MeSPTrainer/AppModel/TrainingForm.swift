@@ -152,7 +152,7 @@ import Observation
         if known == nil { select(usable.first { $0.manifest?.device == .gpu } ?? usable.first) }
     }
 
-    /// The predicted peak and whether it fits now, or the reason why such a run is impossible.
+    /// The predicted peak and whether it fits now, or the reason why a run with these settings is impossible.
     public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
             return .failure(

@@ -14,7 +14,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let finalLogitSoftcapping: Float?
     /// The factor by which the embeddings of tokens are multiplied.
     package let embeddingScale: Float
-    /// The prefix of `.layers.N.` in the names of mlx-lm's adapters; `hfPrefix` is that of PEFT's.
+    /// The prefix of `.layers.N.` in the names of mlx-lm's adapters; `hfPrefix` is the prefix in the names of PEFT's adapters.
     package let mlxPrefix: String
     package let hfPrefix: String
     /// The names of the linear layers with a bias.
@@ -29,7 +29,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let mlpLayers: [Int]
     /// The embeddings of tokens for each layer; nil if the model has none.
     package let perLayer: PerLayerEmbedding?
-    /// The linear layers of Hugging Face's model that join several of these; nil if there are none.
+    /// The linear layers of Hugging Face's model that join several linear layers of a block; nil if there are none.
     package let hfModules: [JoinedModule]?
 
     public var numHiddenLayers: Int { layers.count }

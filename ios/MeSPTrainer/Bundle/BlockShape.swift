@@ -12,7 +12,7 @@ package struct BlockShape: Sendable, Equatable {
     /// The modules that may have adapters: the linear layers, then the experts' matrices, which a run trains only on request.
     package var trainable: [Module] { modules + (mlp.experts?.modules ?? []) }
 
-    /// Returns the leading dimension of a module's stacked matrices: their number. It is empty for a linear layer.
+    /// Returns a list with the number of a module's stacked matrices, which is their leading dimension. The list is empty for a linear layer.
     package func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
 
     /// Returns the numbers of input and output features of a projection, which the block must have.

@@ -172,7 +172,7 @@ extension MLXArray {
         return array.asArray(type)
     }
 
-    /// Calls `body` with the bytes of the elements in their order. They are not copied if the array is contiguous.
+    /// Calls `body` with the bytes of the elements in their order. The bytes are not copied if the array is contiguous.
     /// - Throws: `MLXFailure` if MLX cannot compute the array; also the errors of `body`.
     package func withBytes<R>(_ body: (Data) throws -> R) throws -> R {
         try compute()

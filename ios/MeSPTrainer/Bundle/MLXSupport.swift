@@ -6,8 +6,8 @@ import MeSPSentences
     import Metal
 #endif
 
-/// The devices that MLX can use here. The system is asked, not MLX, because MLX starts Metal at its first use, even on the CPU. That takes memory,
-/// and it ends the process if MLX cannot use the GPU.
+/// The devices that MLX can use here. The answers come from the system, not from MLX, because MLX starts Metal at its first use, even on the CPU.
+/// Starting Metal takes memory, and ends the process if MLX cannot use the GPU.
 public enum MLXSupport {
     #if MESP_HOST_MLX
         package static let version = hostMLXVersion
@@ -16,8 +16,8 @@ public enum MLXSupport {
         package static let version = "0.32.2"
     #endif
 
-    /// Sets the environment variables that MLX reads, unless they are set already. They affect the whole process, so this is for a process that
-    /// mainly trains. Call it before the first use of MLX.
+    /// Sets the environment variables that MLX reads, unless they are set already. The variables affect the whole process, so call this function only
+    /// in a process that mainly trains. Call it before the first use of MLX.
     package static func setEnvironment() {
         // By default MLX 0.32.2 rounds the operands of float32 products to TF32 on GPUs with neural accelerators (A19, M5).
         setenv("MLX_ENABLE_TF32", "0", 0)
@@ -32,8 +32,8 @@ public enum MLXSupport {
     /// A number so small that several command buffers fit into a workspace.
     ///
     /// The arrays of a command buffer stay in memory until it is complete. MLX's defaults are 20 on an iPhone and 40 or 50 on an iPad or a Mac (MLX
-    /// 0.32.2, device.cpp:605). With these the memory of a step depends on the device, and only one buffer runs where memory is short. `eval` then
-    /// polls for its end and keeps a core busy; while two or more run, it sleeps (scheduler.h:56).
+    /// 0.32.2, device.cpp:605). With these the memory of a step depends on the device, and only one buffer runs if memory is short. While one
+    /// buffer runs, `eval` polls for its end and keeps a core busy. While two or more run, `eval` sleeps (scheduler.h:56).
     private static let operationsOfShortBuffer = 4
 
     /// Whether several command buffers fit into a workspace. MLX's default for an unset variable is too large.

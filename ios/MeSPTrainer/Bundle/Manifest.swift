@@ -38,8 +38,9 @@ public struct Manifest: Decodable, Sendable {
         /// The files of functions with which a GPU trains packed records; nil if the bundle was not exported for such data.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
-        /// Whether a GPU calls functions for these blocks; otherwise it computes them by the formulas. Blocks with experts have no functions, because
-        /// a function would compute the same experts for every token. Blocks of a bundle that was made on a device have none either.
+        /// Whether a GPU calls functions for these blocks; otherwise a GPU computes these blocks by the formulas. Blocks with experts have no
+        /// functions, because a function would compute the same experts for every token. Blocks of a bundle that was made on a device have none
+        /// either.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]

@@ -23,8 +23,8 @@ package struct ModelBundle {
     package let kinds: [Int]
     package let maps = Maps()
 
-    /// The mapped files of weights: those in use, which nested uses share, and with `areKept` those of earlier uses. Mapping a file again costs time:
-    /// a GPU needs a new buffer, and the pages must be found again.
+    /// The mapped files of weights. Nested uses of a file share its map. With `areKept`, files stay mapped after their use. Mapping a file again
+    /// costs time: a GPU needs a new buffer, and the pages must be found again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { release() } } }
         /// The objects that keep arrays that view maps, as weak references.
@@ -47,8 +47,8 @@ package struct ModelBundle {
     package var architecture: Architecture { manifest.architecture }
     package var dtype: DType { manifest.dtype.dtype }
 
-    /// Opens the bundle at `url`. Checks its manifest, as `Manifest.read` does, and the size and SHA-256 of every file. This does not use MLX, so
-    /// bundles that cannot run here can be listed and copied.
+    /// Opens the bundle at `url`. Checks its manifest, as `Manifest.read` does, and the size and SHA-256 of every file. Opening a bundle does not use
+    /// MLX, so bundles that cannot run here can be listed and copied.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
@@ -71,7 +71,7 @@ package struct ModelBundle {
     // MARK: - Weights
 
     /// Imports the functions for sequences of `length` tokens. Each block gets the function of its kind, or nil if the kind has none.
-    /// `Manifest.check` has checked that the other kinds have one for this length.
+    /// `Manifest.check` has checked that each kind with functions has one for this length.
     package func importFunctions(
         _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
     ) throws -> [ImportedFunction?] {
@@ -147,8 +147,8 @@ package struct ModelBundle {
         var ropeScaling: RoPE?
     }
 
-    /// The number of positions that the model was trained for, by its config.json; YaRN's factor makes more of the original ones. nil
-    /// where config.json does not say.
+    /// The number of positions that the model was trained for, by its config.json. With YaRN, it is at least the original number times YaRN's factor.
+    /// nil if config.json does not say.
     private var positions: Int? {
         guard let json = regularFile(url.appendingPathComponent("config.json")),
             let config = try? JSONDecoder.snakeCase.decode(Config.self, from: json),
@@ -160,7 +160,7 @@ package struct ModelBundle {
         return Int(exactly: max(most, factor * (rope.originalMaxPositionEmbeddings ?? most)).rounded())
     }
 
-    /// Throws where sequences of `length` tokens have more positions than the model was trained for.
+    /// Throws if sequences of `length` tokens have more positions than the model was trained for.
     package func checkPositions(_ length: Int) throws {
         guard let positions, length > positions else { return }
         throw MeSPError(

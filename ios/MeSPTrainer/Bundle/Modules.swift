@@ -19,13 +19,13 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case expertDown = "expert_down"
 }
 
-/// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints. It has one projection, or several with consecutive outputs. In JSON it
-/// is the pair of its name and its projections.
+/// A linear layer of a block, or one stacked matrix of all its experts, named as in Hugging Face and mlx-lm checkpoints. It has one projection, or
+/// several with consecutive outputs. In JSON a module is the pair of its name and its projections.
 package struct Module: Decodable, Sendable, Equatable {
     package let name: String
     package let projections: [Projection]
 
-    /// Whether the module stacks one matrix of each expert; other modules are linear layers.
+    /// Whether the module is a stack with one matrix of each expert. Other modules are linear layers.
     package var isStacked: Bool { [.expertGate, .expertUp, .expertDown].contains(projections.first) }
 
     /// The last part of the name without `_proj`, such as `q`, `down` or `gate_up`; `experts` for every stacked module.
@@ -44,8 +44,8 @@ package struct Module: Decodable, Sendable, Equatable {
     }
 }
 
-/// A linear layer of Hugging Face that joins several of a block's linear layers by concatenating their outputs, or a parameter that joins experts'
-/// matrices in this way. In JSON it is the pair of its name and the names of its parts.
+/// A linear layer in Hugging Face's model that joins several linear layers of a block, or a parameter that joins matrices of experts. The outputs of
+/// the parts are concatenated. In JSON it is the pair of its name and the names of its parts.
 package struct JoinedModule: Decodable, Sendable, Equatable {
     package let name: String
     package let parts: [String]

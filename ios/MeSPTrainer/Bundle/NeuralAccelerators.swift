@@ -82,7 +82,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
             guard present == .checking else { return }
             present = hasPassed ? .on : .failed
             guard hasPassed else { return }
-            // If the record cannot be written, the next process does not use them.
+            // If the record cannot be written, the next process does not use the neural accelerators.
             try? FileManager.default.createDirectory(
                 at: record.deletingLastPathComponent(), withIntermediateDirectories: true)
             try? Data(Self.line(architecture).utf8).write(to: record, options: .atomic)

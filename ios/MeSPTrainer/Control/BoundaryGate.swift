@@ -131,7 +131,7 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
-    /// Pauses work while the app is not active. It is for work that gets no background time.
+    /// Pauses work while the app is not active. Use it for work that gets no background time.
     @MainActor package func pauseUnlessInFront(_ monitor: any DeviceMonitor) {
         set(monitor.scene == .active ? [] : [.away])
         // iOS may refuse the GPU after this call.

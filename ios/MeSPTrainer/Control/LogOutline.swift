@@ -13,7 +13,7 @@ public struct LogOutline: Sendable {
     /// The reason why the run ended; nil if it has not ended or was cut off.
     package let end: LogRecord.End.Reason?
 
-    /// The number of bytes to read at the beginning and at the end, some hundred lines.
+    /// The number of bytes to read at the beginning and at the end of the log. Each of the two pieces holds a few hundred lines.
     private static let piece = 1 << 16
 
     /// Reads the log in a run's folder. An incomplete last line, which a killed process leaves, is ignored.

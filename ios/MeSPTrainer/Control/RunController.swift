@@ -59,8 +59,8 @@ import Observation
 
     /// The minimum duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The seconds for which an app that enters the background waits for the block in progress. iOS allows some five. A longer block fails if iOS
-    /// refuses the GPU, and is repeated when the app is in front.
+    /// The seconds for which an app that enters the background waits for the block in progress. iOS allows about five seconds. A longer block fails
+    /// if iOS refuses the GPU, and is repeated when the app is in front.
     package nonisolated static let secondsToLeave = 3.0
 
     @ObservationIgnored private let monitor: any DeviceMonitor
@@ -73,7 +73,7 @@ import Observation
     @ObservationIgnored private var others = [BoundaryGate]()
     /// The number of calls of `hold` without a `release` yet.
     @ObservationIgnored private var holds = 0
-    /// The task that receives the messages of the run's thread, until that has ended.
+    /// The task that receives the messages of the run's thread, until the thread has ended.
     @ObservationIgnored private var receiving: Task<Void, Never>?
     /// The footprint of the process when the run began, in bytes.
     @ObservationIgnored private var besideBytes = 0
@@ -94,7 +94,7 @@ import Observation
 
     // MARK: - What a person does
 
-    /// Begins or resumes a run (`settings.resume`). It does nothing while another is in progress.
+    /// Begins or resumes a run (`settings.resume`), unless another run is in progress.
     ///
     /// - Returns: a function that stops this run, but no later run.
     @discardableResult package func start(_ settings: RunSettings) -> @Sendable () -> Void {
@@ -130,8 +130,8 @@ import Observation
         return { gate.stop() }
     }
 
-    /// Replays a recorded run as if it were in progress, one record per `interval`, where training is impossible. It pauses and stops like a run. It
-    /// does nothing while a run is in progress.
+    /// Replays a recorded run as if it were in progress, one record per `interval`, where training is impossible. The replay pauses and stops like a
+    /// run. The call does nothing while a run is in progress.
     ///
     /// - Parameters:
     ///   - folder: the folder of the recorded run.

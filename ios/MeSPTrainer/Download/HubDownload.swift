@@ -244,7 +244,7 @@ public struct HubDownload: Sendable {
         return try await isSound(url, file)
     }
 
-    /// Returns whether the contents have the right SHA-256, or that is unknown.
+    /// Returns whether the contents have the right SHA-256, or the right SHA-256 is unknown.
     private static func isSound(_ url: URL, _ file: Offer.File) async throws -> Bool {
         guard let digest = file.sha256 else { return true }
         return try await Task.detached { try sha256(of: url) }.value == digest

@@ -19,7 +19,7 @@ import MeSPSentences
 /// `[blocks, rank, out]`. An answer also has counts, a mean loss and a peak of memory. The Python clients of `mesp federate` give the same answers,
 /// to the last bit of the matrices.
 package struct FederatedRun {
-    /// The settings of the run. They resume an earlier run for the same message.
+    /// The settings of the run. If an earlier run for the same message exists, these settings resume it.
     package let settings: RunSettings
     /// The time after which the server no longer waits for the answer. It is an instant of a clock that nobody can set during the run.
     package let deadline: ContinuousClock.Instant
@@ -107,7 +107,7 @@ package struct FederatedRun {
 
     // MARK: - What the server may ask
 
-    /// Returns the server's settings of the run, with its output in the message's folder. They resume a run that exists there.
+    /// Returns the server's settings of the run, with its output in the message's folder. If a run exists there, the settings resume it.
     private static func settings(_ config: [String: FlowerValue], _ bundle: URL, in folder: URL) throws -> RunSettings {
         var given = [String: Any]()
         for (name, value) in config where RunSettings.federated.contains(name) {

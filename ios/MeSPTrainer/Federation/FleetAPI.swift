@@ -32,7 +32,7 @@ struct FleetAPI: Sendable {
         var errorDescription: String? { detail }
     }
 
-    /// The maximum sizes of responses, in bytes: with an object, which has at most 5 MB, and of all others.
+    /// The maximum sizes of responses, in bytes. The first is for responses with an object, which has at most 5 MB, and the second for all others.
     private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
     /// - Parameter seconds: the time within which the response must arrive.
@@ -122,7 +122,7 @@ struct Metadata {
         else { throw MeSPError("The server sent a message whose metadata is invalid; ask its operator.") }
     }
 
-    /// Returns the metadata of an answer created now. It expires at the same time as this message.
+    /// Returns the metadata of an answer created now. The answer expires at the same time as this message.
     func reply(now: Date = .now) -> Metadata {
         var reply = self
         (reply.message, reply.replyTo) = ("", message)

@@ -70,9 +70,9 @@ struct FlowerObjectTree {
 struct FlowerObjectStore {
     private(set) var contents = [String: Data]()
 
-    /// Adds an object. Equal children become one.
+    /// Adds an object. Equal children become one child.
     ///
-    /// - Parameter body: returns the body. It receives, for each of `children`, the index among the object's distinct children.
+    /// - Parameter body: returns the body. The closure receives, for each of `children`, the index among the object's distinct children.
     mutating func add(_ type: String, children: [FlowerObjectTree] = [], body: ([Int]) throws -> Data) throws
         -> FlowerObjectTree
     {
@@ -107,7 +107,7 @@ struct FlowerObjectStore {
 extension FlowerObjectStore {
     /// The maximum number of bytes of an array's `.npy` in one object.
     private static let chunk = 5_242_880
-    /// The maximum size of the names or indices of an object's children, in bytes. In memory they take some ten times as much.
+    /// The maximum size of the names or indices of an object's children, in bytes. In memory the names take about ten times as much.
     private static let mostOfNames = 1 << 20
 
     /// Adds a `RecordDict`, as Flower's `RecordDict.deflate` does.

@@ -5,8 +5,8 @@ import Foundation
 #endif
 
 /// Sends requests over HTTP, and limits the length, the duration and the origin of responses. A redirect is not followed, because it would send the
-/// request's signature to another host; it is returned as the response. A response must state its length and must not be compressed. Otherwise a
-/// megabyte could expand to a gigabyte, and the trailer after the last chunk could be endless.
+/// request's signature to another host. Instead the redirect is returned as the response. A response must state its length and must not be
+/// compressed. Otherwise a megabyte could expand to a gigabyte, and the trailer after the last chunk could be endless.
 final class HTTPTransport: Sendable {
     private let session: URLSession
     private let exchanges = Exchanges()

@@ -23,7 +23,8 @@ import MeSPSentences
             return data
         }
 
-        /// Stores a key unless there is one. It stays on this device, and can be read after the first unlock since the device was started.
+        /// Stores a key unless there is one already. The key stays on this device, and can be read after the first unlock since the device was
+        /// started.
         func add(_ key: Data) throws {
             let new: [String: Any] = [
                 kSecValueData as String: key,

@@ -9,7 +9,7 @@ import MeSPSentences
 package struct NodeKey: Sendable {
     private let key: P256Key
 
-    /// Reads the node's key, or creates it if there is none. It is in the Keychain on iOS, and elsewhere in a file that only its owner can read.
+    /// Reads the node's key, or creates it if there is none. The key is in the Keychain on iOS, and elsewhere in a file that only its owner can read.
     ///
     /// - Throws: `MeSPError` if the key cannot be read or stored, or is not a key.
     package init(file: URL) throws {

@@ -4,8 +4,8 @@ import MeSPSentences
 /// The files of the message that a node has received, and of its answer.
 ///
 ///     message      the message's metadata and object tree
-///     reply        the answer's
-///     objects/ID   what both consist of
+///     reply        the answer's metadata and object tree
+///     objects/ID   the objects of the message and the answer
 ///     work/        files of the work on the answer
 struct PendingMessage {
     let folder: URL
@@ -120,7 +120,7 @@ struct PendingMessage {
         try write("reply", reply, tree)
     }
 
-    /// Removes the files of a message. It begins with `message`, because the other files are ignored without it.
+    /// Removes the files of a message. The file `message` goes first, because the other files are ignored without it.
     func empty() throws {
         for name in ["message", "reply", "work", "objects"] {
             let file = folder.appendingPathComponent(name)

@@ -12,8 +12,8 @@ import MeSPSentences
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
 /// The received message and an unsent answer are saved in files. So a restarted node continues with a message that the server considers delivered,
-/// and sends no object twice. The node drops messages whose answers the server no longer awaits. It answers a message that cannot be read with a
-/// failure.
+/// and sends no object of the answer twice. The node drops messages whose answers the server no longer awaits. It answers a message that cannot be
+/// read with a failure.
 package struct SuperNode: Sendable {
     /// An event to report to people.
     package enum Event: Sendable, Equatable {
@@ -61,7 +61,7 @@ package struct SuperNode: Sendable {
         var heartbeat = 30.0
         /// The time before the next request for a message.
         var poll = 3.0
-        /// The time for which the server considers the key of a node in use that ended without notice.
+        /// The time for which the server still considers a key in use after its node has ended without notice.
         var lease = 75.0
     }
 
@@ -152,7 +152,7 @@ package struct SuperNode: Sendable {
 
     /// Sends a heartbeat to the server.
     ///
-    /// - Returns: whether the server knows it.
+    /// - Returns: whether the server knows the node.
     private func isKnown(_ node: UInt64) async throws -> Bool {
         try await api.call("send-node-heartbeat") {
             $0.add(1) { $0.add(1, node) }

@@ -4,7 +4,7 @@ import MeSPSentences
 
 /// The steps with which a node answers a message: it pulls the message, fetches its objects, computes the answer and sends it.
 extension SuperNode {
-    /// Pulls a message, or answers the pending one and sends the answer.
+    /// Answers the pending message and sends the answer. If no message is pending, pulls one.
     func handleMessage(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> FlowerRecords
     ) async throws {
@@ -49,8 +49,8 @@ extension SuperNode {
         report(event)
     }
 
-    /// Pulls a message. The server considers a message delivered when it sends it. So a cancelled task still waits one second for the response to its
-    /// request.
+    /// Pulls a message. The server considers a message delivered when it sends it. So a cancelled task still waits up to one second for the response
+    /// to its request.
     private func pull(_ node: UInt64) async throws -> ProtobufMessage {
         let call = Task { try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } } }
         return try await withTaskCancellationHandler {
@@ -60,7 +60,7 @@ extension SuperNode {
         }
     }
 
-    /// An error for a message or an answer that has expired.
+    /// An error that ends the work on a message whose answer the server no longer awaits.
     private struct Useless: Error {
         let why: Sentence
     }
@@ -69,7 +69,7 @@ extension SuperNode {
         if metadata.hasExpired { throw Useless(why: "The server no longer waits for this round.") }
     }
 
-    /// Makes a call about a message, and repeats it until the message expires.
+    /// Makes a call about a message. While the server cannot be reached, tries again until the message expires.
     @discardableResult
     private func call(
         _ name: String, for metadata: Metadata, _ node: UInt64, _ report: (Event) -> Void,
@@ -88,7 +88,7 @@ extension SuperNode {
         }
     }
 
-    /// Fetches the missing objects of a message, and reads it.
+    /// Fetches the missing objects of a message, and reads the message.
     private func receive(
         _ question: inout Question, _ metadata: Metadata, _ tree: FlowerObjectTree, _ pending: PendingMessage,
         _ node: UInt64, _ report: (Event) -> Void

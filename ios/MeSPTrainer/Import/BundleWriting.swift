@@ -18,8 +18,8 @@ extension ModelImport {
 
     /// Writes the bundle. The model's files are only read.
     ///
-    /// The bundle is written to the hidden folder `.importing-NAME` beside `bundle`, which is renamed when it is completely on the disk. The next
-    /// call with the same model and options continues a call that ended early, and keeps complete files.
+    /// The bundle is written to the hidden folder `.importing-NAME` beside `bundle`. The hidden folder is renamed when it is completely on the disk.
+    /// The next call with the same model and options continues a call that ended early, and keeps complete files.
     ///
     /// - Parameters:
     ///   - bundle: the folder, which must not exist yet.

@@ -12,7 +12,7 @@ struct PlainFamily: Sendable {
     let postNorms: Bool
     /// The offset that a norm adds to the weight in the checkpoint.
     let normOffset: Float
-    /// The names in checkpoints of norms and linear layers, by their names here, if they differ.
+    /// The names of norms and linear layers in checkpoints, by the names that MeSP uses, if the two differ.
     let names: [String: String]
     /// The `model_type`s of the text model within a multimodal model.
     let texts: [String]

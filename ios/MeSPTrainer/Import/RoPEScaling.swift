@@ -41,7 +41,7 @@ enum RoPEScaling {
         if type == "yarn" {
             let magnitude = try attentionFactor(scaling, factor, config)
             scaling["attention_factor"] = .number(magnitude)
-            // mlx-lm has no attention_factor. This mscale makes its 0.1 · mscale · ln factor + 1 the same.
+            // mlx-lm has no attention_factor. With this mscale its factor, 0.1 · mscale · ln factor + 1, equals attention_factor.
             scaling["mscale"] = .number((magnitude - 1) / (factor > 1 ? 0.1 * log(factor) : .infinity))
             scaling["mscale_all_dim"] = .integer(0)
         } else if (scaling["attention_factor"] ?? .null) == .null {

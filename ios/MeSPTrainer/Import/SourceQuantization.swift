@@ -16,7 +16,7 @@ struct Quantization: Equatable {
     /// Whether the codes have 1 bit, which MLX on phones does not support.
     var isOneBit: Bool { bits == 1 }
 
-    /// The quantization in a bundle, with the same values scale · code + bias. It differs only for 1 bit.
+    /// The quantization in a bundle, with the same values scale · code + bias. It differs from this quantization only for 1 bit.
     var inBundle: Self { isOneBit ? Self(bits: 2, groupSize: groupSize, mode: mode) : self }
 
     private var isSupported: Bool {
@@ -67,7 +67,7 @@ struct Quantization: Equatable {
 /// The quantizations of the matrices in a model's files, from its config.json.
 struct Quantizations {
     let main: Quantization
-    /// The quantizations of modules that differ, by their names here; nil for a module that is not quantized.
+    /// The quantizations of the modules that differ from the rest, by the names that MeSP uses; nil for a module that is not quantized.
     private let others: [String: Quantization?]
     /// The model's `quantization`, as in the bundle's config.json.
     let entry: JSONValue

@@ -65,11 +65,11 @@ extension SourceTensor {
     }
 }
 
-/// The tensors in a model's folder, by their names here.
+/// The tensors in a model's folder, by the names that MeSP uses.
 struct SourceTensors {
     private let folder: URL
     private(set) var tensors = [String: SourceTensor]()
-    /// The files, each with its size and its modification time, which together show whether it has changed.
+    /// The files, each with its size and its modification time. The two show whether the file has changed.
     private(set) var files = [(url: URL, size: Int, modified: Duration)]()
     /// The number of tensors that are not used, for example of vision.
     private(set) var leftOut = 0
@@ -82,7 +82,7 @@ struct SourceTensors {
 
     /// Reads the headers of a model's files.
     ///
-    /// - Parameter known: the names here of the model's tensors, including a separate head.
+    /// - Parameter known: the names that MeSP uses for the model's tensors, including a separate head.
     init(_ folder: URL, _ config: ConfigJSON, isTied: Bool, known: Set<String>) throws {
         (self.folder, self.isTied) = (folder, isTied)
         for file in try Self.files(folder) { try add(file, config, known) }
@@ -148,7 +148,7 @@ struct SourceTensors {
         !["", ".", ".."].contains(name) && !name.contains("/") && !name.contains("\0")
     }
 
-    /// Adds the tensors of a file. It begins with the length of a JSON header, which has the place of each tensor.
+    /// Adds the tensors of a file. The file begins with the length of its JSON header, which has the place of each tensor.
     private mutating func add(_ file: URL, _ config: ConfigJSON, _ known: Set<String>) throws {
         let damaged = MeSPError("The weights \(file.path) are truncated or damaged; download the model again.")
         let opened: Int32
@@ -225,8 +225,8 @@ struct SourceTensors {
         }
     }
 
-    /// Decides whether the head is tied, by the stored tensors. If the config.json ties the head to the embedding, one of them may be missing, or
-    /// both may exist and differ.
+    /// Decides by the stored tensors whether the head is tied. If the config.json ties the head to the embedding, the head or the embedding may be
+    /// missing, or both may exist and differ.
     private mutating func findHead() throws {
         let heads = tensors.filter { $0.key.hasPrefix(Self.head) }
         guard isTied, !heads.isEmpty else { return }

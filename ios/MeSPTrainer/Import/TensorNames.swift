@@ -1,8 +1,8 @@
 import Foundation
 
-/// Translates the names of tensors in checkpoints to the names here, as `mesp.models.tensor_names` does.
+/// Translates the names of tensors in checkpoints to the names that MeSP uses, as `mesp.models.tensor_names` does.
 enum TensorNames {
-    /// Returns the name here of a checkpoint's tensor or module; nil if training does not use it.
+    /// Returns the name that MeSP uses for a checkpoint's tensor or module; nil if training does not use it.
     static func here(_ name: String, _ family: PlainFamily) -> String? {
         if PlainFamilies.unused.contains(where: name.hasPrefix) || PlainFamilies.limits.contains(where: name.hasSuffix)
         {

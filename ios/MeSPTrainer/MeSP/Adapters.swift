@@ -4,10 +4,10 @@ import MeSPSentences
 
 /// Trained LoRA adapters in a folder.
 ///
-/// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load. Its folder `peft` has the same adapters in
+/// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load. The subfolder `peft` has the same adapters in
 /// PEFT's format. The matrices are float32.
 public struct Adapters: Sendable, Equatable {
-    /// The folder. The next run removes it when that run finishes, so copy it with ``write(to:)``.
+    /// The folder. When the next run finishes, it removes this folder. To keep the adapters, copy them with ``write(to:)``.
     public let url: URL
 
     /// Copies the adapters to `folder`. It creates the folder, or replaces one that is empty or has adapters. If the copy fails, the folder stays as

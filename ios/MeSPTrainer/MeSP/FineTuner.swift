@@ -6,7 +6,7 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// Fine-tunes a model on the device: LoRA adapters, with exact gradients, in tens of megabytes.
+/// Trains LoRA adapters of a model on the device, with exact gradients, in tens of megabytes.
 ///
 /// ```swift
 /// let tuner = try await FineTuner(bundle: url, tokenizer: tokenizer)
@@ -16,9 +16,9 @@ import MeSPSentences
 /// try tuner.adapters.write(to: folder)
 /// ```
 ///
-/// It trains on its own thread. A process trains one run at a time. A run waits at the next block of the model while the app may not train in the
-/// background, and while the device is too warm, short of memory or low on battery. It continues when these conditions end. No slow work runs on the
-/// main actor.
+/// A fine-tuner trains on its own thread. A process trains one run at a time. A run waits at the next block of the model while the app is in the
+/// background and may not train there. It also waits while the device is too warm, short of memory or low on battery. The run continues when these
+/// conditions end. No slow work runs on the main actor.
 ///
 /// All fine-tuners of a process share MLX. So one run or answer is in progress at a time, and a call that pauses training, or grants it background
 /// time, applies to all fine-tuners. An app that also generates text with MLX does that within ``whilePaused(isolation:_:)``, or while no run is in
@@ -91,8 +91,8 @@ public final class FineTuner: Sendable {
     ///   - conversations: two or more conversations. Each becomes one sequence, cut to the sequence length. By default the loss covers the
     ///     assistant's answers: their text, their tool calls and the token that ends each.
     ///   - options: the choices of the run.
-    /// - Returns: the updates of the run, which end with it. They throw a ``FineTuningError`` before training begins if a conversation or an option
-    ///   is refused, if the memory does not suffice, or if another run is in progress.
+    /// - Returns: the updates of the run. The sequence ends with the run. It throws a ``FineTuningError`` before training begins if a conversation or
+    ///   an option is refused, if the memory does not suffice, or if another run is in progress.
     public func train(on conversations: [Conversation], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.conversations(conversations), options)
     }
@@ -111,7 +111,7 @@ public final class FineTuner: Sendable {
     /// Begins a run of direct preference optimization (DPO) on answers that a person chose over others. It holds out the last tenth.
     ///
     /// - Parameters:
-    ///   - choices: some hundred choices; at least two.
+    ///   - choices: at least two choices. Training needs a few hundred to learn more than these answers.
     ///   - options: the choices of the run.
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on choices: [Choice], _ options: TrainingOptions = .init()) -> TrainingUpdates {
@@ -229,7 +229,7 @@ public final class FineTuner: Sendable {
 
     /// Ends the run or the answer of this fine-tuner at the next block. A step that has begun to change the adapters is completed first. The method
     /// returns when the run has saved its adapters and ended. Within ``whilePaused(isolation:_:)`` it returns at once, because the run waits for the
-    /// end of that call. A run that waits for the app to come to the foreground (``PauseReason/away``) ends only then.
+    /// end of that call. A run that waits for the app to come to the foreground (``PauseReason/away``) ends only when the app is there.
     public func stop() async {
         let work = Self.turn.work(of: self)
         work?.cancel()
@@ -278,9 +278,9 @@ public final class FineTuner: Sendable {
     /// float32 matrix products in full precision on A19, M5 and later. `MLX_METAL_GPU_ARCH` keeps the neural accelerators off until the self-check
     /// has passed. `MLX_MAX_OPS_PER_BUFFER` makes a step take the same memory on every device.
     ///
-    /// The variables make inference in the same process slower, so a fine-tuner never sets them; the app decides. Without them a step takes more
-    /// memory on a GPU, which the prediction counts, and matrix products on A19, M5 and later round their inputs. Call this before the first use of
-    /// MLX.
+    /// The variables make inference in the same process slower, so a fine-tuner never sets them: the app decides. Without them, a step takes more
+    /// memory on a GPU, and the predicted peak includes this memory. Matrix products on A19, M5 and later then also round their inputs. Call this
+    /// function before the first use of MLX.
     public static func prepareProcess() { MLXSupport.setEnvironment() }
 
     // MARK: - Before and after
@@ -343,8 +343,8 @@ public final class FineTuner: Sendable {
     ///
     /// - Parameters:
     ///   - conversation: the conversation to answer. Its last message must not be an answer.
-    ///   - adapters: folders of adapters for this model, in the format of mlx-lm or PEFT and with any rank. The value of each is its strength, a
-    ///     factor from 0 to 10 of the change that it makes to the model. The changes are summed.
+    ///   - adapters: folders of adapters for this model, in the format of mlx-lm or PEFT and with any rank. The value for a folder is the strength of
+    ///     its adapters. This is a factor, from 0 to 10, of the change that they make to the model. The changes of all folders are summed.
     ///   - maxTokens: the maximum number of tokens in the answer.
     ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
     /// - Returns: the pieces of the answer. The stream also throws a ``FineTuningError`` if adapters do not fit the model.
@@ -408,7 +408,7 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// The adapters that were saved last. A run in progress counts too.
+    /// The adapters that were saved last, perhaps by the run in progress.
     ///
     /// - Throws: ``FineTuningError`` if no run has saved adapters after a step.
     public var adapters: Adapters {

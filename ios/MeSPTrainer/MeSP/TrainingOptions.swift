@@ -18,7 +18,7 @@ public struct MemoryLimit: Sendable, Equatable {
     public static func megabytes(_ count: Double) -> MemoryLimit { MemoryLimit(megabytes: count) }
 }
 
-/// The options of a training run. The defaults learn within some hundred steps.
+/// The options of a training run. With the defaults, a model learns within a few hundred steps.
 ///
 /// A value out of range is refused when a run begins, with a ``FineTuningError`` that names the option.
 public struct TrainingOptions: Sendable, Equatable {
@@ -30,7 +30,7 @@ public struct TrainingOptions: Sendable, Equatable {
     public var sequenceLength: Int?
     /// The rank r of the adapters: a rank that the bundle was exported for. nil: 8, or the bundle's first rank if it has no 8.
     public var rank: Int?
-    /// The learning rate of AdamW, whose moments have 8 bits. nil: 0.007 / √d for hidden size d, and a tenth of it for choices.
+    /// The learning rate of AdamW, whose moments have 8 bits. nil: 0.007 / √d for hidden size d, and a tenth of this for choices.
     public var learningRate: Float?
     /// The number of sequences, or choices, in an update, at least 1. They are computed one after another.
     public var batchSize = 1
@@ -44,7 +44,7 @@ public struct TrainingOptions: Sendable, Equatable {
     public var initialAdapters: URL?
     /// The probability, below 1, that a step drops an input of an adapter (LoRA dropout).
     public var dropout: Float = 0
-    /// Whether to train the length of each output's weights apart from their direction (DoRA). It excludes ``maxForgetting``.
+    /// Whether to train the length of each output's weights apart from their direction (DoRA). A run with DoRA cannot have ``maxForgetting``.
     public var usesDoRA = false
     /// The seed for the order of sequences, the initial A and dropout.
     public var seed: UInt64 = 0
@@ -104,8 +104,8 @@ extension TrainingOptions {
 }
 
 extension RunSettings {
-    /// Replaces a length and a rank that `manifest` lacks with ones that it has: the longest shorter length, or else the shortest, and its first
-    /// rank.
+    /// Replaces a length that `manifest` lacks with its longest shorter length, or else with its shortest. Replaces a rank that `manifest` lacks with
+    /// its first rank.
     package mutating func takeNearest(in manifest: Manifest) {
         if !manifest.seqLens.contains(seqLen) {
             seqLen = manifest.seqLens.filter { $0 <= seqLen }.max() ?? manifest.seqLens.min() ?? 1

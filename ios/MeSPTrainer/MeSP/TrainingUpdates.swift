@@ -53,8 +53,8 @@ public enum PauseReason: String, Sendable, CaseIterable {
 /// The updates of a run, one for each change of its state. Only one loop can read them.
 ///
 /// If the reading task is cancelled, the run saves its adapters and ends, and then the updates end. If the loop is left and nothing else holds the
-/// updates, the run does the same. In a top-level script compiled for debugging, the loop's variable holds the updates. Call ``FineTuner/stop()``
-/// there; it returns when the run has ended.
+/// updates, the run also saves its adapters and ends. In a top-level script compiled for debugging, the loop's variable holds the updates. So call
+/// ``FineTuner/stop()`` in such a script. The call returns when the run has ended.
 public final class TrainingUpdates: AsyncSequence, AsyncIteratorProtocol, Sendable {
     private let updates: AsyncThrowingStream<TrainingUpdate, any Error>
     private let stop: @Sendable () -> Void

@@ -79,7 +79,8 @@ extension CheckSuite {
         func add(_ times: Int) throws -> Double {
             try medianTime { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
         }
-        // The first addition uses a new buffer, so its time is subtracted. On a busy machine one may take longer than nine; then all nine count.
+        // The first addition uses a new buffer, so its time is subtracted. On a busy machine one addition may take longer than nine. Then all nine
+        // count.
         let (one, nine) = (try add(1), try add(9))
         let rate = nine > one ? Double(8 * 2 * bytes) / (nine - one) : Double(9 * 2 * bytes) / nine
         constants.bytesPerSecond = rate

@@ -36,7 +36,7 @@ extension CheckSuite {
         var x = try model.embed(example).asType(.float32)
         let context = try model.makeContext(example, x0: x)
         try addKeysAndValues(before: blocks[0], x, model, context)
-        /// Returns the outputs of a block with these parameters, which its keys and values for later blocks depend on too.
+        /// Returns the outputs of a block with these parameters. The keys and values that it has for later blocks also come from these parameters.
         func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
             try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
         }

@@ -170,8 +170,8 @@ extension CheckSuite {
     /// token. Then a text of a thousand tokens adds 30 MB, as much as a step of a small model.
     private static let leakAllowed = 1_000_000
 
-    /// Checks that `withError` makes an error available in its box as soon as MLX reports it. It throws only after its body, so a run asks the box in
-    /// order to stop before it continues with wrong numbers.
+    /// Checks that `withError` makes an error available in its box as soon as MLX reports it. `withError` itself throws only after its body. So a run
+    /// asks the box, in order to stop before it continues with wrong numbers.
     ///
     /// - Parameter provoke: causes an error of MLX.
     func checkErrors(provoke: () -> Void = CheckSuite.evaluateInsideTrace) throws -> Finding {

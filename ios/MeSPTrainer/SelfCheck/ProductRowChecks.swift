@@ -5,8 +5,8 @@ import MeSPCore
 
 /// Compares each row of a product in bfloat16, because one wrong row among many hardly changes the error of the whole product.
 extension CheckSuite {
-    /// The largest allowed relative error of a row. Rounding the result to bfloat16 causes an error of 2·10⁻³. Rounding the dequantized W causes some
-    /// 5·10⁻³ at 8 bits, where codes are large compared with the steps between them.
+    /// The largest allowed relative error of a row. Rounding the result to bfloat16 causes an error of 2·10⁻³. Rounding the dequantized W causes
+    /// about 5·10⁻³ at 8 bits, where codes are large compared with the steps between them.
     private static let rowTolerance = 0.02
 
     /// The numbers of rows to check. MLX has kernels for few rows, for more rows, and for matrices. The last use the neural accelerators of a GPU
@@ -26,7 +26,7 @@ extension CheckSuite {
     /// Compares x Wᵀ, plain and quantized, with the product of the same numbers in float32 on the CPU. W has the first rows of a block's wide
     /// projection.
     ///
-    /// - Parameter tolerance: the largest allowed relative error of a row. It is larger for a CPU, which sums in bfloat16.
+    /// - Parameter tolerance: the largest allowed relative error of a row. A CPU needs a larger tolerance, as it sums in bfloat16.
     func checkProductRows(tolerance: Double) throws -> Finding {
         let inputs = architecture.hiddenSize
         let errors = try bundle.withBlock(0) { weights in

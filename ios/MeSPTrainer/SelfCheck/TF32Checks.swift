@@ -37,7 +37,7 @@ extension CheckSuite {
                 + effects.map { Measurement("TF32: \($0.name)", $0.value ?? .nan) })
     }
 
-    /// A threshold between the relative error of float32, below 10⁻⁶, and that of TF32, some 10⁻⁴.
+    /// A threshold between the relative errors of float32, below 10⁻⁶, and of TF32, about 10⁻⁴.
     private static let roundedFrom = 1e-5
 
     /// Returns the relative errors of products with a diagonal matrix, in which each result is the product of two numbers.

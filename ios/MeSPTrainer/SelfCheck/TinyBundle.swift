@@ -3,8 +3,8 @@ import MLX
 import MeSPBundle
 import MeSPFiles
 
-/// A bundle of one block with random weights. The self-check writes one for each mixer, so that a check does not depend on the mixers of the chosen
-/// bundle. It has no block function, so it can generate but not train.
+/// A bundle of one block with random weights. The self-check writes such a bundle for each mixer, so that a check does not depend on the mixers of
+/// the chosen bundle. The bundle has no block function, so it can generate but not train.
 struct TinyBundle {
     /// The manifest's entry for the mixer.
     let mixer: [String: any Sendable]

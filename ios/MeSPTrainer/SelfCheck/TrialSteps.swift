@@ -2,8 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 
-/// Training steps for counting or measuring, which leave no files. They train the first example of the data, or the first sequence of packed
-/// examples. For text and preference data they train meaningless tokens.
+/// Training steps for counting or measuring, which leave no files. The steps train the first example of the data, or the first sequence of packed
+/// examples. If the data is text or preference data, the steps train meaningless tokens.
 package final class TrialSteps {
     package let planner: Planner
     package let plan: Plan

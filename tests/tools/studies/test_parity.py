@@ -160,7 +160,9 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 @pytest.mark.slow
 def test_packed_records_train_as_many_a_step(study: Callable[..., str]):
-    """A batch of as many records does too, with fewer updates than one record a step."""
+    """A batch of several records a step is compared too, which has fewer updates than one record a
+    step.
+    """
     small = ("--task", "classification", "--steps", 3, "--seeds", 1, "--optimizer", "sgd")
     printed = study("--packed", *small)
     rows = [line.split(" | ") for line in printed.splitlines() if "MeSP" in line]

@@ -1,4 +1,6 @@
-"""Compares steps on weights of fewer bits with 4 bits, also with less memory than these take."""
+"""Compares steps on weights of 4 bits and of fewer, also with less memory than weights of 4 bits
+take.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from studies.benchmarks.variants import Variant
 # Bits and group size; the first is the reference.
 QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))
 GROUPS = Path("/sys/fs/cgroup")
-HELD = 0.75  # the share of the first one's weights, in bytes, that fits into a control group
+HELD = 0.75  # the memory of a control group, as a share of the bytes of the reference's weights
 # A command that puts its process into a control group, and becomes the program.
 JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
@@ -31,7 +33,7 @@ def measure_bits(
     """Yields a row for each quantization of a geometry in memory, all on disk, and on disk in a
     control group.
 
-    The group holds less than the first one's weights. Runs alternate.
+    The control group has less memory than the first quantization's weights take. Runs alternate.
     """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
@@ -77,7 +79,7 @@ def run_and_count(
 ) -> tuple[RunLog, float, int]:
     """Returns a run, the processor time of its threads, and the bytes read from disks for it.
 
-    These bytes include those of mapped files.
+    The bytes that are read include those of mapped files.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_program(command, settings, work, tell)

@@ -23,7 +23,7 @@ from mesp.models.short_names import KNOWN
 from mesp.source_model.find import find_source
 from studies.benchmarks.machine import cpu
 
-DEVICE = "cpu"  # of bundles and their runs; a table with another device only counts
+DEVICE = "cpu"  # the device of bundles that are run; a table with another device only counts
 Row = dict[str, Any]
 
 
@@ -69,7 +69,7 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
 def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
     """Yields the table's models, or with quantizations, folders with a config.json for each.
 
-    They are models in MLX's format whose matrices all have these bits and groups.
+    Each folder stands for a model in MLX's format. Its matrices all have these bits and groups.
     """
     for model in options["models"]:
         if "quantizations" not in options:

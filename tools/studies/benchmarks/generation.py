@@ -129,8 +129,8 @@ def measure_generation(
     """Yields rows for prompts of the cell's length and `tokens` after them, for one text and for
     eight.
 
-    The eight are written together. Each round measures each once, so that a slow minute affects
-    all.
+    The eight texts are written together. A round measures each program and number of texts once, so
+    that a slow minute affects all.
     """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
@@ -164,7 +164,7 @@ def measure_adapters(
 ) -> Iterator[Row]:
     """Yields rows for one text at a time, without adapters and with several, alternating in rounds.
 
-    The adapters are those that runs of the cell's rank begin with.
+    The adapters are the initial ones of runs with the cell's rank.
     """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())

@@ -31,7 +31,7 @@ class Exhibit(NamedTuple):
 
     title: str
     table: str
-    given: tuple[str, ...]  # options of the table paper that this one takes
+    given: tuple[str, ...]  # options of the table `paper` that this exhibit takes
     options: dict[str, Any]
     columns: tuple[str, ...]
     panels: tuple[str, ...]  # of its picture; none: no picture
@@ -112,7 +112,9 @@ def page(rows: dict[str, list[Row]], command: str) -> str:
 
 
 def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
-    """The figures that the paper reports too, beside its own; without those of runs that failed."""
+    """Our figures beside the paper's, for the figures that the paper reports too. Failed runs are
+    left out.
+    """
     for row in rows["length"]:
         model, tokens = row["model"], row["seq_len"]
         if row["footprint_peak_bytes"] is None:
@@ -150,5 +152,5 @@ def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
 
 
 def line(figure: str, theirs: float | str | None, here: str) -> dict[str, str]:
-    """A line of the comparison; the paper lacks a figure that is None."""
+    """A line of the comparison. A figure is None if the paper does not report it."""
     return {"figure": figure, "paper": "-" if theirs is None else f"{theirs}", "here": here}

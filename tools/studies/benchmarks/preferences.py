@@ -23,9 +23,9 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
     """Yields a row for supervised steps, whose gradients are summed and clipped, and one an
     objective.
 
-    For DPO there is also a row with block inputs on disk, where an answer's inputs wait for its
-    gradient. The pairs are read twice, so that the second time the first model's likelihoods are
-    known.
+    For DPO there is also a row with block inputs on disk: the inputs of an answer are kept there
+    until its gradient is computed. The pairs are read twice. In the second pass, the likelihoods by
+    the initial model are known.
     """
     supervised: Row = {}
     variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]
@@ -38,7 +38,7 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
         settings |= {"batch_size": 2} if objective == "kto" else {}
         settings |= plan
         run = run_program([engine_program()], settings, work, tell)
-        # The first step of a run maps what the others find mapped.
+        # The first step of a run maps the files into memory, so it is not counted.
         first, second = run.steps[1:steps], run.steps[steps:]
         seconds = median(step["seconds"] for step in second)
         row = cell.row() | {

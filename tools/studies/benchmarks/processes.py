@@ -83,7 +83,7 @@ def run_peft(
     """
     environment = with_threads(threads) | {"PYTHONPATH": str(TOOLS)}
     settings = settings | {"output": str(folder.resolve())}
-    # Not resolved, because a link tells its environment.
+    # The path is not resolved, because Python finds its environment by the link.
     command = [python.absolute(), "-m", "studies.in_peft.train"]
     return run_program(command, settings, folder, tell, environment)
 

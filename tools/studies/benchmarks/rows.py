@@ -37,15 +37,16 @@ from studies.benchmarks.variants import (
 )
 from studies.in_peft.inputs import first_adapters, write_inputs
 
-# Steps, after which the memory is compared with the last step's, to see whether it grows.
+# The number of steps after which the memory is compared with that of the last step, to see whether
+# it grows.
 SETTLED_AFTER = 10
 
 # The entries of the engine's plan of a run.
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
 
-# The ratios: the value, and its divisor, the paper's value or that of the cell's first row of a
-# method.
+# A ratio -> its value, and its divisor: the paper's value, or the value of a method's first row in
+# the same cell.
 RATIOS = {
     "peak_to_paper": ("footprint_peak_bytes", "paper"),
     "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
@@ -70,7 +71,8 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         "tflop": None,  # of the products alone
         "losses": [],
         "footprint_peak_bytes": None,
-        "growth_bytes": None,  # of a step's peak, after SETTLED_AFTER steps, in a long run
+        # The growth of a step's peak after SETTLED_AFTER steps, in a long run
+        "growth_bytes": None,
         "baseline_bytes": None,  # Python and MLX before anything is loaded; included in the peak
         "mlx_peak_bytes": None,
         "written_bytes": None,  # a step
@@ -145,10 +147,10 @@ def train_with_peft(
 
 
 def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
-    """Returns the whole model's row, on the line through the fewest and the most blocks that were
-    run.
+    """Returns the whole model's row. Its values lie on the line through the rows with the fewest
+    and the most blocks.
 
-    The plan and the predicted peak in it are the engine's for the whole model.
+    The plan and the predicted peak in the row are the engine's, for the whole model.
     """
     row = new_row(full, variant)
     names = ("model", "seq_len", "rank", "variant")

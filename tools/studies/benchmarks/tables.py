@@ -50,6 +50,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "q,v": {"projections": ["q", "v"]},
     "B alone": {"freeze_a": True},
     "B of q,v": {"projections": ["q", "v"], "freeze_a": True},
+    "DoRA": {"dora": True},
 }
 VAL_BATCHES = 25
 SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
@@ -60,7 +61,7 @@ _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-RECORDS = 512  # records, of which the short ones are measured
+RECORDS = 512  # the number of records; only the short ones are measured
 
 # The entries of the engine's counts in a row.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
@@ -220,8 +221,8 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 def defaults_rows(bench: Bench) -> Iterator[Row]:
     """Yields a row for mesp-train's default update and for each other update of a sweep around it.
 
-    They have the first rank. There is also a row for the default with each other rank. All rows of
-    a model and a length are compared.
+    These rows have the first rank. There is also a row for the default update with each other rank.
+    All rows of a model and a length are compared.
     """
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
@@ -249,7 +250,7 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
 
 
 def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
-    """Returns updates by name, around AdamW at its default rate."""
+    """Returns the updates of the sweep by name. They vary AdamW with its default rate."""
 
     def adamw(factor: float, **more: Any) -> dict[str, Any]:
         return {"optimizer": "adamw8bit", "learning_rate": factor * rate} | more
@@ -332,7 +333,8 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     """Yields the rows of `packing_rows` for a phone's GPU, with the ledger's model of the time."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
-    # Unpacked records, by the length of their step; a record's last token is only a target.
+    # Unpacked records, by the length of their step. The last token of a record is only a target, so
+    # it does not count.
     alone = {n: sizes[(sizes <= n + 1) & (sizes > before + 1)]
              for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
     alone = {n: these for n, these in alone.items() if len(these)}
@@ -483,7 +485,9 @@ def largest_difference(rows: list[Row]) -> float:
 
 
 def check_agreement(rows: list[Row]) -> None:
-    """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
+    """Says how far MeSP's and MeBP's losses are from each other. Raises MespError if they are too
+    far apart.
+    """
     largest = largest_difference(rows)
     click.echo(f"MeSP and MeBP: largest relative difference of a loss {largest:.1e}.")
     if not largest <= AGREEMENT:
@@ -494,7 +498,7 @@ class Kind(NamedTuple):
     """The variants, columns and explanation of a table."""
 
     rows: Callable[[Bench], Iterator[Row]]
-    x: str | None  # None: the length, or the rank if only that varies
+    x: str | None  # None: the length or, if only the rank varies, the rank
     ys: tuple[str, ...]
     note: str
 

@@ -27,7 +27,7 @@ PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "products": {"kind": "products", "recompute": False},
     "products-recomputed": {"kind": "products", "recompute": True},
 }
-# Settings of `in_peft.train`, which has a separate environment.
+# Settings of `in_peft.train`, which runs in a separate environment.
 PEFT_METHODS: dict[str, dict[str, Any]] = {
     "torch-peft": {"checkpoint": False},
     "torch-peft-checkpoint": {"checkpoint": True},

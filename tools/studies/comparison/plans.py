@@ -10,7 +10,7 @@ from studies.tasks.bundles import RANK, Task
 
 ON_DISK = {"none": "nothing on disk", "inputs": "inputs on disk", "all": "all on disk"}
 EVERYTHING_MB = 1e6  # more than keeping every intermediate needs
-MARGIN = 1.08  # the ratio of a limit to the planner's predicted peak
+MARGIN = 1.08  # the ratio of a memory limit to the planner's predicted peak
 
 
 def plans(bundle: Path, task: Task, optimizer: str) -> dict[str, tuple[object, ...]]:

@@ -31,8 +31,8 @@ DATA = {"model_file": None}  # mlx-lm would run this file
 class Scores(NamedTuple):
     """The scores of each held-out sequence, float64 [n] each.
 
-    They are the sum of its losses in nats, its number of counted targets, and whether the greedy
-    answer of the model is right.
+    For each sequence, they are the sum of its losses in nats, its number of counted targets, and
+    whether the model's greedy answer is right.
     """
 
     losses: np.ndarray
@@ -48,7 +48,8 @@ class Scores(NamedTuple):
 def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
     """Returns the bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`.
 
-    Adapters are in mlx-lm's form. The model computes in float32, with weights dequantized once.
+    Adapters must be in mlx-lm's form. The model computes in float32, with weights that are
+    dequantized once.
     """
     model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
     model.set_dtype(mx.float32)
@@ -71,8 +72,8 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
             written = write(model, ids[:start], task.seq_len - start, tokenizer.eos_token_id)
             number = final_number(tokenizer.decode(ids[start:].tolist()))
             right = number is not None and final_number(tokenizer.decode(written)) == number
-        # Checks that each token is the likeliest after those before it, so that it would be
-        # written.
+        # Checks that each token of the answer is the likeliest one after the tokens before it. Then
+        # the model would write the answer.
         else:
             missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
             right = missed.sum().item() == 0
@@ -99,7 +100,7 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
     else:
         text = "\n".join(each.content["text"] for each in python_docs()["valid"])
     count = TEXT_WINDOWS * task.seq_len + 1
-    characters = text[-10 * count :]  # a token has some 3
+    characters = text[-10 * count :]  # a token has about 3
     return np.array(load_bundle_tokenizer(bundle.path).encode(characters)[-count:], np.int32)
 
 
@@ -129,8 +130,8 @@ def paired(
 ) -> Difference:
     """Returns the difference, ours less theirs, of the `loss` a token or the share that is `exact`.
 
-    Each pair has one seed. A resample draws held-out sequences, the same for both and for all
-    seeds.
+    Both scores of a pair have the same seed. A resample draws held-out sequences: the same
+    sequences for both scores and for all seeds.
     """
     if what == "loss":
         above = sum(a.losses - b.losses for a, b in zip(ours, theirs, strict=True))

@@ -94,7 +94,8 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
 
     def iterate_batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
         for ids, counted in batches(opened, task, seed):
-            # mlx-lm counts targets from 1, and all between the first and the last that count.
+            # mlx-lm counts targets from 1. It takes all targets between the first and the last that
+            # count.
             spans = [(row.argmax() + 1, row.size - row[::-1].argmax()) for row in counted]
             yield mx.array(ids), mx.array(np.array(spans))
 
@@ -136,8 +137,8 @@ def with_peft(
 ) -> Trained:
     """Trains with PEFT on PyTorch, in another environment, on the dequantized weights.
 
-    As QLoRA it trains on the weights of the Hugging Face model `nf4`, which bitsandbytes quantizes
-    to NF4.
+    With `nf4`, a Hugging Face model, it trains as QLoRA: on that model's weights, which
+    bitsandbytes quantizes to NF4.
     """
     opened = Bundle(bundle)
     folder.mkdir(parents=True)

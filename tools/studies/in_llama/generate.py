@@ -2,9 +2,9 @@
 
     python -m studies.in_llama.generate SETTINGS.json
 
-Reads a request a line, `{"prompts": [[1, 2]], "tokens": 8}` in token ids. When every text has this
-many of the likeliest tokens, it prints a line with the highest footprint so far. Keys and values
-are float32. Products of quantized weights are llama.cpp's, with activations in 8 bits.
+Reads a request a line, `{"prompts": [[1, 2]], "tokens": 8}` in token ids. Writes this many of the
+likeliest tokens after each prompt, and then prints a line with the highest footprint so far. Keys
+and values are float32. Products of quantized weights are llama.cpp's, with activations in 8 bits.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m studies.in_peft.train SETTINGS.json
 
-The folder `output` of the settings has the files of `inputs.py`. Prints a record a line, as the
-engine does, and leaves `adapters.safetensors` there. With `nf4`, a Hugging Face model, it trains on
-that model's weights in NF4, as QLoRA does. They are dequantized once and left in `base/`, since on
-a CPU bitsandbytes dequantizes a matrix more slowly than PyTorch multiplies by it.
+The folder `output` of the settings has the files of `inputs.py`, and gets `adapters.safetensors`.
+Prints a record a line, as the engine does. With `nf4`, a Hugging Face model, it trains on that
+model's weights in NF4, as QLoRA does. They are dequantized once and left in `base/`, since on a CPU
+bitsandbytes dequantizes a matrix more slowly than PyTorch multiplies by it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def report(kind: str, **fields: Any) -> None:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW as in mlx.optimizers, without bias correction, for which PyTorch has no option."""
+    """AdamW without bias correction, as in mlx.optimizers. PyTorch has no option for this."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, beta2: float) -> None:
         super().__init__(parameters, {"lr": lr, "beta2": beta2})
@@ -60,7 +60,7 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
         source = Path(settings["nf4"])
         write_base(in_nf4(source, dtype), source, weights)
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, trust_remote_code=False)
-    model.train()  # it checkpoints only in this mode; there is no dropout
+    model.train()  # PEFT's model uses gradient checkpointing only in this mode; there is no dropout
     if settings.get("checkpoint"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     targets = sorted({name.split(".")[-2] for name in first})

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from studies.pretraining.text import END_OF_TEXT
 
-# The model learned no conversations; with this template, chat records can be tried. A token ends
-# each answer.
+# The model learned no conversations, but with this template people can try records of chats. A
+# token ends each answer.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- message.role + ': ' + (message.content or '') -}}

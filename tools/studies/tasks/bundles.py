@@ -26,8 +26,8 @@ class Task:
     """A task, trained on sequences of `seq_len` tokens, `batch_size` a step, for `steps`, at
     AdamW's `rate`.
 
-    The loss is measured on `held_out` sequences, and so is the share of right answers: by the
-    `letter`, or by their final `number`; None: not at all.
+    The loss is measured on `held_out` sequences. So is the share of right answers: answers are
+    compared by the `letter` or by their final `number`, or not at all (None).
     """
 
     name: str
@@ -59,8 +59,8 @@ def export(
 ) -> Path:
     """Writes a task's data, exports a model with it, and returns the bundle.
 
-    It can be trained at `RANK` or `more_ranks`, and at the task's length or `more_lengths`. `gsm8k`
-    is the place of that task's data.
+    The bundle has `RANK` and `more_ranks`, and the task's length and `more_lengths`. `gsm8k` is the
+    file of the data for the task GSM8K.
     """
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:

@@ -1,7 +1,8 @@
 """Requests to a house, and the JSON that each asks for.
 
 A command names an action, a thing, a place and a time. A request states it in one of many wordings.
-Neither the held-out commands, one in five, nor their wordings, `UNHEARD`, are trained on.
+One in five commands is held out. Neither these commands nor their wordings, `UNHEARD`, are trained
+on.
 """
 
 from __future__ import annotations

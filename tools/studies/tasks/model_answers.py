@@ -27,7 +27,7 @@ def answers(
 ) -> list[Answer]:
     """Returns the model's greedy answers, up to the length of the right ones.
 
-    Answers after the first `whole` are read until they are wrong.
+    The first `whole` answers are read as a whole; later ones only until they are wrong.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     prompts, right = [], []

@@ -1,4 +1,5 @@
-"""The block types of GGUF whose values MLX can hold quantized, and their arrays in MLX.
+"""The block types of GGUF with values that MLX's quantized formats can hold, and their arrays in
+MLX.
 
 A row consists of blocks of 32 to 256 weights with scales of their own.
 https://github.com/ggml-org/ggml defines the types in ggml-common.h and their values in
@@ -187,7 +188,8 @@ CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "TQ1_0": (54, Quantization(2, 128), _tq1_0),
     "TQ2_0": (66, Quantization(2, 128), _tq2_0),
 }
-_NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")  # types that the gguf package may not decode
+# Types that some versions of the gguf package cannot decode
+_NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")
 
 
 def arrays(kind: str, data: np.ndarray) -> Arrays:

@@ -18,7 +18,7 @@ _MODEL_TYPES = {
     MODEL_ARCH_NAMES[MODEL_ARCH[name]]: model_type
     for model_type, name in reversed(ARCHITECTURES.items())
 }
-# The number of blocks of Gemma's 27B models, which scale attention by the width over the heads.
+# The number of blocks of Gemma's 27B models, which scale attention by 1/√(width / heads).
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
 # Keys that change nothing: a text's three positions are equal. LFM2's list of heads is read
@@ -328,7 +328,9 @@ def _factors(gguf: GGUF, name: str) -> list[float]:
 
 
 def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Llama 3's scaling. The file has only its result, the factor of each frequency."""
+    """Returns Llama 3's scaling. The file has only the result of this scaling, a factor for each
+    frequency.
+    """
     factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
     size = config["head_dim"]
     theta = config["rope_theta"]

@@ -23,7 +23,7 @@ from mesp.source_model.gguf.blocks import numbers
 
 VERSIONS = (2, 3)
 ENTRIES = 1 << 16  # the most keys, and the most tensors
-ITEMS = 1 << 22  # the most items of an array: a vocabulary has some 262,144, its merges 514,000
+ITEMS = 1 << 22  # the most items of an array: a vocabulary may have 262,144, its merges 514,000
 DIMENSION = 1 << 31
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
@@ -32,7 +32,7 @@ _NUMBERS = {
 _STRING, _ARRAY = 8, 9
 _KINDS = {
     kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()
-}  # by number: the name, and the weights and bytes of a block
+}  # the number of a type -> its name, and the weights and bytes of a block
 _Q2_0 = 42  # llama.cpp's type; earlier PrismML's type with the same number
 _OF_BOTH = [("Q2_0", 64, 18), ("PQ2_0", 128, 34)]
 _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
@@ -96,10 +96,10 @@ def copy(
     changed: Mapping[str, Callable[[np.ndarray], np.ndarray]],
     kind: GGMLQuantizationType,
 ) -> None:
-    """Writes a file with other blocks, of type `kind`, in the tensors in `changed`.
+    """Copies the file, with new numbers of type `kind` for the tensors in `changed`.
 
-    The functions in `changed` make the new numbers from the old ones, in float32. The rest is
-    copied.
+    For each of these tensors, a function in `changed` makes the new numbers from the old ones, in
+    float32.
     """
     block, size = GGML_QUANT_SIZES[kind]
     with open(path, "xb") as out:
@@ -198,8 +198,8 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
 def _kind_of_q2_0(
     found: list[tuple[str, tuple[int, ...], int, int]], length: int, alignment: int
 ) -> dict[int, tuple[str, int, int]]:
-    """Returns the type of tensors with the number 42: the one of two types whose blocks fill each
-    tensor's space.
+    """Returns the type that the number 42 means in a file. Of its two meanings, it is the one whose
+    blocks fill the space of each tensor.
     """
     ends = sorted({*(offset for *_, offset in found), length})
     rooms = [

@@ -20,8 +20,8 @@ ARCHITECTURES = {
     "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3", "qwen3_moe": "QWEN3MOE",
     "lfm2_moe": "LFM2MOE",
 }  # fmt: skip
-# Architectures whose q and k llama.cpp rotates in pairs of neighbours: rows of a head's halves
-# alternate.
+# For these architectures, llama.cpp rotates neighbouring numbers of q and k as a pair. So in the
+# file, the rows of a head's first and second half alternate.
 _INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MINICPM", "MISTRAL3")
 
 
@@ -88,7 +88,8 @@ class Names:
 
 
 def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
-    """Returns the place in the file of each number of the value heads, which have `size` each.
+    """Returns the place in the file of each number of the value heads. A value head has `size`
+    numbers.
 
     Here the value heads of a key head stand together. In the file, the first value heads of all key
     heads come first, then the second ones.

@@ -55,7 +55,8 @@ PRE_TOKENIZERS = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
-# Tokenizers that never merge a word that is a token, and that begin a text with a token.
+# Tokenizers that keep a word that is a token whole, whatever their merges, and that begin a text
+# with a token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
 # Tokenizers that compose a character and its accents first.
 _COMPOSED = ("qwen2", "qwen35")

@@ -69,7 +69,9 @@ class GGUFWeights:
 
     @property
     def is_quantized_file(self) -> bool:
-        """Whether some matrix is quantized. If not, it is like any unquantized model."""
+        """Whether some matrix in the file is quantized. If none is, the file is treated like any
+        unquantized model.
+        """
         return any(kind not in UNQUANTIZED for kind in self.types)
 
     def quantization(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """Returns a description of how much of the weights keeps the file's values."""
+        """Returns a description of the share of weights that keep their values in the file."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -160,8 +162,8 @@ class GGUFWeights:
         return tensor.data[order[rows]]
 
     def _quantized(self, module: str, rows: slice) -> tuple[mx.array, ...]:
-        """Returns packed codes, scales and biases of rows. The last result is kept, because each
-        array is asked for separately.
+        """Returns packed codes, scales and biases of rows. The last result is kept for the next
+        call, because each array is asked for separately.
         """
         key = (module, rows.start, rows.stop)
         if self.quantized[0] != key:

@@ -3,10 +3,10 @@
 public struct FailingCommandBuffers: Sendable {
     /// The number of the first command buffer that fails, from 1.
     public var first: Int
-    /// The number of command buffers that fail. The next one fails after the error of the last was thrown.
+    /// The number of command buffers that fail. Each one after the first fails only after the error of the one before was thrown.
     public var count = 1
     /// The number of later evaluations that succeed before one throws the error and computes nothing. Waiting for a stream throws the error earlier.
-    /// It is thrown once. The arrays of the failed buffer count as evaluated and hold `garbage`.
+    /// The error is thrown once. The arrays of the failed buffer count as evaluated and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
     /// Whether the failing evaluation itself throws the error and computes nothing, as when memory is refused. Then `item()` is 0. Reading the data

@@ -7,9 +7,9 @@ import MLX
 /// The CPU still computes everything. `Sources/CHostMLX/FailingCommandBuffers.cpp` cites the lines of MLX.
 public struct MetalRules: Sendable {
     /// Whether matrix products in float32 round their operands to TF32, as on an A19 or an M5, unless the environment variable `MLX_ENABLE_TF32` is
-    /// 0. It needs OpenBLAS, as on Linux.
+    /// 0. This rule needs OpenBLAS, which HostMLX uses on Linux.
     public var tf32 = false
-    /// Whether the GPU is the default device of C++, and of Swift outside of `Device.withDefaultDevice`. Work on it fails.
+    /// Whether the GPU is the default device of C++, and of Swift outside of `Device.withDefaultDevice`. Work on the GPU fails.
     public var gpuByDefault = false
     /// The command buffers that fail; nil if none does.
     public var failingBuffers: FailingCommandBuffers?

@@ -288,7 +288,7 @@ extension MLXArray {
             indices[axis] = indices[axis].reshaped(shape)
         }
         if !first {
-            // As in mlx-swift, this covers as many operations as there are slices, which come before the arrays.
+            // As in mlx-swift, the loop covers the first operations, one for each slice. The slices come before the arrays.
             for axis in slices.indices {
                 place(axis, at: axis)
             }

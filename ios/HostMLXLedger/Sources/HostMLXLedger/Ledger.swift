@@ -51,12 +51,12 @@ public struct Ledger: Codable, Sendable, Equatable {
 
     /// The kernels that are used for the first time and so are compiled.
     public var firstKernels = 0
-    /// The largest number of these between two calls of `boundary()`.
+    /// The largest number of first-used kernels between two calls of `boundary()`.
     public var mostFirstKernels = 0
 
     /// The arrays that use the caller's memory, such as a mapped file.
     public var mappings = 0
-    /// The bytes of such memory that kernels use. Metal keeps a whole buffer in memory while a kernel uses a part of it.
+    /// The bytes of the caller's memory that kernels use. Metal keeps a whole buffer in memory while a kernel uses a part of it.
     public var wiredBytes = 0.0
 
     /// The number of kernels that the GPU runs.
@@ -115,8 +115,8 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     /// The generation of the GPU's architecture, such as 15 for `applegpu_g15p`.
     public var generation: Int
     /// The number of complete command buffers whose completion handlers have not run when an `eval` returns. A handler ends a task and frees its
-    /// arrays, on another thread. MLX waits for handlers only when it waits for a task, and in `Stream.synchronize()`, where it waits for all.
-    /// Without such a wait they run when as many more command buffers are committed.
+    /// arrays, on another thread. MLX waits for handlers only when it waits for a task, and in `Stream.synchronize()`, which waits for all handlers.
+    /// Without such a wait, the handlers of a command buffer run when this number of later command buffers has been committed.
     public var lateHandlers: Int
 
     public init(
@@ -140,7 +140,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public static var fastPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0, lateHandlers: 0)
     }
-    /// The rules of `phone` with one late command buffer. They give the memory of arrays if handlers run at once.
+    /// The rules of `phone` with one late command buffer. With these rules a ledger has the memory that arrays take if handlers run at once.
     public static var strictPhone: LedgerRules { inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
     /// The rules of an iPhone whose handlers run 0.5 to 3 ms after their command buffer. Then up to 36 of MLX's command buffers are in flight.
     public static var slowPhone: LedgerRules {

@@ -2,7 +2,8 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// A folder of token streams, which a run uses in place of its bundle's data. It has `data.json`, with the splits, and the files that this names.
+/// A folder of token streams, which a run uses in place of its bundle's data. It has `data.json`, which lists the splits, and the files that
+/// `data.json` names.
 package enum TokenFolder {
     /// Returns the token files of a folder, by split.
     static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {

@@ -38,10 +38,11 @@ package struct Example: Sendable, Equatable {
 
 /// Token ids on disk, and the sequences that training and evaluation make of them.
 ///
-/// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`. If `begin` is set, it replaces the first token, because a model
-/// whose training texts all began with one token predicts badly without it. Otherwise each example is one sequence, cut to its first T + 1 tokens.
-/// With `packsExamples`, examples share a sequence, as records that do not attend to each other. An example's first token is never a target. Tokens
-/// after the last target in the loss change nothing, so a sequence has the shortest length that holds that target, and is padded to it.
+/// The sequences of a packed stream are windows: window `w` of length T is tokens `wT ... wT + T`. If `begin` is set, it replaces the first token of
+/// each window, because a model whose training texts all began with this token predicts badly without it. In other streams each example is one
+/// sequence, cut to its first T + 1 tokens. With `packsExamples`, several examples share a sequence, as records that do not attend to each other. An
+/// example's first token is never a target. Tokens after the last target in the loss change nothing, so a sequence has the shortest length that holds
+/// that target, and is padded to it.
 package struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
     let tokens: Data
@@ -113,7 +114,8 @@ package struct TokenStream: Sendable {
         return pieces
     }
 
-    /// Whether each example is a whole record. In a packed stream none is. Examples that split a record overlap or leave tokens out.
+    /// Whether each example is a whole record. In a packed stream no example is a whole record. Examples that split a record overlap or leave tokens
+    /// out.
     package var hasWholeRecords: Bool {
         examples != nil && !packsExamples
             && (1..<max(exampleCount, 1)).allSatisfy { index in
@@ -132,8 +134,8 @@ package struct TokenStream: Sendable {
         labels.flatMap { Label(rawValue: $0[$0.startIndex + example]) }
     }
 
-    /// Returns the sequences, each with one of `lengths`, which are ascending. It leaves out sequences without a target in the loss after they are
-    /// cut, and the other answer of such a pair.
+    /// Returns the sequences, each with one of `lengths`, which are ascending. It leaves out a sequence that has no target in the loss after it is
+    /// cut. If such a sequence is an answer of a pair, it leaves out the other answer too.
     ///
     /// - Parameters:
     ///   - lengths: the possible lengths in tokens, not empty.
@@ -158,8 +160,8 @@ package struct TokenStream: Sendable {
             stream: self, lengths: lengths, count: sequences.count, usable: sequences.flatMap { $0 }, starts: starts)
     }
 
-    /// Assigns examples to sequences of at most `length` inputs. Each example goes into the first of the latest sequences with room for all its
-    /// tokens, or begins a new one. The last token of a sequence is only a target, not an input.
+    /// Assigns examples to sequences of at most `length` inputs. Each example goes into the first of the latest sequences that has room for all its
+    /// tokens, or begins a new sequence. The last token of a sequence is only a target, not an input.
     private func pack(_ examples: [Int], _ length: Int) -> [[Int]] {
         var (sequences, room) = ([[Int]](), [Int]())
         for example in examples {
@@ -215,7 +217,8 @@ package struct TokenStream: Sendable {
         package let count: Int
         /// The indices of the examples or windows in use; nil for all windows.
         fileprivate let usable: [Int]?
-        /// The index in `usable` at which each sequence's examples begin, and the end of the last, if sequences have several; nil if each has one.
+        /// If sequences have several examples, the index in `usable` at which each sequence's examples begin, and the end of the last; nil if each
+        /// sequence has one example.
         fileprivate let starts: [Int]?
 
         private func examples(_ index: Int) -> ArraySlice<Int> {

@@ -9,7 +9,7 @@ func hasFunctionLayout(mlx version: String) -> Bool {
 }
 
 /// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes only within their arrays. MLX takes the shapes of
-/// a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. The rules are the same as in
+/// a primitive's outputs from the file, and checks neither these shapes nor the indices of a `Gather`. The rules are the same as in
 /// exporter/mesp/block_function/check.py, and exporter/mesp/block_function/mlxfn.py describes the file's layout.
 ///
 /// - Parameter onGPU: whether all primitives must be on the GPU. Otherwise they must be on the CPU.
@@ -29,7 +29,7 @@ private let damaged = MeSPError("it is damaged")
 
 private struct Constant {
     let type: ArrayType
-    /// The greatest integer in the constant; nil if one is negative, or if it has no integers.
+    /// The greatest integer in the constant; nil if an integer is negative, or if the constant has no integers.
     let greatest: UInt64?
 }
 

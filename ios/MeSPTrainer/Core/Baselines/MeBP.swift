@@ -7,7 +7,7 @@ extension BlockwiseModel {
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - dShared: see `Block.structuredBackward`
-    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and d are evaluated.
     func automaticGradient(
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
@@ -41,7 +41,8 @@ extension BlockwiseModel {
             if let failure { throw failure }
             return gradients
         }
-        // In the first evaluation a GPU compiles kernels. With one output at a time, it compiles only some of them between two pauses.
+        // A GPU compiles kernels in the first evaluation. If outputs are evaluated one at a time, it compiles only some of the kernels between two
+        // pauses.
         if !isWarm, differentiated.insert(ObjectIdentifier(plain)).inserted {
             let pass = plain(call, layout, scale: scale)
             for index in try 1..<pass.outputs(x).list.count {

@@ -10,7 +10,7 @@ extension Block {
     ) -> MixerResult {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
-        // Generated text takes a shorter path, one token at a time. Training never takes it, as its sequences begin here, without a state.
+        // Generation, one token at a time, takes a shorter path. Training never takes that path, as its sequences begin here, without earlier tokens.
         if sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
@@ -33,7 +33,7 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// Returns q, k and v, `[heads, n, …]` each. In q, each head's gate follows its query where the mixer has gates.
+    /// Returns q, k and v, `[heads, n, …]` each. In q, each head's gate follows its query if the mixer has gates.
     func projectQKV(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (q: MLXArray, k: MLXArray, v: MLXArray) {
         let (heads, keyHeads) = (mixer.numAttentionHeads, mixer.numKeyValueHeads)
         let q = project(.q, mixerIn).byHead(heads)
@@ -158,7 +158,7 @@ extension Block {
 
     /// Computes the derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
     ///
-    /// - Returns: the gradient of attn_out `[T, heads·d]`, and that of g in its shape; the latter is nil without a gate.
+    /// - Returns: the gradient of attn_out `[T, heads·d]`, and the gradient of g in the shape of g, which is nil without a gate.
     private func attentionOutput(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients

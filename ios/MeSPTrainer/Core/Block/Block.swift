@@ -18,7 +18,7 @@ package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
-    /// DoRA's formulas, which compute A, B̃ and G from `lora`; nil without DoRA, or where `lora` already consists of these.
+    /// DoRA's formulas, which compute A, B̃ and G from `lora`; nil without DoRA, or if `lora` already consists of these.
     var dora: DoRA?
     let layout: LoRALayout
     /// The factor s of the adapters' output, see `BlockwiseModel.scale`.
@@ -29,7 +29,7 @@ package struct Block {
     let side: SideInputs
     /// The position of the block's first token in the sequence, on which dropout's masks depend.
     private var firstToken = 0
-    /// The keys and values of another block, with an element for each sequence; used where `side.shared` is nil.
+    /// The keys and values of another block, with an element for each sequence; used if `side.shared` is nil.
     var sharedStates = [MixerState.KeyValues]()
 
     package init(
@@ -40,17 +40,17 @@ package struct Block {
         self.side = side
     }
 
-    /// Returns the rows of each record in a sequence of T tokens. The mixer, which alone relates tokens to each other, takes each record
-    /// separately.
+    /// Returns the rows of each record in a sequence of T tokens. Only the mixer relates tokens to each other, so it takes each record separately.
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
-    /// Returns the segments that the mixer takes one at a time, some thousand tokens each; none for a shorter sequence or packed records.
+    /// Returns the segments that the mixer takes one at a time, with at most `Machine.mixerTokens` tokens each. There are none for a shorter sequence
+    /// or packed records.
     func segments(_ length: Int) -> [Range<Int>] {
         guard side.records == nil, length > machine.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
         return tiles(of: length, size: machine.mixerTokens)
     }
 
-    /// Returns the matrices of a projection's adapter; nil where it has none.
+    /// Returns the matrices of a projection's adapter; nil if it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
         if let dora { return dora.scaled(projection) }
         return lora.flatMap { layout.matrices(projection, in: $0) }
@@ -64,7 +64,7 @@ package struct Block {
                 dropout: dropoutKey(projection).map { Dropout(key: $0, firstToken: firstToken) })
     }
 
-    /// Returns the dropout key of a projection's layer, by its place among the trainable ones; nil without dropout.
+    /// Returns the dropout key of a projection's layer, by the layer's place among the trainable layers; nil without dropout.
     private func dropoutKey(_ projection: Projection) -> DropoutKey? {
         guard let key = side.dropout else { return nil }
         let module = layout.block.place(projection).module
@@ -89,7 +89,8 @@ package struct Block {
 }
 
 extension Mixer {
-    /// Whether the mixer takes a long sequence in segments. A short convolution has few arrays, and Mamba-2 has no backward pass by segments.
+    /// Whether the mixer takes a long sequence in segments. A short convolution does not, as it has few arrays. Mamba-2 does not, as it has no
+    /// backward pass by segments.
     var goesBySegments: Bool {
         switch self {
         case .attention, .gatedDeltaNet: true
@@ -118,9 +119,9 @@ package struct BlockCall {
 package struct SideInputs {
     /// The rows of each record, see `Example.records`; nil for one record.
     var records: [Range<Int>]?
-    /// The layer's part p `[T, size]` of the tokens' embeddings; nil where the model has none.
+    /// The layer's part p `[T, size]` of the tokens' embeddings; nil if the model has none.
     var perLayer: MLXArray?
-    /// The keys and values of another block, where this block has none.
+    /// The keys and values of another block, if this block has none.
     var shared: MixerState.KeyValues?
     /// The dropout key of the block, for one sequence in a step; nil without dropout.
     package var dropout: DropoutKey?
@@ -131,7 +132,7 @@ package struct SideInputs {
         (self.records, self.perLayer, self.shared, self.dropout) = (records, perLayer, shared, dropout)
     }
 
-    /// The arrays in the order of the block function's arguments. None of them is for dropout.
+    /// The arrays in the order of the block function's arguments. A block function has no argument for dropout.
     var arrays: [MLXArray] {
         let starts = records.map { records in
             MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })

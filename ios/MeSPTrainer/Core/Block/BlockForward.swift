@@ -9,12 +9,12 @@ extension Block: BlockForward {
         return block
     }
 
-    /// Returns y of tokens that may follow others.
+    /// Returns y of some tokens, which may follow earlier tokens.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`, the tokens of one or several sequences, concatenated
     ///   - sequences: the rows of each sequence
-    ///   - states: each sequence's state before these tokens, replaced by that after them
+    ///   - states: each sequence's state before these tokens, replaced by the state after them
     /// - Returns: y `[n, hidden]`.
     func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
         let xMid = machine.part(sum(x, weights.mixerPostNorm, inForwardPass.mixer(x, sequences, &states).out))
@@ -83,7 +83,8 @@ extension Block: BlockForward {
         var segments = [Intermediates.Segment]()
         var (xMid, mixerOut) = (MLXArray.zeros(x.shape, dtype: x.dtype), MLXArray.zeros(x.shape, dtype: x.dtype))
         for rows in rows {
-            // With attention, all segments take the state after the last one, which has all keys. Until then, `start` stands in for it.
+            // With attention, each segment gets the state after the last segment, which has all keys. Until this state exists, `start` stands in for
+            // it.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixer = from(rows.lowerBound).inForwardPass.mixer(x, [0..<rows.count], &states)
@@ -128,7 +129,7 @@ extension Block: BlockForward {
         return (p.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
     }
 
-    /// Returns x + norm(output), or x + output without a norm, in x's dtype. The norm takes the output as it would be stored.
+    /// Returns x + norm(output), or x + output without a norm, in x's dtype. The norm takes the output in x's dtype, in which it would be stored.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         sumInFloat32(x, norm, output).asType(x.dtype)
     }
@@ -169,7 +170,7 @@ extension Block: BlockForward {
 
     // MARK: - The MLP
 
-    /// Returns the sum of the gated MLP and the mixture of experts, or the one that the block has, in float32.
+    /// Returns the sum of the gated MLP and the mixture of experts, or whichever of the two the block has, in float32.
     ///
     /// - Parameter inner: gate and up of the MLP; nil to compute them.
     private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {
@@ -183,8 +184,8 @@ extension Block: BlockForward {
         return mixture + factor(g, mlpIn) * output(addedTo: nil)
     }
 
-    /// Returns the output of `mlp`, and gate and up of the MLP as they are stored. These are nil without an MLP, and with DoRA, whose
-    /// derivative does not read them.
+    /// Returns the output of `mlp`, and the MLP's gate and up as they are stored. gate and up are nil without an MLP. They are also nil with DoRA, as
+    /// its derivative does not read them.
     private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
         let shape = weights.shape.mlp
         let hasInner = !shape.modules.isEmpty && !layout.hasMagnitudes

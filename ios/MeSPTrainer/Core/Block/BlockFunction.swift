@@ -57,15 +57,15 @@ package final class BlockFunction {
         // If an argument could not be created, there is no result.
         try MLXErrors.check()
         if let error {
-            // Otherwise MLX would call the traced function again, which is empty after the error.
+            // If the function stayed here, MLX would not trace it again. After the error, the traced function is empty.
             fused[selection] = nil
             throw error
         }
         return result
     }
 
-    /// Makes a GPU compile the kernels for these outputs, once: evaluates one after the other, and calls `pause` after each. For y alone,
-    /// the intermediates come first, as they share kernels with y.
+    /// Makes a GPU compile the kernels for these outputs, once. It evaluates the outputs one after the other, and calls `pause` after each. If y is
+    /// the only output, it evaluates the intermediates first, as they share kernels with y.
     fileprivate func compileKernels(_ selection: Selection, _ arguments: [MLXArray], pause: () -> Void) throws {
         for selection in selection == .output ? [.intermediates, .output] : [selection]
         where compiled.insert(selection).inserted {
@@ -77,7 +77,7 @@ package final class BlockFunction {
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {
-        // Swift takes the arguments of such a call only as a literal.
+        // Swift takes arguments with equal keywords only as a literal.
         switch a.count {
         case 4: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
         case 5: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4]])

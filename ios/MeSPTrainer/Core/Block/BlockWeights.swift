@@ -40,7 +40,7 @@ package struct BlockWeights {
         packed.matrix(experts.router + ".", inputs: architecture.hiddenSize)
     }
 
-    /// g `[1, hidden]` in the factor σ(x gᵀ) of the MLP's output; nil where the factor is 1.
+    /// g `[1, hidden]` in the factor σ(x gᵀ) of the MLP's output; nil if the factor is 1.
     var mlpGate: QuantizedMatrix? {
         shape.mlp.experts?.mlpGate.map { packed.matrix($0 + ".", inputs: architecture.hiddenSize) }
     }
@@ -50,7 +50,7 @@ package struct BlockWeights {
         experts.chosen(z, bias: experts.bias.map { packed[$0] })
     }
 
-    /// Returns the bias `[out]` of a projection; nil where it has none.
+    /// Returns the bias `[out]` of a projection; nil if it has none.
     func bias(_ projection: Projection) -> MLXArray? {
         let (module, outputs) = shape.place(projection)
         return architecture.biases.contains(module.name) ? packed[module.name + ".bias"][outputs] : nil
@@ -58,7 +58,7 @@ package struct BlockWeights {
 
     /// The norm of the block's input.
     var mixerNorm: RMSNorm { norm("input_layernorm") }
-    /// The norm of x_mid. Llama calls it `post_attention_layernorm`, which in a block with post-norms is the mixer's post-norm.
+    /// The norm of x_mid. It is named `post_attention_layernorm` as in Llama. In a block with post-norms, that is the name of the mixer's post-norm.
     var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
     /// The norms of the mixer's and the MLP's outputs; nil without post-norms.
     var mixerPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }

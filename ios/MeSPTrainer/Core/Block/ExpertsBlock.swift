@@ -4,12 +4,12 @@ import MeSPBundle
 
 /// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with w from Router.swift.
 ///
-/// The pairs of a token and one of its experts are sorted by expert. So each expert's matrices are read once, or a few times where many
-/// tokens chose it, and not at all where no token did. Terms are summed in the order of the experts.
+/// The pairs of a token and one of its experts are sorted by expert. So an expert's matrices are read once. If many tokens chose the expert, they are
+/// read a few times, and if no token did, not at all. Terms are summed in the order of the experts.
 extension Block {
     /// Returns the mixture for each token, `[n, hidden]` in float32.
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
-        // The derivative takes the same tokens at a time, so that it makes the same choice.
+        // The derivative cuts the tokens into the same parts, so that the router chooses the same experts.
         let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
             let (x, block) = (mlpIn[rows].asType(.float32), from(rows.lowerBound))
             let routed = Routed(experts, weights, x, most: most(rows.count), machine)
@@ -60,12 +60,12 @@ extension Block {
             names: (.expertGate, .expertUp, .expertDown), activation: weights.activation)
     }
 
-    /// Returns the most of n tokens that an expert takes at a time: a quarter of them, but at least 64. So memory does not depend on the
-    /// choice. Where the router spreads the tokens, no expert has more.
+    /// Returns the largest number of tokens that an expert takes at a time: a quarter of all tokens, but at least 64. So memory does not depend on
+    /// the router's choice. If the router spreads the tokens, no expert has more than this number.
     private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
-    /// Returns the number of an expert's features to compute at a time. A tile has as many elements as one of the MLP, which has more
-    /// tokens.
+    /// Returns the number of an expert's features to compute at a time. An expert's tile has fewer tokens than a tile of the MLP, so it may have more
+    /// features.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> Int {
         min(machine.features, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
     }

@@ -50,7 +50,7 @@ extension Block {
     /// Computes the derivative of out(f(o, z)), where f is the gated norm of a recurrent mixer, for some tokens at a time.
     ///
     /// - Parameters:
-    ///   - inputs: returns o and z from the intermediates, which are freed when this function returns
+    ///   - inputs: returns o and z from the intermediates
     ///   - f, derivative: f, and its derivative, which returns the gradients of o and z
     /// - Returns: the gradients of o and z, with an element for each range of tokens.
     func gatedOutput(

@@ -6,7 +6,7 @@ package struct Intermediates: Arrays {
     /// The mixer's arrays; nil for a long sequence, where they are recomputed for each segment.
     var mixer: MixerIntermediates?
     let xMid: MLXArray
-    /// gate and up `[T, intermediate_size]`; nil where the backward pass recomputes them, tile by tile.
+    /// gate and up `[T, intermediate_size]`; nil if the backward pass recomputes them, tile by tile.
     var gate, up: MLXArray?
     /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
     var mixerOut, mlpOut: MLXArray?
@@ -31,7 +31,7 @@ package struct Intermediates: Arrays {
 
 /// The outputs of a mixer's projections `[T, features]`, and the result of its formula before its output's gate or norm.
 package enum MixerIntermediates: Arrays {
-    /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. In q, each head's gate follows its query where the mixer has
+    /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. In q, each head's gate follows its query if the mixer has
     /// gates.
     case attention(q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray)
     /// qkv before its convolution, z, b followed by a, and o.
@@ -120,8 +120,8 @@ package struct BlockOutputs {
 
 /// The gradients that the later segments of a sequence pass to the earlier ones.
 struct CarriedGradients {
-    /// The gradients of attention's k̂ and v̂ at the last n positions before a segment, `[kv_heads, d, n]`; nil where there are none.
+    /// The gradients of attention's k̂ and v̂ at the last n positions before a segment, `[kv_heads, d, n]`; nil if there are none.
     var keyValues: MixerState.KeyValues?
-    /// The gradients of a gated delta net; nil where it does not take segments.
+    /// The gradients of a gated delta net; nil if it does not take segments.
     var net: GatedDeltaNet.CarriedGradients?
 }

@@ -21,7 +21,7 @@ package enum MixerState {
         var arrays: [MLXArray] { [tail, memory] }
     }
 
-    /// Keys after RoPE and values, `[kv_heads, room, head_dim]` each, of which `count` rows are in use.
+    /// Keys after RoPE, and values, `[kv_heads, room, head_dim]` each. `count` of the `room` rows are in use.
     package struct KeyValues: Arrays {
         private(set) var keys: MLXArray
         private(set) var values: MLXArray
@@ -39,8 +39,8 @@ package enum MixerState {
         /// The size of the tokens' keys and values in bytes, without the room.
         var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
 
-        /// Adds keys and values, `[kv_heads, n, head_dim]` each. One token's go into the room, in place unless something else refers to the
-        /// arrays.
+        /// Adds keys and values, `[kv_heads, n, head_dim]` each. The keys and values of a single token go into the room. They are written in place
+        /// unless something else refers to the arrays.
         mutating func append(_ newKeys: MLXArray, _ newValues: MLXArray) {
             let n = newKeys.dim(1)
             if n == 1, count < keys.dim(1) {
@@ -111,7 +111,7 @@ package enum MixerState {
         return cache
     }
 
-    /// The keys and values of attention; nil for other mixers, and where they are another block's.
+    /// The keys and values of attention; nil for other mixers, and if they are another block's.
     var keysAndValues: KeyValues? {
         if case .attention(let cache) = self { cache } else { nil }
     }

@@ -11,9 +11,9 @@ extension Block {
     ///   - intermediates: consumed, so that each array is freed after its last use
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsDx: false for the first trained block, whose dx nothing reads; d then ends as d_x_mid
-    ///   - dShared: the sum of the gradients by shared keys and values, `[kv_heads, T, head_dim]` each; the blocks that attend to another
-    ///     block's add to it, and the block that has them takes it. nil at first, and for other blocks.
-    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
+    ///   - dShared: the sum of the gradients by shared keys and values, `[kv_heads, T, head_dim]` each. A block that attends to another block's keys
+    ///     and values adds to the sum. The block that has these keys and values takes it. nil at first, and for other blocks.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and d are evaluated.
     package func structuredBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
         dShared: inout MixerState.KeyValues?

@@ -15,7 +15,7 @@ package struct Evaluator {
     package struct Score: Sendable, Equatable {
         /// log p(continuation | prompt), in nats, the sum over its tokens.
         package var logLikelihood = 0.0
-        /// Whether each of its tokens is the likeliest after those before it, as greedy decoding would choose.
+        /// Whether greedy decoding would choose every token of the continuation.
         package var isGreedy = true
     }
 
@@ -38,7 +38,7 @@ package struct Evaluator {
     ///   - continuations: token ids, at least one each.
     ///   - prompt: token ids, at least one.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
-    /// - Throws: `MeSPError`, also where the model returns no finite number; the errors of `atBlock`.
+    /// - Throws: `MeSPError`, also if the model returns no finite number; the errors of `atBlock`.
     package func scores(
         of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
     ) throws -> [Score] {
@@ -71,16 +71,16 @@ package struct Evaluator {
         }
     }
 
-    /// Returns log p of a text's tokens except the first, in nats. Each token is given at least one and at most `window` tokens before it.
+    /// Returns log p of a text's tokens except the first, in nats. Each token is predicted from at least one and at most `window` tokens before it.
     ///
-    /// A long text is taken in windows of `window` tokens. Each begins with the last token before those that it predicts. The last window
-    /// reaches back until it is full. This is the rolling log-likelihood of lm-evaluation-harness.
+    /// A long text is taken in windows of `window` tokens. Each window begins with the last token before those that it predicts. The last window
+    /// reaches back until it has `window` tokens. This is the rolling log-likelihood of lm-evaluation-harness.
     ///
     /// - Parameters:
     ///   - text: token ids, at least two.
     ///   - window: at least 1.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
-    /// - Throws: `MeSPError`, also where the model returns no finite number; the errors of `atBlock`.
+    /// - Throws: `MeSPError`, also if the model returns no finite number; the errors of `atBlock`.
     package func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
         try check(text, "The text")
         guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
@@ -95,7 +95,7 @@ package struct Evaluator {
 
     // MARK: - Scores
 
-    /// Calls `body` on the model's device, and again from the start where a GPU fails.
+    /// Calls `body` on the model's device, and again from the start if a GPU fails.
     private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
         try model.bundle.withDevice {
             try MLXErrors.repeating(
@@ -125,7 +125,7 @@ package struct Evaluator {
     /// Returns the scores of continuations that together are at most a chunk long.
     ///
     /// - Parameters:
-    ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each.
+    ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each continuation.
     ///   - cache: the cache of the prompt.
     private func scores(
         of continuations: [[Int]], _ last: MLXArray, _ cache: PromptCache, _ atBlock: () throws -> Void
@@ -150,7 +150,7 @@ package struct Evaluator {
         }
     }
 
-    /// Returns log p of n targets from the rows of y `[n, hidden]`, and whether no token is likelier.
+    /// Returns log p of n targets from the rows of y `[n, hidden]`, and whether no token is likelier than the target.
     private func scores(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
         -> [(logProbability: Float, isGreedy: Bool)]
     {
@@ -176,7 +176,7 @@ package struct Evaluator {
 
 extension Evaluator.Score {
     /// Adds the scores of some tokens.
-    /// - Throws: `MeSPError` where a log-likelihood is not finite, as with adapters whose training diverged.
+    /// - Throws: `MeSPError` if a log-likelihood is not finite, as with adapters whose training diverged.
     fileprivate mutating func add(_ tokens: ArraySlice<(logProbability: Float, isGreedy: Bool)>) throws {
         for token in tokens {
             logLikelihood += Double(token.logProbability)

@@ -118,7 +118,7 @@ struct Attention {
     /// - Parameters:
     ///   - q: q̂ · scale `[kv_heads, m, d]`; the query heads that share a key-value head are stacked
     ///   - k: k̂ `[kv_heads, keys, d]`
-    /// - Returns: P and cap′, `[kv_heads, m, keys]` each; cap′ is nil where scores are not capped.
+    /// - Returns: P and cap′, `[kv_heads, m, keys]` each; cap′ is nil if scores are not capped.
     private func probabilities(_ q: MLXArray, _ k: MLXArray, _ rows: Range<Int>, _ keys: Range<Int>)
         -> (p: MLXArray, slope: MLXArray?)
     {
@@ -137,8 +137,8 @@ struct Attention {
     ///
     ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
-    /// P is recomputed for each tile and never kept. dq̂ and dk̂ go back through RoPE and the norms. rowsum(P ∘ dP) would equal rowsum(dO ∘
-    /// O) if O were not rounded. With an O stored in bfloat16, a row of dS would not add up to 0. A part that all keys share, such as a
+    /// P is recomputed for each tile and never kept. dq̂ and dk̂ go back through RoPE and the norms. The cheaper rowsum(dO ∘ O) would equal rowsum(P
+    /// ∘ dP) if O were not rounded. With an O that is stored in bfloat16, a row of dS would not add up to 0. A part that all keys share, such as a
     /// large bias of k, would then change dq̂.
     ///
     /// For a segment of the positions, the caller passes k̂ and v̂ up to the segment's end, and the gradients from later segments. On
@@ -150,7 +150,7 @@ struct Attention {
     ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil to compute them from k and v
     ///   - sum: the gradients by k̂ and v̂ from the other blocks that attend to them; this block's gradients are added
     ///   - carried: see `CarriedGradients.keyValues`; replaced by the gradients for the segment before
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32. Where k̂ and v̂ are another block's, dk and dv are the sums
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32. If k̂ and v̂ are another block's, dk and dv are the sums
     ///   `[kv_heads, T, d]` of the gradients by k̂ and v̂ instead.
     func backward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, start: Int = 0, seen: KeyValues? = nil,
@@ -220,7 +220,7 @@ struct Attention {
         var dq = [MLXArray]()
         var dk = [MLXArray]()
         var dv = [MLXArray]()
-        /// The gradients of the keys and values before the last tile's rows, transposed, for each tile of heads; nil where no keys are
+        /// The gradients of the keys and values before the last tile's rows, transposed, for each tile of heads; nil if no keys are
         /// before them.
         var sums: [KeyValues?]
 

@@ -26,7 +26,7 @@ struct CausalConvolution {
     }
 
     /// Returns dx `[n, F]` from dy, in float32.
-    /// - Parameter carried: dy of the next K − 1 tokens, `[K − 1, F]`; nil for zeros, where no tokens follow
+    /// - Parameter carried: dy of the next K − 1 tokens, `[K − 1, F]`; nil for zeros, if no tokens follow
     func backward(dy: MLXArray, carried: MLXArray? = nil) -> MLXArray {
         sum(of: concatenated([dy, carried ?? start(dtype: dy.dtype)]), weights.reversed())
     }

@@ -8,7 +8,7 @@ import MeSPBundle
 ///
 /// All of this is in float32. z[target] comes from the same z as the sum of exponentials, so that no loss is negative.
 ///
-/// Where the model caps its logits, cap(s) = c tanh(s / c) and cap′ = 1 − (z / c)². Elsewhere cap(s) = s and cap′ = 1.
+/// If the model caps its logits, cap(s) = c tanh(s / c) and cap′ = 1 − (z / c)². Otherwise cap(s) = s and cap′ = 1.
 ///
 /// The sum `softmax(z) W` has the form of attention with K = V = W, so it is computed as in flash attention: a tile of W at a time, with a
 /// running maximum m, a running sum s = Σ exp(z − m) and a running sum a = Σ exp(z − m) cap′ W. s and a are rescaled when m grows. The

@@ -22,7 +22,7 @@ struct DoRA {
         machine: Machine
     ) {
         (self.layout, self.lora) = (layout, lora)
-        // For each output, n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖². The lower bound avoids 0 / 0 where a row is zero.
+        // For each output, n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖². The lower bound avoids 0 / 0 if a row is zero.
         norms = concatenated(
             layout.modules.compactMap { module in
                 guard let squares = layout.magnitudes(module, in: squares) else { return nil }
@@ -44,7 +44,7 @@ struct DoRA {
             })
     }
 
-    /// Returns A, B̃ and G of a projection; nil where its module has no adapter.
+    /// Returns A, B̃ and G of a projection; nil if its module has no adapter.
     func scaled(_ projection: Projection) -> LoRAMatrices? { parts(projection).map { scaled($0, n: $1) } }
 
     private func scaled(_ matrices: LoRAMatrices, n: MLXArray?) -> LoRAMatrices {

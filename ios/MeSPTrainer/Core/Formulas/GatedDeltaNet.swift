@@ -29,7 +29,7 @@ package struct GatedDeltaNet {
         var arrays: [MLXArray] { [memory, convolved] }
     }
 
-    /// The carried gradients where no tokens follow: zeros.
+    /// The carried gradients if no tokens follow: zeros.
     var noCarriedGradients: CarriedGradients {
         CarriedGradients(
             memory: MLXArray.zeros([valueHeads, keyDim, valueDim]), convolved: convolution.start(dtype: .float32))
@@ -46,15 +46,15 @@ package struct GatedDeltaNet {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the part of `Machine.bytes` that one key head takes: the size of three arrays. The derivative holds some 25 arrays with a
-    /// row for each token, whereas attention's derivative holds some 6.
+    /// Returns the part of `Machine.bytes` that one key head takes: the size of three arrays. One array would be too little, as the derivative holds
+    /// about 25 arrays with a row for each token, and attention's derivative only about 6.
     func bytesOfHead(_ length: Int) -> Int {
         3
             * Self.arrayBytes(
                 keyDim: keyDim, valueDim: valueDim, valueHeadsOfKey: valueHeads / keyHeads, length: length)
     }
 
-    /// Returns the size of such an array of a key head, in bytes.
+    /// Returns the size of a key head's largest array with a row for each token, in bytes.
     static func arrayBytes(keyDim: Int, valueDim: Int, valueHeadsOfKey: Int, length: Int) -> Int {
         4 * length * max(keyDim, valueHeadsOfKey * max(keyDim, valueDim, ChunkDecays.chunk))
     }
@@ -65,7 +65,7 @@ package struct GatedDeltaNet {
     /// - Parameters:
     ///   - qkv: `[n, F]`
     ///   - b, a: `[n, value_heads]`
-    ///   - state: the state before the tokens, replaced by that after them
+    ///   - state: the state before the tokens, replaced by the state after them
     func callAsFunction(
         qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout MixerState.Recurrent, machine: Machine
     ) -> MLXArray {
@@ -169,7 +169,7 @@ package struct GatedDeltaNet {
     ///   - dO: `[T, value_heads · value_dim]`, in float32
     ///   - records: the rows of each record, which has its own state; nil for one record
     ///   - before: the state before a segment of one record; nil for the start of a sequence
-    ///   - carried: the gradients from the next segment, replaced by those for the segment before; nil without segments
+    ///   - carried: the gradients from the next segment, replaced by the gradients for the segment before; nil without segments
     /// - Returns: the gradients of qkv, b and a, in float32.
     func backward(
         qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,

@@ -12,7 +12,7 @@ import MLX
 ///     U = M β V        W = M β γ K        D = U − W S        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
 ///
 /// β, γ and δ are columns. Only D and S₊ depend on the chunk before. A key head has one or several value heads. Arrays are
-/// `[chunks, key_heads, value heads of each, …]`. The third axis has size 1 where the value heads of a key head share an array.
+/// `[chunks, key_heads, value heads of each, …]`. The third axis has size 1 if the value heads of a key head share an array.
 package struct GatedDeltaRule {
     /// Q and K, `[…, C, key_dim]` each.
     private let q, k: MLXArray
@@ -222,10 +222,9 @@ private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
 
 /// Returns (I + E)⁻¹ for E `[…, C, C]` with zeros on and above the diagonal, where C is a power of two.
 ///
-/// If M₁ and M₂ are the inverses of the two diagonal blocks of I + E, the inverse is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M, with M =
-/// [[M₁, 0], [0, M₂]].
-/// Each step computes it for all blocks of one size. The product (I − E)(I + E²)(I + E⁴) … has as many steps, but its factors are huge
-/// where keys are close to each other.
+/// If M₁ and M₂ are the inverses of the two diagonal blocks of I + E, the inverse is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M, with M = [[M₁, 0],
+/// [0, M₂]]. Each step computes this for all diagonal blocks of one size. The product (I − E)(I + E²)(I + E⁴) … has as many steps, but its factors
+/// are huge if keys are close to each other.
 private func inverse(_ e: MLXArray) -> MLXArray {
     let c = e.dim(-1)
     func lowerLeft(_ half: Int) -> MLXArray { e * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }

@@ -94,9 +94,9 @@ struct GatedMLP {
     ///     Q = (G ∘ dy) Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
     ///     d_gate, d_up from dH by the activation        dx = gate's dx from d_gate + up's dx from d_up
     ///
-    /// Only DoRA recomputes the output of down, for its dG. The adapters' gradients are those of `LoRALinear.backward`, with the gradient w
-    /// ∘ dy of down's output. Here they are sums over tiles. gate and up of a tile are recomputed from x where they were not kept, or where
-    /// dG needs x Wᵀ.
+    /// With DoRA alone, the output of down is recomputed, for its dG. The adapters' gradients are those of `LoRALinear.backward`, with the gradient w
+    /// ∘ dy of down's output. Here they are sums over tiles. gate and up of a tile are recomputed from x if they were not kept, or if dG needs
+    /// x Wᵀ.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`

@@ -42,7 +42,7 @@ struct LoRALinear {
     /// Returns s x̂ A `[T, rank]`, in float32; nil without an adapter.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` where there is a g `[T, rank]`. Each is added to its sum where there is
+    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. Each is added to its sum if there is
     /// one.
     ///
     /// - Parameter machine: limits the rows of x ∘ K taken at a time; nil for all.
@@ -102,7 +102,7 @@ extension LoRALinear {
     /// - Parameters:
     ///   - wantsA: whether dA is wanted
     ///   - wantsDx: whether dx is wanted
-    /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A, B and G; nil for each that is not computed.
+    /// - Returns: dx `[T, in]`, added to the sum if there is one, and the gradients of A, B and G; nil for each that is not computed.
     func backward(
         _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
     ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?, dG: MLXArray?) {
@@ -122,7 +122,7 @@ extension LoRALinear {
         return (dx, dA, dB, hasG ? concatenated(dG) : nil)
     }
 
-    /// Returns Σₜ dy ∘ (x Wᵀ) `[out]`, computed for some outputs at a time; nil where G is 1.
+    /// Returns Σₜ dy ∘ (x Wᵀ) `[out]`, computed for some outputs at a time; nil if G is 1.
     func dG(_ x: MLXArray, dy: MLXArray, machine: Machine) -> MLXArray? {
         guard lora?.m != nil else { return nil }
         let outputs = tiles(of: weight.rows, size: machine.columnsAtOnce(of: dy))
@@ -133,7 +133,7 @@ extension LoRALinear {
     /// Returns s dy Bᵀ `[T, rank]`, with dropout times 1 / (1 − p); nil without an adapter.
     func dyBT(_ dy: MLXArray) -> MLXArray? { lora.map { matmul(dy, $0.b.T) * factor } }
 
-    /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]` from `dyBT`; the sum alone where `dyBT` is nil.
+    /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]` from `dyBT`; the sum alone if `dyBT` is nil.
     ///
     /// - Parameter machine: limits the rows taken at a time; nil for all.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {
@@ -146,7 +146,7 @@ extension LoRALinear {
     }
 }
 
-/// Returns sum + a b; a b without a sum, and the sum alone where a or b is nil.
+/// Returns sum + a b; a b without a sum, and the sum alone if a or b is nil.
 func product(_ a: MLXArray?, _ b: MLXArray?, addedTo sum: MLXArray? = nil) -> MLXArray? {
     guard let a, let b else { return sum }
     return sum.map { addMM($0, a, b) } ?? matmul(a, b)

@@ -32,13 +32,13 @@ package struct Mamba2 {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the part of `Machine.bytes` that one head takes: the size of two arrays. The derivative holds some 13 arrays with a row for each
-    /// token or a state for each chunk, whereas attention's derivative holds some 6.
+    /// Returns the part of `Machine.bytes` that one head takes: the size of two arrays. One array would be too little, as the derivative holds about
+    /// 13 arrays with a row for each token or a state for each chunk, and attention's derivative only about 6.
     func bytesOfHead(_ length: Int) -> Int {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
     }
 
-    /// Returns the size of such an array of a head, in bytes.
+    /// Returns the size of a head's largest array with a row for each token or a state for each chunk, in bytes.
     static func arrayBytes(headDim: Int, stateSize: Int, length: Int) -> Int {
         4 * length * max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
     }
@@ -49,7 +49,7 @@ package struct Mamba2 {
     /// - Parameters:
     ///   - xBC: `[n, F]`
     ///   - dt: `[n, heads]`
-    ///   - state: the state before the tokens, replaced by that after them
+    ///   - state: the state before the tokens, replaced by the state after them
     func callAsFunction(xBC: MLXArray, dt: MLXArray, state: inout MixerState.Recurrent, machine: Machine) -> MLXArray {
         let before = state
         let parts = machine.each(of: groups, size: 1) { group in

@@ -2,13 +2,13 @@ import MLX
 
 /// The gate of attention's output:  y = x ∘ σ(g)
 struct OutputGate {
-    /// The gates `[T, heads, d]`, or `[T, heads, 1]` where a head has one gate.
+    /// The gates `[T, heads, d]`, or `[T, heads, 1]` if a head has one gate.
     let g: MLXArray
 
     /// Returns y for x `[T, heads·d]`, in float32.
     func callAsFunction(_ x: MLXArray) -> MLXArray { Self.y([byHead(x), g]).reshaped(x.shape) }
 
-    /// Returns dx `[T, heads·d]` = dy σ(g), and dg = dy x σ(g) (1 − σ(g)) in the shape of g, in float32. Where a head has one gate, its dg
+    /// Returns dx `[T, heads·d]` = dy σ(g), and dg = dy x σ(g) (1 − σ(g)) in the shape of g, in float32. If a head has one gate, its dg
     /// is a sum over the head.
     func backward(_ x: MLXArray, dy: MLXArray) -> (dx: MLXArray, dg: MLXArray) {
         let dg = Self.dg([byHead(x), byHead(dy), g])

@@ -5,7 +5,7 @@ import MLX
 /// b, c and u are the three thirds of the block's projection, in this order. All arrays are `[n, hidden]`.
 extension CausalConvolution {
     /// Returns conv_out, in float32.
-    /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; replaced by that of the last tokens
+    /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; replaced by b ∘ u of the last K − 1 tokens
     func callAsFunction(b: MLXArray, u: MLXArray, tail: inout MLXArray) -> MLXArray {
         let x = product(b, u)
         let convOut = self(x, tail: tail)

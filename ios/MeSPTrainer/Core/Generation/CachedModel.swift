@@ -3,8 +3,8 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A bundle's model, with or without adapters, for tokens that follow others. It goes block by block, and reads the states that the tokens
-/// before left in a cache. Weights stay mapped from one token to the next where memory holds them, and elsewhere only while a block runs.
+/// A bundle's model, with or without adapters, that reads a text in parts. It runs block by block. A cache holds each block's state after the tokens
+/// so far. Weights stay mapped from one token to the next if memory holds them. Otherwise they are mapped only while their block runs.
 package struct CachedModel {
     package let bundle: ModelBundle
     /// The most tokens of a text that go through the blocks together.
@@ -53,7 +53,7 @@ package struct CachedModel {
             return other
         }
 
-        /// A block's output that may not be evaluated yet. Until it is, it needs the maps.
+        /// A block's output that may not be evaluated yet. Until it is evaluated, the weights must stay mapped.
         var pending: MLXArray?
 
         func releaseArrays() {
@@ -121,13 +121,13 @@ package struct CachedModel {
     }
 
     /// Returns the last block's output for one token of each of several texts, and adds the token to the text's cache. The tokens go
-    /// through the blocks together. Where weights stay mapped, the blocks are one graph, as a round trip to a GPU takes longer than a
+    /// through the blocks together. If weights stay mapped, the blocks are one graph, as a round trip to a GPU takes longer than a
     /// block's kernels.
     ///
     /// - Parameters:
     ///   - tokens: the next token of each text, at most `mostTexts`.
     ///   - caches: the cache of each text, not empty.
-    /// - Returns: y `[n, hidden]`, not confirmed. y and the states in the caches are evaluated where weights do not stay mapped, or on a
+    /// - Returns: y `[n, hidden]`, not confirmed (`MLXErrors`). y and the states in the caches are evaluated if weights do not stay mapped, or on a
     ///   CPU.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
@@ -209,8 +209,8 @@ package struct CachedModel {
     ///
     /// - Parameters:
     ///   - rows: the number of tokens that go through the blocks together.
-    ///   - body: gets the function for `Machine.pause`, whose error is thrown before the next block; nil where a GPU has compiled the
-    ///     kernels for about as many tokens.
+    ///   - body: gets the function for `Machine.pause`, or nil once a GPU has compiled the kernels for about this number of tokens. An error of the
+    ///     function is thrown before the next block.
     private func pass(
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {

@@ -20,8 +20,8 @@ public struct Generator {
         package var maxTokens = 256
         /// The temperature. At 0 the likeliest token is taken. Otherwise tokens are drawn from softmax(logits / temperature).
         package var temperature: Float = 0
-        /// The total probability that the tokens to draw from must reach. They are the fewest tokens that do, before the temperature is
-        /// applied.
+        /// The total probability that the tokens to draw from must reach, before the temperature is applied. These are the fewest tokens that reach
+        /// it.
         package var topP: Float = 1
         /// The seed; the same seed draws the same tokens.
         package var seed: UInt64 = 0
@@ -42,7 +42,7 @@ public struct Generator {
         package let footprintPeakBytes: Int
         /// The size of the adapters' matrices, in bytes.
         package let adapterBytes: Int
-        /// The token of `stop` that ended the text; nil where none did.
+        /// The token of `stop` that ended the text; nil if none did.
         package let stopToken: Int?
 
         /// The reason why a text ended: a token of `stop`, `maxTokens`, or `CancellationError`.
@@ -54,7 +54,7 @@ public struct Generator {
     /// - Parameters:
     ///   - bundle: the model.
     ///   - adapters: adapters that the model adds up; none for the base model.
-    /// - Throws: `MeSPError` where adapters do not fit the model, or a weight is out of range.
+    /// - Throws: `MeSPError` if adapters do not fit the model, or a weight is out of range.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
     }
@@ -118,12 +118,13 @@ public struct Generator {
         }
     }
 
-    /// Writes several texts, of which some go through the model together. Each text is the same as it would be alone.
+    /// Writes several texts. Up to `atOnce` of them go through the model together. Each text is the same as it would be alone.
     ///
     /// - Parameters:
     ///   - requests: the prompts, and how the tokens of each are chosen.
     ///   - atOnce: the number of texts that run together, from 1 to 16. When one ends, the next begins.
-    ///   - cacheLimit: the most bytes that their caches may take together. Fewer texts run together where they would take more.
+    ///   - cacheLimit: the most bytes that the caches of the running texts may take together. If the caches would take more, fewer texts run
+    ///     together.
     ///   - atBlock: called as for one text; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and the summary of its text, in the order in which texts end.
@@ -183,7 +184,7 @@ public struct Generator {
         /// Takes the next token.
         ///
         /// - Parameter tell: called with the token unless it was told before.
-        /// - Returns: the reason why the text ends with the token; nil where it continues.
+        /// - Returns: the reason why the text ends with the token; nil if it continues.
         mutating func take(_ token: Int, tell: (Int, Int) throws -> Void) throws -> Summary.Reason? {
             last = token
             if request.stop.contains(token) { return .stop }
@@ -212,7 +213,7 @@ public struct Generator {
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())
-        // A prompt that the next text has too, with its cache and the logits after it.
+        // The prompt of the text that was begun last, its cache, and the logits after it; nil unless the next text has the same prompt.
         var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
         /// Begins the texts that there is room for, and adds a token to each.
         func addTokens() throws {
@@ -243,8 +244,8 @@ public struct Generator {
             texts = ended.filter { $0.1 == nil }.map(\.0)
             for (text, reason) in ended { if let reason { try end(text, reason) } }
         }
-        /// Puts the texts in progress back, to be read again: keys and values are written in place, so a failed GPU leaves no state from
-        /// before the token.
+        /// Puts the texts in progress back, to be read again from the start. Keys and values are written in place, so the states from before the
+        /// token are lost if the GPU fails.
         func beginAgain() throws {
             waiting = texts.map { $0.begunAgain() } + waiting
             (texts, read) = ([], nil)
@@ -258,7 +259,7 @@ public struct Generator {
         }
     }
 
-    /// Returns the token that follows each text's last one, confirmed. On a GPU whose weights stay mapped, it takes one evaluation.
+    /// Returns the token that follows each text's last one, confirmed (`MLXErrors`). If the weights stay mapped on a GPU, this takes one evaluation.
     private func nextTokens(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> [Int] {
         var caches = texts.map(\.cache)
         // Keys and values that nothing else refers to are written in place.
@@ -331,7 +332,7 @@ public struct Generator {
         try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
     }
 
-    /// Returns the token that is drawn, not evaluated; nil where the likeliest is taken.
+    /// Returns the token that is drawn, not evaluated; nil if the likeliest is taken.
     private func drawn(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> MLXArray? {
         guard request.temperature > 0 else { return nil }
         var logits = logits - logits.max()  // the likeliest token's logit stays 0 at every temperature

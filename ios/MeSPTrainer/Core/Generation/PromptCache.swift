@@ -7,11 +7,10 @@ import MeSPAdapters
 ///     var cache = PromptCache(limit: 1 << 26)
 ///     try generator.generate(turn, continuing: &cache) { show($0) }
 ///
-/// A cache is for one bundle's model. It is emptied when the model has other adapters than those that read the text. Attention leaves the
-/// keys and values of each token, even of those before a block's window, so the text can be cut back to any beginning. A recurrent block
-/// leaves one
-/// state. With such a block, two beginnings are kept: the whole text, and a mark shortly before the end of the last prompt. A conversation
-/// continues from the mark if its template writes a finished answer differently from an opened one. A text that differs earlier is read
+/// A cache is for one bundle's model. It is emptied when the model has other adapters than those that read the text. Attention leaves the keys and
+/// values of each token, even of those before a block's window, so the text can be cut back to any beginning. A recurrent block leaves one state.
+/// With such a block, the cache keeps the states of two beginnings: the whole text, and a mark shortly before the end of the last prompt. A
+/// conversation continues from the mark if its template writes a finished answer differently from an opened one. A text that differs earlier is read
 /// from the start.
 package struct PromptCache {
     private(set) var tokens = [Int]()
@@ -25,7 +24,7 @@ package struct PromptCache {
     private var mark: (count: Int, states: [MixerState?])?
     /// The number of tokens before the next mark.
     private var nextMark = 0
-    /// The number of tokens from a mark to the prompt's end. A template takes fewer to open an answer.
+    /// The number of tokens from a mark to the prompt's end. A template opens an answer with fewer tokens.
     static let opening = 16
 
     /// - Parameter limit: the most bytes to keep when a text has ended. The beginning of the text that fits is kept.
@@ -55,8 +54,8 @@ package struct PromptCache {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }
 
-    /// Prepares the cache for a text. It keeps the tokens that the text begins with, but not the text's last token, after which the next is
-    /// chosen.
+    /// Prepares the cache for a text. It keeps the tokens that the text begins with, but not the text's last token, which must be read to choose the
+    /// next token.
     ///
     /// - Returns: the tokens to read.
     mutating func begin(_ text: [Int]) -> ArraySlice<Int> {

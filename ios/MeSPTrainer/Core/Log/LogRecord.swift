@@ -20,7 +20,7 @@ public enum LogRecord: Sendable {
         package var host: String
         package var model: Model
         package var settings: RunSettings
-        /// The battery at the start; nil without a battery, or where its state is not known.
+        /// The battery at the start; nil without a battery, or if its state is not known.
         package var battery: Battery?
         package var thermalState: String?
 
@@ -60,7 +60,7 @@ public enum LogRecord: Sendable {
         package var mlxCacheBytes: Int
         package var writtenBytes: Int
         public var thermalState: String
-        /// The number of replayed sequences; nil where no text is replayed.
+        /// The number of replayed sequences; nil if no text is replayed.
         package var replayed: Int?
         // The measures of a step on preference data.
         package var margin: Float?
@@ -88,7 +88,7 @@ public enum LogRecord: Sendable {
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
-    /// The strength of the adapters at the end, 0 where none were kept, and the losses before the run and with the adapters, in nats per
+    /// The strength of the adapters at the end, which is 0 if none were kept. Also the losses before the run and with the adapters, in nats per
     /// token.
     public struct Strength: Codable, Sendable {
         package var step: Int

@@ -2,7 +2,7 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// The file `metrics.jsonl` in a run's output folder. It has a line for each record, which is handed to the system at once.
+/// The file `metrics.jsonl` in a run's output folder. It has a line for each record. Each line is handed to the system at once.
 package struct LogWriter {
     private let file: FileHandle
     private let url: URL

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// Attention by MLX's operation where that computes the scores in tiles that fit in the caches, and by the formulas' own tiles elsewhere.
+/// Attention by MLX's operation if it computes the scores in tiles that fit in the caches, and by the formulas' own tiles otherwise.
 extension Machine {
     private func hasOperation(_ attention: Attention) -> Bool {
         processor.hasOperation(for: attention.mixer) && !TF32.isEmulated

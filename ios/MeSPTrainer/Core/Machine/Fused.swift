@@ -24,7 +24,7 @@ struct Fused: Sendable {
     static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
 }
 
-/// Several results of the same arithmetic. Where operations are fused, each result has its own kernel, which recomputes shared operations.
+/// Several results of the same arithmetic. If operations are fused, each result has its own kernel, which recomputes shared operations.
 struct FusedResults: Sendable {
     private let function: @Sendable ([MLXArray]) -> [MLXArray]
     private let results: [Fused]

@@ -7,7 +7,7 @@ import MeSPBundle
 /// Apple's MLX allocates all arrays through Metal, on a CPU too. The first array creates the allocator, the device, MLX's library of
 /// kernels and a heap (allocator.cpp:60, device.cpp:586).
 package enum MetalMemory {
-    /// The bytes assumed before a self-check has measured them. No figure for iOS could be found. A CPU has no pipelines and takes less.
+    /// The bytes that are assumed until a self-check has measured them. No figure for iOS could be found. A CPU has no pipelines and takes less.
     static let assumed = 20_000_000
 
     /// The limit of the freed buffers that MLX keeps while it works on a CPU, in bytes. Without a limit, a block's freed buffers would take
@@ -19,7 +19,7 @@ package enum MetalMemory {
     /// model.
     static func beyondArrays(blocks: Int) -> Int { 2 * cacheOnCPU + (50 + 4 * blocks) << 14 }
 
-    /// Calls `body`, in which MLX works on a CPU. Where MLX starts Metal, the cache is small meanwhile.
+    /// Calls `body`, in which MLX works on a CPU. If MLX starts Metal, the cache is small meanwhile.
     static func withSmallCache<R>(_ body: () throws -> R) rethrows -> R {
         guard Processor.cpu.startsMetal else { return try body() }
         return try MLXLimits.set(.cache, to: min(cacheOnCPU, Memory.cacheLimit), body)
@@ -51,8 +51,8 @@ package enum MetalMemory {
 /// Without a limit, the arrays of up to 11 command buffers that are encoded ahead would exist at once. The limit counts mapped weights,
 /// which must be mapped before the call.
 ///
-/// Completion handlers on another thread free the arrays, and an `eval` does not wait for them (metal/eval.cpp:60). If they were late,
-/// arrays of the phase before would count as existing and would live beside this phase's. So this function waits for them first.
+/// Completion handlers on another thread free the arrays, and an `eval` does not wait for them (metal/eval.cpp:60). If they were late, arrays of the
+/// phase before would count as existing and would live beside this phase's. So this function first waits for these handlers.
 func withWorkspace<R>(_ bytes: Int?, _ body: () throws -> R) rethrows -> R {
     guard let bytes else { return try body() }
     Stream.defaultStream(Device.isCPU ? .cpu : .gpu).synchronize()

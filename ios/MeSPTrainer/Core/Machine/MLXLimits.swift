@@ -27,7 +27,7 @@ package enum MLXLimits {
     /// The values of other code, for the limits that the trainer has set.
     nonisolated(unsafe) private static var ofProcess = [Limit: Int]()
 
-    /// Calls `body` with another value of a limit. Afterwards it restores the value before, unless other code has set one meanwhile.
+    /// Calls `body` with another value of a limit. Afterwards it restores the previous value, unless other code has set another one meanwhile.
     static func set<R>(_ limit: Limit, to bytes: Int, _ body: () throws -> R) rethrows -> R {
         if own[limit]?.isEmpty ?? true { ofProcess[limit] = limit.value }
         own[limit, default: []].append(bytes)

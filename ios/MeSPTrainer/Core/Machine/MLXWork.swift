@@ -13,7 +13,7 @@ package enum MLXWork {
 
     /// Waits until no other thread works on MLX, and calls `body` with `device` as MLX's default.
     ///
-    /// - Parameter backend: `gpu` where errors of `device` come later than the work that failed; see `MLXErrors`.
+    /// - Parameter backend: `gpu` if errors of `device` come later than the work that failed; see `MLXErrors`.
     /// - Throws: the errors of `body`, and the errors of MLX, which end the process elsewhere.
     static func run<R>(on device: Device, as backend: Backend, _ body: () throws -> R) throws -> R {
         try turn.withLock {

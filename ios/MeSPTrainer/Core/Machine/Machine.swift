@@ -3,8 +3,8 @@ import MeSPBundle
 
 /// A processor with the sizes of the parts that formulas are computed in, for sequences of one length. The sizes keep temporaries small.
 ///
-/// A CPU cuts W by rows, so that each row is unpacked once for all tokens. A GPU cuts wide arrays by tokens, as unpacking W costs nothing
-/// there: fewer and larger kernels take the same memory. Parts.swift says how a part is computed.
+/// A CPU cuts W by rows, so that each row is unpacked once for all tokens. Unpacking W costs a GPU nothing, so a GPU cuts wide arrays by tokens. This
+/// takes the same memory with fewer and larger kernels. Parts.swift says how a part is computed.
 package struct Machine {
     package let processor: Processor
     /// The size near which temporaries stay, in bytes.
@@ -54,8 +54,8 @@ package struct Machine {
     /// The most multiplications between two boundaries of the head, unless one tile has more; nil for the processor's number.
     @TaskLocal static var mostWork: Int?
 
-    /// The most tokens of a segment. Half as many tokens go through the MLP and the loss at a time. A sixteenth of it is the most query
-    /// rows in a tile of attention where few rows fit. Tests set it to cut short sequences.
+    /// The most tokens of a segment. At most half of this number go through the MLP and the loss at a time. If few query rows fit in a tile of
+    /// attention, their number is at most a sixteenth of this number. Tests set this number to cut short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
     /// Returns the number of rows of x `[n, …]` that row-wise arithmetic takes at a time. On a CPU, where each operation writes an array,
@@ -64,7 +64,7 @@ package struct Machine {
         evaluatesTiles ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
     }
 
-    /// Returns the number of columns of x `[n, …]` that column-wise arithmetic takes at a time. Where W is dequantized before a product,
+    /// Returns the number of columns of x `[n, …]` that column-wise arithmetic takes at a time. If W is dequantized before a product,
     /// this is all of them, as x is then as wide as the dequantized part of W.
     func columnsAtOnce(of x: MLXArray) -> Int {
         evaluatesTiles && processor.dequantizesInProduct ? max(1, bytes / 4 / (x.nbytes / x.dim(1))) : x.dim(1)

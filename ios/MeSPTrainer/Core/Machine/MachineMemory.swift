@@ -7,15 +7,15 @@ import MeSPBundle
 struct MachineMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
     let process: Int
-    /// 1 where a step of the structured backward pass imports and calls block functions, 0 where it does not.
+    /// 1 if a step of the structured backward pass imports and calls block functions, 0 if it does not.
     let functions: Int
-    /// 1 where W is dequantized before a product, 0 where the product unpacks it.
+    /// 1 if W is dequantized before a product, 0 if the product unpacks it.
     let dequantized: Int
-    /// 1 where each operation writes an array, 0 where elementwise operations are fused.
+    /// 1 if each operation writes an array, 0 if elementwise operations are fused.
     let unfused: Int
     /// Whether a mixer's attention is one operation.
     let isOneOperation: @Sendable (AttentionMixer) -> Bool
-    /// The bytes of Metal in the process; nil where MLX does not start it. See `MetalMemory`.
+    /// The bytes of Metal in the process; nil if MLX does not start it. See `MetalMemory`.
     let metal: Int?
     /// Whether weights that stay mapped are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
@@ -27,20 +27,20 @@ struct MachineMemory: Sendable {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
 
-    /// Returns the number of arrays of a tile's size that the MLP's derivative holds at once. These are gate, up, d_act and d_gate, the
-    /// adapter's product of gate or up where it has an adapter, act where down has an adapter, and one more with gelu. Unfused, they are
-    /// also the sums of these products and the parts of the activation's derivative, of which gelu has more.
+    /// Returns the number of arrays of a tile's size that the MLP's derivative holds at once. These are gate, up, d_act and d_gate, the adapter's
+    /// product of gate or up if it has an adapter, act if down has an adapter, and one more with gelu. If operations are not fused, there are also
+    /// the sums of these products and the parts of the activation's derivative. gelu's derivative has more parts.
     func tileArrays(_ activation: Activation, adapted: Int) -> Int {
         let gelu = activation == .gelu ? 1 : 0
         return 4 + gelu + adapted + unfused * (1 + 4 * gelu + adapted)
     }
 
-    /// Returns the number of arrays of attn_out's size while attention runs: attn_out and, where attention is not one operation, its tiles.
+    /// Returns the number of arrays of attn_out's size while attention runs: attn_out and, if attention is not one operation, its tiles.
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
-    /// Returns the bytes of the scores that attention's derivative holds at once. These are P and dP of the query rows in a tile. Where
-    /// operations are fused, dS takes dP's memory; elsewhere there are also P ∘ dP and a difference. With tiles, there are also the sums of
-    /// dk and dv before and after a tile. MLX's operation holds up to 32 rows of each head, and up to 128 rows in all from 2,048 positions on.
+    /// Returns the bytes of the scores that attention's derivative holds at once. These are P and dP of the query rows in a tile. If operations are
+    /// fused, dS takes dP's memory. Otherwise there are also P ∘ dP and a difference. With tiles, there are also the sums of dk and dv before and
+    /// after a tile. MLX's operation holds up to 32 rows of each head, and up to 128 rows in all from 2,048 positions on.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
@@ -62,10 +62,10 @@ extension Processor {
 }
 
 extension Planner {
-    /// Returns the bytes that malloc keeps on Linux: a sixteenth of the lasting arrays, at most 2 MB, and gaps as large as the widest
-    /// arrays. Arrays of less than 0.9 MB leave no gaps, nor do arrays of 8 MiB or more, each of which has its own mapping. There are three
-    /// gaps for the tokens that go through the MLP at a time, at most 3 MB, or with experts four gaps for all tokens. A mixer that is wider
-    /// than the model may leave three larger gaps. Smaller tiles leave as much as they save.
+    /// Returns the bytes that malloc keeps on Linux: a sixteenth of the lasting arrays, at most 2 MB, and gaps as large as the widest arrays. Arrays
+    /// of less than 0.9 MB leave no gaps, nor do arrays of 8 MiB or more, each of which has its own mapping. Without experts there are three gaps,
+    /// each for the tokens that go through the MLP at a time, of at most 3 MB together. With experts there are four gaps, each for all tokens. A
+    /// mixer that is wider than the model may leave three larger gaps. Smaller tiles leave 4 MB of gaps, about as much as they save.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)
@@ -77,22 +77,23 @@ extension Planner {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
-    /// The bytes that Metal's allocator, that of an Apple device, takes beyond the arrays.
+    /// The bytes that the allocator of an Apple device, Metal's, takes beyond the arrays.
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
 
-    /// Returns the bytes of a GPU's working arrays. Back-pressure keeps each phase within its workspace. With short command buffers two
-    /// things exceed it: the command buffer that is being encoded, and arrays of a completed one whose completion handler has not run yet.
+    /// Returns the bytes of a GPU's working arrays. Back-pressure keeps each phase within its workspace. With short command buffers two things exceed
+    /// the workspace: the command buffer that is being encoded, and the arrays of a completed command buffer whose completion handler has not run
+    /// yet.
     fileprivate func workingOnGPU(_ plan: Plan) -> Int {
         let workspaces =
             MLXSupport.hasShortCommandBuffers
             ? workspace(plan) + phaseOnGPU(plan) * 3 / 10 : max(phaseOnGPU(plan), workspace(plan))
-        // d from before a block's backward pass is kept until the block's gradient is confirmed.
+        // d from before a block's backward pass is kept until the block's gradient is confirmed (`MLXErrors`).
         let d = settings.method.hasBackwardPass ? hidden : 0
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// Returns the bytes of the arrays of one block or of the head: those that live through a tile, and those that the longest command
-    /// buffer, of some 21 kernels, writes. None of the latter can be freed while it is being encoded. The larger of the mixer's and the
+    /// Returns the bytes of the arrays of one block or of the head. Some of these arrays live through a tile. The others are written by the longest
+    /// command buffer, which has about 21 kernels. No array that it writes can be freed while it is being encoded. The larger of the mixer's and the
     /// MLP's derivative counts.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
@@ -104,9 +105,8 @@ extension Planner {
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
-    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`. With short command
-    /// buffers they let several buffers run. With long ones they are less than half of the phase's peak, so that only the buffer that is
-    /// being encoded exceeds them.
+    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`. With short command buffers, this limit
+    /// lets several buffers run. With long ones, it is less than half of the phase's peak, so that only the buffer that is being encoded exceeds it.
     func workspace(_ plan: Plan) -> Int {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }

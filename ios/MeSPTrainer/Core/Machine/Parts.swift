@@ -16,8 +16,8 @@ extension LoRAGradients: Arrays {
 
 /// The functions that compute a formula in parts. A part keeps its results. The memory of its other arrays serves the next part.
 ///
-/// A CPU evaluates each part. In a forward pass it evaluates only each of several tiles. A GPU does not evaluate parts, as it would be idle
-/// meanwhile. There `reduce` makes each part depend on the one before, so that MLX encodes them in this order, and `Memory.memoryLimit`
+/// A CPU evaluates each part. In a forward pass it evaluates a part only if the part is one of several tiles. A GPU does not evaluate parts, as it
+/// would be idle meanwhile. There `reduce` makes each part depend on the one before, so that MLX encodes them in this order, and `Memory.memoryLimit`
 /// bounds the arrays of the parts that the GPU has not computed yet.
 extension Machine {
     /// Ends a part, and returns its results.
@@ -84,11 +84,12 @@ extension Machine {
         tiles(of: x.dim(0), size: rowsAtOnce(of: x)).map { part(body($0)) }
     }
 
-    /// Evaluates a block's results.
+    /// Evaluates a block's results now, or leaves this for later. With a `pause`, they are always evaluated now.
     ///
-    /// - Parameter isDeferred: whether nothing needs them yet. A CPU then computes them while the graph of the next block is built. A GPU
-    ///   computes them with the token, as a round trip takes longer than a block's kernels.
-    /// - Returns: whether the results may not be computed yet.
+    /// - Parameter isDeferred: whether nothing needs the results yet. A CPU then begins to compute them, and the graph of the next block is built
+    ///   meanwhile. On a GPU nothing is computed yet: the results are computed together with the next token, as a round trip takes longer than a
+    ///   block's kernels.
+    /// - Returns: whether the results may still have to be computed.
     func leave(_ results: [MLXArray], isDeferred: Bool) -> Bool {
         guard isDeferred, pause == nil else {
             eval(results)
@@ -141,8 +142,7 @@ extension ModelBundle {
     }
 }
 
-/// Computes and evaluates arrays from some rows of a mapped file. The CPU does it, as Metal would hold the whole file in memory for a
-/// kernel.
+/// Computes and evaluates arrays from some rows of a mapped file. The CPU computes them, as Metal would hold the whole file in memory for a kernel.
 func readRows<R: Arrays>(_ body: () -> R) -> R {
     Device.withDefaultDevice(.cpu) {
         let rows = body()

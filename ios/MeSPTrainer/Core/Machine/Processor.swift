@@ -1,16 +1,16 @@
 import Foundation
 import MeSPBundle
 
-/// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of Linux with HostMLX. This folder contains
-/// all code that depends on it.
+/// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of Linux with HostMLX. This folder contains all code
+/// that depends on the kind of processor.
 package struct Processor: Sendable {
     let backend: Backend
-    /// Whether `quantizedMM` unpacks W in tiles that fit in the caches. On a CPU, MLX's own does not, and is some 50 times slower than a
-    /// dense product. There W is dequantized before the product.
+    /// Whether `quantizedMM` unpacks W in tiles that fit in the caches. MLX's own operation does not on a CPU, where it is about 50 times slower than
+    /// a dense product. In this case W is dequantized before the product.
     package let dequantizesInProduct: Bool
     /// The number of threads of a product on a CPU. Each thread unpacks and arranges matrices in its own buffers.
     let threads: Int
-    /// Whether `compile` fuses operations. On a CPU, MLX's own would call a C++ compiler.
+    /// Whether `compile` fuses operations. On a CPU, MLX's own `compile` would call a C++ compiler.
     let fuses: Bool
     /// Whether attention and its derivative are operations that compute the scores in tiles that fit in the caches. MLX's own operations
     /// hold all scores at once.
@@ -61,7 +61,7 @@ extension Processor {
     /// The most texts whose next tokens go through a model together in uncut arrays.
     var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
-    /// Returns the value that `made` computes from a block's weights, to be kept while they are mapped; nil where it would also keep
+    /// Returns the value that `made` computes from a block's weights, to be kept while they are mapped; nil if it would also keep
     /// matrices in float32.
     func kept<T>(_ made: () -> T) -> T? { dequantizesInProduct ? made() : nil }
 
@@ -75,7 +75,7 @@ extension Processor {
     /// Returns whether a plan's arrays on disk stay mapped from one use to the next.
     func keepsMaps(_ plan: Plan) -> Bool { backend == .cpu || plan.keepsMaps }
 
-    /// Returns whether MLX keeps freed buffers from one block to the next. It does where the plan has room for them, or where the next step
+    /// Returns whether MLX keeps freed buffers from one block to the next. It does if the plan has room for them, or if the next step
     /// reuses the memory of kept blocks.
     func keepsCache(_ plan: Plan) -> Bool {
         plan.cacheBytes > 0 || backend == .cpu && reusesMemory && plan.keptBlocks > 0
@@ -90,7 +90,7 @@ extension Processor {
     /// Returns those of the `numbers` of tokens for which kernels exist before the first pass.
     func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
 
-    /// Returns a block's forward pass. On a GPU it is the bundle's function, where the block has one. A function runs on one stream. So on
+    /// Returns a block's forward pass. On a GPU it is the bundle's function if the block has one. A function runs on one stream. So on
     /// a CPU the same formulas are called one by one, and each product uses all cores.
     func forwardPass(
         _ formulas: @autoclosure () -> Block, function: () throws -> (any BlockForward)?
@@ -99,14 +99,14 @@ extension Processor {
         return formulas()
     }
 
-    /// Returns whether MLX fuses the operations of the functions in `files`. It fuses functions that are called. Plain functions are
-    /// differentiated instead.
+    /// Returns whether MLX fuses the operations of the functions in `files`. It fuses the functions that are called, but not the plain functions,
+    /// which are differentiated.
     func fuses(_ files: KeyPath<Manifest.Blocks, [String: String]>) -> Bool {
         backend == .gpu && files != \.plainFunctions
     }
 
-    /// The multiplications, each with an addition, between two boundaries of the head. They take 0.2 s on a CPU of 11 GFLOPS. On a GPU of
-    /// 350 GFLOPS, where a boundary is a round trip, the larger number takes as long.
+    /// The maximum number of multiplications, each with an addition, between two boundaries of the head. The smaller number, for a CPU, takes 0.2 s
+    /// at 11 GFLOPS. The larger number takes a GPU as long at 350 GFLOPS. On a GPU each boundary is a round trip.
     var workBetweenBoundaries: Int { backend == .cpu ? 1 << 30 : 1 << 35 }
 
     /// Whether MLX encodes the next part of a formula while one is computed.

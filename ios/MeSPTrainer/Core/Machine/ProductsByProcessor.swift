@@ -41,8 +41,8 @@ extension QuantizedMatrix {
             ?? applyTransposed(dy * g, addedTo: sum)
     }
 
-    /// Returns the matrix with its rows times g, where a product unpacks W with float32 scales. It is nil elsewhere, and where a row of W
-    /// has at least `rows` scales and biases.
+    /// Returns the matrix with its rows times g. Returns nil if products do not unpack W with float32 scales, or if a row of W has at least `rows`
+    /// scales and biases.
     private func scaled(by g: MLXArray, rows: Int) -> QuantizedMatrix? {
         guard Device.isCPU, dense == nil, let biases = wide.biases, 2 * scales.dim(1) < rows else { return nil }
         let g = g[0..., .newAxis]

@@ -3,9 +3,9 @@ import MeSPBundle
 
 /// The points at which a step may wait or end, the repetition of failed work, and the times of the step's phases.
 package final class StepClock {
-    /// A function called at every block boundary, forward and backward, several times within the head, and within blocks in a GPU's first
-    /// step. It may wait, which pauses the run with the half-done step in memory. It may throw `CancellationError`, which ends the step
-    /// unless that has changed parameters already.
+    /// A function called at every block boundary, forward and backward, several times within the head, and within blocks in a GPU's first step. It
+    /// may wait, which pauses the run with the half-done step in memory. It may throw `CancellationError`, which ends the step unless the step has
+    /// already changed parameters.
     package var atBlock: () throws -> Void = {}
 
     /// The time spent in each phase so far, in seconds.
@@ -34,7 +34,7 @@ package final class StepClock {
     /// Calls `MLXErrors.repeating` with a boundary before a repetition.
     func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(beforeRetry: boundary, body) }
 
-    /// Returns the array of `body` for later work. On a GPU it is evaluated and confirmed.
+    /// Returns the array of `body` for later work. On a GPU it is evaluated and confirmed (`MLXErrors`).
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
         try repeating {
             let array = try body()
@@ -48,7 +48,7 @@ package final class StepClock {
         do { try boundary() } catch is CancellationError {}
     }
 
-    /// Returns the result of a phase's work. The work is timed, its arrays are limited to a workspace, and it is repeated where a GPU fails.
+    /// Returns the result of a phase's work. The work is timed, its arrays are limited to a workspace, and it is repeated if a GPU fails.
     func work<R>(
         _ phase: WritableKeyPath<Phases, Double>, in workspace: Int?, _ body: () throws -> R
     ) throws -> R {

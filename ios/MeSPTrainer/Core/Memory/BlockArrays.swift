@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Arrays of a limited size that are kept in a file instead of in memory. Each is written whole and read as a mapping.
+/// Arrays of a limited size that are kept in a file instead of in memory. Each array is written whole and read as a mapping.
 ///
 /// The file has no name, and disappears with the process. Not for use from several threads at once.
 final class ArrayFile {
@@ -25,7 +25,7 @@ final class ArrayFile {
     /// - Parameters:
     ///   - folder: the folder for the file; it must be on a disk, so that the file takes no memory.
     ///   - shape: the shape of the largest arrays.
-    ///   - keepsMaps: whether arrays stay mapped. A GPU's driver may count them as memory.
+    ///   - keepsMaps: whether arrays stay mapped. A GPU's driver may count mapped arrays as memory.
     init(in folder: URL, shape: [Int], dtype: DType, keepsMaps: Bool) throws {
         self.keepsMaps = keepsMaps
         let path = folder.appendingPathComponent("arrays.\(UUID().uuidString)").path
@@ -83,8 +83,8 @@ final class ArrayFile {
 
 /// Arrays, one for each block, in memory or in a file.
 ///
-/// A copy of this value keeps the arrays that are in memory. With `keepsPrevious` it also keeps the arrays in a file, as long as each is
-/// written at most once more.
+/// A copy of this value keeps the arrays that are in memory. With `keepsPrevious` it also keeps the arrays that are in a file, as long as each of
+/// them is replaced at most once.
 package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?
@@ -99,7 +99,7 @@ package struct BlockArrays {
 
     /// - Parameters:
     ///   - file: the file for the arrays; nil to keep them in memory.
-    ///   - place: the place of these arrays in a file that they share with other arrays of as many blocks.
+    ///   - place: the place of these arrays in the file, from 0. Other lists of `count` arrays may have the other places.
     init(count: Int, file: ArrayFile?, place: Int = 0, keepsPrevious: Bool = false) {
         arrays = Array(repeating: nil, count: count)
         slots = Array(place * count..<(place + 1) * count)
@@ -114,7 +114,8 @@ package struct BlockArrays {
         return array
     }
 
-    /// Keeps an array. It is evaluated and confirmed first; if that fails, the array before is kept.
+    /// Keeps an array in place of the block's previous one. The array is evaluated and confirmed first (`MLXErrors`). If that fails, the previous
+    /// array is kept.
     package mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
             let slot = keepsPrevious ? (slots[block] + arrays.count) % (2 * arrays.count) : slots[block]
@@ -126,7 +127,7 @@ package struct BlockArrays {
                 arrays[block] = array
                 return
             }
-            // The array is copied into the gap that the one before leaves. `array` lies among a step's temporaries, where it would divide
+            // The array is copied into the gap that the block's previous array leaves. `array` lies among a step's temporaries, where it would divide
             // the memory for the next steps' large arrays.
             try array.withBytes { bytes in
                 arrays[block] = nil
@@ -144,7 +145,7 @@ package struct BlockArrays {
         begun.insert(block)
     }
 
-    /// Returns a block's array, and keeps it no longer.
+    /// Returns a block's array, and no longer keeps it in memory. In a file, the array stays until it is overwritten.
     mutating func take(_ block: Int) throws -> MLXArray {
         defer { arrays[block] = nil }
         return try read(block)

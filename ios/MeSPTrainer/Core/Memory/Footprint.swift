@@ -3,8 +3,8 @@ import Foundation
 #if canImport(Darwin)
     import Darwin
 
-    /// The port of this process. `mach_task_self_` has it too, but is a variable in C, which Swift 6 takes for shared mutable state before
-    /// the SDKs of Xcode 16.3. The port is asked for once, as each call takes another reference to it.
+    /// The port of this process. `mach_task_self_` is this port too. But it is a C variable, and with SDKs before Xcode 16.3's, Swift 6 takes it for
+    /// shared mutable state. The port is requested only once, as each call takes another reference to it.
     private let ownTask = task_self_trap()
 #endif
 
@@ -52,15 +52,15 @@ package func memoryFootprint() -> Int {
 
 /// The highest footprint in each of successive periods.
 ///
-/// Apple's kernel records the highest footprint of the process's life at every change (`ledger_phys_footprint_peak`). If it rises in a
-/// period, it is the period's highest. Otherwise the highest reading of a sampling thread counts. So the peak of a run that takes more than the
-/// process took before is exact, and few readings suffice. Linux records no peak of anonymous memory, as `VmHWM` includes mapped files.
+/// Apple's kernel records the highest footprint of the process's life at every change (`ledger_phys_footprint_peak`). If this record rises in a
+/// period, it is the highest footprint of the period. Otherwise the highest reading of a sampling thread counts. So the peak of a run that takes more
+/// than the process took before is exact, and few readings suffice. Linux records no peak of anonymous memory, as `VmHWM` includes mapped files.
 package final class FootprintSampler: @unchecked Sendable {
     /// The functions that read the footprint.
     struct Source {
         /// The present footprint, in bytes.
         var now: @Sendable () -> Int
-        /// The highest footprint of the process's life, in bytes; nil where the system records none.
+        /// The highest footprint of the process's life, in bytes; nil if the system records none.
         var highest: @Sendable () -> Int?
         /// The time between two readings, in microseconds.
         var interval: UInt32
@@ -78,7 +78,7 @@ package final class FootprintSampler: @unchecked Sendable {
     private let lock = NSLock()
     /// The highest reading since the last call of `takePeak`.
     private var read = 0
-    /// The highest footprint of the process's life at that call.
+    /// The highest footprint of the process's life at the last call of `takePeak`.
     private var known: Int
     private var running = true
 

@@ -2,7 +2,7 @@ import MeSPBundle
 
 /// The memory of a mixer's arrays for a sequence, in bytes.
 extension Planner {
-    /// The tokens of a mixer's segment; all tokens where mixers take no segments.
+    /// The tokens of a mixer's segment; all tokens if mixers take no segments.
     private var segment: Int { Machine.mixerTokens(architecture, length, manifest.device.processor) }
 
     /// Returns the bytes of a segment's part of an array `[T, …]`.
@@ -16,7 +16,7 @@ extension Planner {
     /// Returns the bytes of the input of a mixer's last projection.
     func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
-    /// Returns the bytes of the arrays that the backward pass reads: the arrays of `MixerIntermediates`. With segments, they are k̂, v̂ and
+    /// Returns the bytes of the arrays that the backward pass reads: the arrays of `MixerIntermediates`. With segments, these are instead k̂, v̂ and
     /// attn_out of attention, or the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {
         switch mixer {
@@ -87,7 +87,7 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes that automatic differentiation keeps, for attention with the scores and P of all heads.
+    /// Returns the bytes that automatic differentiation keeps. For attention they include the scores and P of all heads.
     func automatic(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a): 2 * a.numAttentionHeads * length * length * 4 + 7 * whole(mixer)

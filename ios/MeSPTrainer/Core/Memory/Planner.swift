@@ -6,13 +6,14 @@ import MeSPSentences
 public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
     package var tileBytes: Int
-    /// The number of last blocks whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
+    /// The number of the model's last blocks whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
     package var keptBlocks = 0
     /// The arrays that are kept in a file instead of in memory.
     package var offload = RunSettings.Offload.none
     /// The order of a step's sequences through the model; nil for a step of one sequence.
     package var order: RunSettings.Order?
-    /// Whether the block inputs of a pair's rejected answer, which is scored first, are kept too, so that it runs forward once.
+    /// Whether the block inputs of a pair's rejected answer are kept too. This answer is scored first. If its block inputs are kept, it runs forward
+    /// only once.
     package var keepsAnswer = false
     /// The limit of the freed buffers that MLX keeps from one block to the next on a GPU, in bytes.
     package var cacheBytes = 0
@@ -24,7 +25,8 @@ public struct Plan: Codable, Sendable, Equatable {
         order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }
 
-    /// Returns whether gradients are summed before an update: it needs all gradients at once, or sequences go one after the other.
+    /// Returns whether gradients are summed before an update. They are if the update needs all gradients at once, or if sequences go through the
+    /// model one after the other.
     func gathersGradients(of settings: RunSettings) -> Bool {
         let oneByOne = settings.sequences > 1 && order != .blocks
         return settings.method.hasBackwardPass
@@ -40,7 +42,7 @@ package struct Planner: Sendable {
     /// The number of a block's parameters, of its trained ones, and of those that it would have with matrices of every module.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
-    /// The number of all blocks' magnitudes with DoRA. There are as many ‖W‖².
+    /// The number of all blocks' magnitudes with DoRA, which is also the number of stored ‖W‖².
     let magnitudes: Int
     /// The number of projections with adapters among gate, up and down, in the MLP or in experts, whichever have more.
     let adaptedInMLP: Int
@@ -76,10 +78,10 @@ package struct Planner: Sendable {
         Machine.choices(manifest.device, hiddenSize: architecture.hiddenSize, length: length)
     }
 
-    /// Returns the fastest plan that stays within `memoryLimitMb` and the system's limit. Where neither matters, the plan has large tiles
-    /// and everything in memory. Offloading is the planner's last resort. The setting `offload` restricts the choice.
+    /// Returns the fastest plan that stays within `memoryLimitMb` and the system's limit. If neither limit matters, the plan has large tiles and
+    /// everything in memory. Offloading is the planner's last resort. The setting `offload` restricts the choice.
     ///
-    /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
+    /// - Throws: `MeSPError` with the least possible peak, if the limit is below it.
     package func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
@@ -112,7 +114,7 @@ package struct Planner: Sendable {
         )
     }
 
-    /// Returns the next plan that takes less memory; nil where none does.
+    /// Returns the next plan that takes less memory; nil if none does.
     package func cheaper(than plan: Plan) -> Plan? {
         let limit = peak(plan)
         guard var cheaper = plans.first(where: { peak($0) < limit }) else { return nil }
@@ -141,9 +143,9 @@ package struct Planner: Sendable {
 
     // MARK: - The order of a step's sequences
 
-    /// The orders to choose from, the faster first. Orders in one group are equally fast, and the planner takes the one with less memory.
-    /// Sequences go through the blocks together where that takes no more memory, or where memory doesn't hold the weights. Otherwise each
-    /// sequence would read the weights from disk again.
+    /// The orders to choose from, the faster first. Orders in one group are equally fast, and the planner takes the one with less memory. Sequences
+    /// go through the blocks together if that takes no more memory. They also do if memory doesn't hold the weights, because otherwise each sequence
+    /// would read the weights from disk again.
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
         guard method.hasBackwardPass, settings.objective == nil, settings.dpClip == nil,
@@ -171,7 +173,7 @@ package struct Planner: Sendable {
             && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
 
-    /// Returns an array of the plan in the order that takes the least memory, or an empty array where no order fits.
+    /// Returns an array of the plan in the order that takes the least memory, or an empty array if no order fits.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
         let plans = orders.map { order in
             var plan = plan
@@ -189,7 +191,7 @@ package struct Planner: Sendable {
             && (plan.offload == .none || settings.sequences * trainedBlocks * hidden <= manifest.mappedBytes)
     }
 
-    /// Returns the bytes of weights that a step reads, from disk where memory doesn't hold them; nil with an objective, where the number
+    /// Returns the bytes of weights that a step reads, from disk if memory doesn't hold them; nil with an objective, where the number
     /// varies.
     func readWeightBytes(_ plan: Plan) -> Int? {
         guard settings.objective == nil else { return nil }
@@ -204,7 +206,7 @@ package struct Planner: Sendable {
         return overflow ? .max : bytes
     }
 
-    /// Returns the possible values of `keepsAnswer`, the faster first. On disk it costs no memory.
+    /// Returns the possible values of `keepsAnswer`, the faster first. Block inputs on disk cost no memory.
     private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
         guard settings.objective?.takesPairs == true, method.hasBackwardPass else { return [false] }
         return offload == .none ? [true, false] : [true]
@@ -218,7 +220,7 @@ package struct Planner: Sendable {
     /// The lowest limit that some plan stays within, in bytes.
     package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
-    /// Returns a prediction with a margin, so that it holds as a limit: a prediction is some 8% off.
+    /// Returns a prediction with a margin, so that it holds as a limit: a prediction can be about 8% off.
     private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
 }
 

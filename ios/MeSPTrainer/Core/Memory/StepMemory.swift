@@ -1,6 +1,6 @@
 import MeSPBundle
 
-/// The prediction: the bytes of the arrays that are alive at once in each phase of a step. Arrays have their names in docs/method.md.
+/// The prediction: the bytes of the arrays that are alive at once in each phase of a step. The comments name arrays as docs/method.md does.
 /// `machineMemory` contains everything that depends on the machine.
 extension Planner {
     /// Returns the predicted peak footprint of a step, in bytes.
@@ -12,7 +12,7 @@ extension Planner {
     /// Returns the bytes of MLX's arrays at a step's peak, with its cache and the memory that the allocator keeps.
     package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
-    /// The part of a predicted peak that is Metal's, in bytes; nil where MLX does not start it.
+    /// The part of a predicted peak that is Metal's, in bytes; nil if MLX does not start it.
     package var metalBytes: Int? { machineMemory.metal }
 
     /// The bytes of the process once MLX has started, with the block functions that the run imports. Their graphs take several times the
@@ -27,18 +27,18 @@ extension Planner {
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
 
-    /// Returns the bytes for the caches of the answers that are written together: half of the difference between the peak of the passes and
-    /// that of sampling, but at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must
-    /// sample the same answers.
+    /// Returns the bytes for the caches of the answers that are sampled together: half of the difference between the peak of the passes and the peak
+    /// of sampling, but at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must sample the same
+    /// answers.
     func answerCaches(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let one = architecture.cacheSize(tokens: length, itemSize: itemSize)
         return max((peakOfPasses(plan) - sampling(plan)) / 2, one)
     }
 
-    /// Returns the peak while answers are written, without their caches, in bytes; 0 where none are. The parameters are copied unless they
-    /// are float32 matrices of every module in memory. A prompt goes through a block as in a step. All texts have their logits, and one
-    /// text also has those that a token is drawn from, with noise.
+    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 if none are. The parameters are copied unless they are in
+    /// memory, in float32, with matrices of every module. A prompt goes through a block as in a step. Each text has logits. One text at a time also
+    /// has the logits from which a token is drawn, with noise.
     private func sampling(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
@@ -54,9 +54,10 @@ extension Planner {
         let (sequences, goesBack) = (plan.sequences(of: settings), method.hasBackwardPass)
         let vectors = plan.offload == .all ? 0 : vectors + (plan.gathersGradients(of: settings) ? gradients : 0)
         let inputs = goesBack && plan.offload == .none ? sequences * trainedBlocks * hidden : 0
-        // The other sequences' outputs of the last block or their d, and all sequences' side inputs and sums by shared keys and values.
+        // These arrays wait: each other sequence's output of the last block or its d, and the side inputs and the sums by shared keys and values of
+        // all sequences.
         let waiting = (sequences - 1) * hidden + sequences * (context + (goesBack ? sharedSums : 0))
-        // With the order of blocks, a block's sum lasts until the last sequence's gradient is added.
+        // If sequences go through each block together, a block's sum of gradients lasts until the last sequence's gradient is added.
         return vectors + inputs + waiting + examples + (plan.order == .blocks ? gradientBytes : 0)
     }
 
@@ -68,7 +69,7 @@ extension Planner {
     /// Returns the sum over all blocks.
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
 
-    /// The bytes of the parameters and the optimizer's state. To undo a step, the values before are kept too.
+    /// The bytes of the parameters and the optimizer's state. If bad steps are undone, the values before the step are kept too.
     var vectorBytes: Int {
         let state = Optimizer.state(settings)
         let values = sum {
@@ -78,21 +79,21 @@ extension Planner {
             + 4 * magnitudes + (settings.dora ? loraBytes : 0)
     }
 
-    /// The bytes of the gradient of all blocks; with DP-SGD of an example's gradient and of the sum.
+    /// The bytes of the gradient of all blocks. With DP-SGD there are two gradients: an example's and the sum.
     private var gradients: Int { sum { 4 * $0.trained } * (settings.dpClip == nil ? 1 : 2) }
 
     /// The bytes of the largest gradient of a block, and of the most parameters of a block.
     var gradientBytes: Int { parameters.map { 4 * $0.trained }.max() ?? 0 }
     private var loraBytes: Int { parameters.map { 4 * $0.count }.max() ?? 0 }
 
-    /// The bytes of the side inputs: with embeddings for each layer, the tokens' quantized rows of the table and the first block's input;
-    /// and the shared keys and values.
+    /// The bytes of the side inputs. These are the shared keys and values and, with embeddings for each layer, the tokens' quantized rows of the
+    /// table and the first block's input.
     var context: Int {
         let row = 4 * (manifest.perLayerEmbedding?.words ?? 0) / architecture.vocabSize
         return (architecture.perLayer == nil ? 0 : length * row + hidden) + activation(sharedWidth(from: 0))
     }
 
-    /// The bytes of the sums of the gradients by shared keys and values, which their block adds to its own gradients.
+    /// The bytes of the sums of the gradients by shared keys and values, which the block that has these keys and values adds to its own gradients.
     var sharedSums: Int { 4 * length * sharedWidth(from: parameters.count - trainedBlocks) }
 
     private func sharedWidth(from first: Int) -> Int {
@@ -110,8 +111,8 @@ extension Planner {
 
     // MARK: - A phase of a step
 
-    /// Returns the bytes of the phase that takes most, on a CPU. In the forward pass of a kept block, gate, up and their product are whole.
-    /// With dropout, so are the masked product and its mask.
+    /// Returns the bytes of the phase that takes most, on a CPU. In the forward pass of a kept block, gate, up and their product are computed whole,
+    /// not in tiles. With dropout, the masked product and its mask are whole too.
     func phase(_ plan: Plan) -> Int {
         let machine = makeMachine(plan)
         let ofMLP = plan.keptBlocks > 0 ? (settings.dropout > 0 ? 5 : 3) * intermediate : 0
@@ -131,34 +132,34 @@ extension Planner {
         switch method {
         case .mesp: return nil
         case .mebp:
-            // All of the block's weights dequantized, arrays as wide as the MLP, and the mixer's arrays that automatic differentiation
+            // There are all of the block's weights, dequantized, arrays as wide as the MLP, and the mixer's arrays that automatic differentiation
             // keeps.
             let weights = architecture.kinds.map { block in
                 block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
             }
             return 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 13 : 11) * intermediate
                 + largest(automatic)
-        // A block's forward pass, z, its multiple, and the parameters moved by that.
+        // There are a block's forward pass, z, ε z, and the parameters moved by ε z.
         case .mezo: return forwardBytes + 2 * gradientBytes + loraBytes
         }
     }
 
-    /// The bytes of a block's forward pass: x, mixer_in, x_mid and y, or with segments x and x_mid, which y replaces; with
-    /// post-norms an output before its norm; the mixer's arrays; three dequantized tiles of weights; and p, u and m with embeddings for
-    /// each layer.
+    /// The bytes of a block's forward pass. There are the mixer's arrays, three dequantized tiles of weights, and x, mixer_in, x_mid and y. With
+    /// segments, there are only x and x_mid instead of these four, and y replaces x_mid. With post-norms, there is also an output before its norm.
+    /// With embeddings for each layer, there are also p, u and m.
     private var forwardBytes: Int {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss: y and, in float32, d of all tokens; for the tokens that go through it at a time, h, dh, and the
-    /// running sum before and after a tile; for a tile, W where it is dequantized, z and p.
+    /// Returns the bytes of the loss. For all tokens, there are y, and d in float32. For the tokens that go through the loss at a time, there are h,
+    /// dh, and the running sum before and after a tile. For a tile, there are z, p, and W if it is dequantized.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// Returns the bytes of a block's backward pass, the most of three parts: the recomputation while d waits, with segments without y; the
-    /// derivative of the MLP; and that of the mixer. With dropout, an adapter's dx exists in addition to its sum.
+    /// Returns the bytes of the largest part of a block's backward pass. This pass has three parts: the recomputation while d waits, which with
+    /// segments has no y; the derivative of the MLP; and the derivative of the mixer. With dropout, an adapter's dx exists in addition to its sum.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
         return max(
@@ -170,14 +171,14 @@ extension Planner {
     /// Returns the bytes of the arrays of `MixerIntermediates` and of x_mid, and with post-norms of the outputs of mixer and MLP.
     private func recomputed(_ mixer: Mixer) -> Int { intermediates(of: mixer) + hidden + 2 * normed }
 
-    /// Returns the bytes of a kept block's intermediates: those that it would recompute, and without DoRA gate and up.
+    /// Returns the bytes of a kept block's intermediates. These are the intermediates that another block recomputes and, without DoRA, gate and up.
     func intermediates(of block: BlockShape) -> Int {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    /// Returns the bytes of the MLP's derivative, besides the intermediates: dy; for the tokens that go through it at a time, x_mid, mlp_in
-    /// and d_mlp_in in float32; and a tile's arrays and weights, or the norm's derivative with p, u, m, dm and du of embeddings for each
-    /// layer.
+    /// Returns the bytes of the MLP's derivative, besides the intermediates. For all tokens, there is dy. For the tokens that go through the
+    /// derivative at a time, there are x_mid, mlp_in and d_mlp_in in float32. In addition there are either a tile's arrays and weights, or the norm's
+    /// derivative, with p, u, m, dm and du if there are embeddings for each layer.
     private func mlpBackward(_ machine: Machine) -> Int {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
@@ -189,8 +190,9 @@ extension Planner {
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
-    /// Returns the bytes of the update of a block's parameters: three arrays such as x and d; the arrays that the gradient is joined from,
-    /// unless gradients are summed before; the optimizer's; with LoRA+ the factors of the rates; and with a frozen A whole vectors.
+    /// Returns the bytes of the update of a block's parameters. There are three arrays of the size of x, and the optimizer's arrays. Unless gradients
+    /// are summed before, there are also the arrays from which the gradient is joined. LoRA+ adds the factors of the learning rates, and a frozen A
+    /// adds vectors of all the block's parameters.
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =
@@ -216,8 +218,8 @@ extension Planner {
     var normed: Int { architecture.postNorms ? hidden : 0 }
     /// The bytes of p in a block with embeddings for each layer; 0 without these.
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
-    /// Returns the bytes of `rows` of a weight `[rows, hidden]`, where they are dequantized before a product.
+    /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product.
     private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }
-    /// Returns the bytes of the mixer that takes most.
+    /// Returns the bytes that the largest mixer takes.
     func largest(_ bytes: (Mixer) -> Int) -> Int { architecture.mixers.map(bytes).max() ?? 0 }
 }

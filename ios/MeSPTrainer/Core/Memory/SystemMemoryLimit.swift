@@ -4,7 +4,7 @@ import Foundation
     import os
 #endif
 
-/// Returns the footprint at which the system ends the process or gives it no more memory, in bytes; nil where it sets no limit.
+/// Returns the footprint at which the system ends the process or gives it no more memory, in bytes; nil if it sets no limit.
 ///
 /// On Linux it is the lowest of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts allocated memory,
 /// used or not, so memory that is allocated and not used is subtracted.

@@ -1,6 +1,6 @@
 import MeSPBundle
 
-/// An answer to a prompt: the sequence of both, in which the answer's targets count.
+/// An answer to a prompt: the sequence of the prompt and the answer, in which the answer's targets count.
 struct PreferenceAnswer {
     let example: Example
     let isGood: Bool
@@ -19,7 +19,7 @@ struct PreferenceAnswer {
         }
     }
 
-    /// The sequence with the prompt's targets counted instead of the answer's; nil where the prompt has no targets.
+    /// The sequence with the prompt's targets counted instead of the answer's; nil if the prompt has no targets.
     var context: Example? {
         let counted = Set(example.counted)
         let positions = (0..<(example.counted.last ?? 0)).filter { !counted.contains($0) }

@@ -23,7 +23,7 @@ final class ReferenceModel {
 
     // MARK: - The state of a resumed run
 
-    /// The log-probabilities that are known, by the names of saved arrays; empty where none are known.
+    /// The log-probabilities that are known, by the names of saved arrays; empty if none are known.
     var vectors: [String: MLXArray] {
         guard !known.isEmpty else { return [:] }
         let known = known.sorted { $0.key < $1.key }

@@ -1,7 +1,7 @@
 import MeSPBundle
 
-// The optimizer and the learning rate of a run that names none. A model learns with them in some hundred steps; `docs/decisions.md` says
-// why. `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
+// The optimizer and the learning rate of a run that names none. A model learns with them in a few hundred steps; `docs/decisions.md` says why.
+// `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
 
 extension RunSettings {
     /// The optimizer that is set, or the default of the method.
@@ -28,7 +28,7 @@ extension RunSettings {
 
     private static let paperLearningRate: Float = 1e-4
 
-    /// Sets the defaults where nothing is set, so that the log and the saved state name them.
+    /// Sets the defaults if nothing is set, so that the log and the saved state name them.
     mutating func setDefaultUpdate(for architecture: Architecture) {
         (optimizer, learningRate) = (effectiveOptimizer, effectiveLearningRate(for: architecture))
     }

@@ -65,7 +65,7 @@ package enum Run {
         try saved?.state.check(sources, in: output)
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
-        // The first work for a GPU begins here, so this is a block boundary too. A stop waits for the next one.
+        // The first work for a GPU begins here, so this is a block boundary too. A stop takes effect at the next boundary.
         try? hooks.atBlock { _ in }
         var isCutShort = false
         while true {
@@ -74,7 +74,7 @@ package enum Run {
                     settings, bundle, data, sources, planner, plan, from: saved, isCutShort: isCutShort, hooks: hooks
                 ).run()
             } catch let cut as TrainingLoop.CutShort {
-                // The run continues from the last saved state, or from the beginning where there is none.
+                // The run continues from the last saved state, or from the beginning if there is none.
                 (settings.resume, plan, isCutShort) = (true, cut.plan, true)
                 saved = try SavedState.load(from: output, settings)
             }

@@ -86,7 +86,7 @@ package struct SavedState: Codable {
     ///
     /// - Returns: the state, the run's plan if the memory settings are still the same, and the trainer's vectors by name; nil if there is
     ///   no state.
-    /// - Throws: `MeSPError` where a byte of the state has changed since it was saved, or where it has other settings.
+    /// - Throws: `MeSPError` if a byte of the state has changed since it was saved, or if the state has other settings.
     package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }

@@ -66,7 +66,7 @@ extension RunSettings {
         try require(
             gradAccumulationSteps == 1, "grad_accumulation_steps", "1 with dp_clip, which takes batch_size alone")
         try require(order != .blocks, "order", "sequences with dp_clip")
-        // The noised gradient needs no other limit. That a step was skipped would reveal something about its examples.
+        // The noised gradient needs no other limit. A skipped step would reveal something about its examples.
         try require(["max_grad_norm": maxGradNorm == nil, "skip_bad_steps": !skipBadSteps], "left out with dp_clip") {
             $0
         }
@@ -81,7 +81,7 @@ extension Manifest {
         return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
     }
 
-    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
+    /// Throws if the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         let names = architecture.trainableNames

@@ -110,7 +110,7 @@ struct Splits {
 
     private func replayed(before position: Int) -> Int { Int(Double(position) * (settings.replayShare ?? 0)) }
 
-    /// Returns the number of replayed sequences in a step (from 0); nil where no text is replayed.
+    /// Returns the number of replayed sequences in a step (from 0); nil if no text is replayed.
     func replayed(step: Int) -> Int? {
         guard replay != nil else { return nil }
         let (size, step) = (settings.batchSize * settings.gradAccumulationSteps, settings.firstStep + step)
@@ -146,7 +146,7 @@ struct Splits {
 }
 
 extension TokenStream {
-    /// Throws where the data does not suit a run with this objective.
+    /// Throws if the data does not suit a run with this objective.
     fileprivate func check(_ objective: Objective?, _ split: String) throws {
         guard let objective else {
             guard !hasPreferences else {

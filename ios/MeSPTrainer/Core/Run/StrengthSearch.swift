@@ -4,7 +4,7 @@ import Foundation
 /// before (`docs/method.md`, "Forgetting"). The choice is the highest strength within the limit. As adapters may have been trained too far,
 /// it is then lowered for as long as held-out loss falls.
 ///
-/// Training ends where held-out loss is flat in s, while the loss on other text rises about with s². So a smaller s loses little of the
+/// At the end of training, held-out loss is nearly flat in s, while the loss on other text rises roughly with s². So a smaller s loses little of the
 /// task and most of the forgetting.
 ///
 /// - Parameters:
@@ -35,8 +35,8 @@ func chosenStrength(
     return best.lossAfter < before ? best : none
 }
 
-/// Returns the highest strength whose loss on the general text is at most `most`, and that loss. Bisection finds the strength to within
-/// 2⁻⁴. The result is nil where no strength above that suffices.
+/// Returns the highest strength whose loss on the general text is at most `most`, and that loss. Bisection finds the strength to within 2⁻⁴. The
+/// result is nil if no strength that it tries suffices.
 private func highest(
     below most: Float, _ general: (_ strength: Float) throws -> Float
 ) throws -> (strength: Float, loss: Float)? {

@@ -12,8 +12,8 @@ struct DynamicQuantization {
     private let fractions: MLXArray
     /// The middles between neighbouring fractions, and ∞, float32 `[256]`.
     private let middles: MLXArray
-    /// The code of the lowest float32 with each pattern of the upper 16 bits, uint8 `[2¹⁶]`. There is at most one middle between the lowest
-    /// and the highest float32 of a pattern.
+    /// The code of the lowest float32 with each pattern of the upper 16 bits, uint8 `[2¹⁶]`. Codes change at the middles between neighbouring
+    /// fractions. There is at most one middle between the lowest and the highest float32 of a pattern.
     private let lowest: MLXArray
 
     /// - Parameter signed: whether there are negative numbers, as in m; v has none.

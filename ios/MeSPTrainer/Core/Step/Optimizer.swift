@@ -36,7 +36,7 @@ struct Optimizer {
         }
     }
 
-    /// A block's parameters and state after an update, not evaluated. The values before remain until these are kept.
+    /// A block's parameters and state after an update, not evaluated. The old values remain until the new ones are kept.
     struct Update {
         var w: MLXArray
         let first, second: MLXArray?
@@ -89,8 +89,8 @@ struct Optimizer {
 }
 
 extension RunSettings {
-    /// Returns η of update `step`, counted from 0. It rises linearly from 0 over the warm-up. Then it follows the schedule, which falls to
-    /// 0 unless it is constant. The two are joined as in mlx-lm.
+    /// Returns η of update `step`, counted from 0. It rises linearly from 0 over the warm-up. Then it follows the schedule, which falls to 0 unless
+    /// it is constant. The warm-up and the schedule are joined as in mlx-lm.
     func learningRate(step: Int, of architecture: Architecture) -> Float {
         let rate = effectiveLearningRate(for: architecture)
         let start = warmup > 0 ? warmup + 1 : 0

@@ -72,14 +72,14 @@ struct PreferenceBatch: StepLoss {
         }
     }
 
-    /// Backpropagates the loss of a pair. The weights depend on both answers, so the rejected answer runs forward first. It runs forward
-    /// again for its gradient where the plan has no room for its block inputs.
+    /// Backpropagates the loss of a pair. The weights depend on both answers, so the rejected answer runs forward first. If the plan has no room for
+    /// its block inputs, it runs forward again for its gradient.
     private func backpropagate(
         chosen: PreferenceAnswer, rejected: PreferenceAnswer, share: Double, _ trainer: Trainer,
         into sink: GradientSink,
         _ result: inout StepResult
     ) throws {
-        // The rejected answer with its gradient before it is weighted, where the plan has room for its block inputs.
+        // The rejected answer with its gradient before it is weighted, if the plan has room for its block inputs.
         var waiting = [SequenceInStep]()
         let rejectedLoss: Float
         if trainer.plan.keepsAnswer {

@@ -19,7 +19,7 @@ extension RunSettings {
         }
     }
 
-    /// Loads the adapters that a run begins with. Where A is frozen, a folder may have B alone. A is then that of the run's seed.
+    /// Loads the adapters that a run begins with. If A is frozen, the folder may have B alone. A then follows from the run's seed.
     func loadAdapters(from folder: URL, of bundle: ModelBundle) throws -> LoadedAdapters {
         let trainsExperts = layouts(of: bundle.architecture).contains { $0.modules.contains(where: \.isStacked) }
         return try MeSPAdapters.loadAdapters(

@@ -8,6 +8,6 @@ struct SequenceInStep {
     var residual: MLXArray
     /// The inputs of the blocks, from the first trained one on.
     var inputs: BlockArrays
-    /// The intermediates of the last blocks, where the plan has memory for them.
+    /// The intermediates of the last blocks, if the plan has memory for them.
     var kept = [Int: Intermediates]()
 }

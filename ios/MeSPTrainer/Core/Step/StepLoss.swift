@@ -32,9 +32,9 @@ package struct SequenceLoss: StepLoss {
 
     package var examples: [Example] { weighted.map(\.example) }
 
-    /// Passes the gradient to a sink. Sequences one after the other take the memory of one sequence and of a sum of all gradients. By
-    /// blocks, they take the memory of all their block inputs and of one block's sum, or of all sums where the update needs all gradients
-    /// at once.
+    /// Passes the gradient to a sink. If sequences go through the model one after the other, the pass takes the memory of one sequence and of a sum
+    /// of all gradients. If they go through each block together, it takes the memory of all their block inputs and of one block's sum, or of all sums
+    /// if the update needs all gradients at once.
     package func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
         for group in trainer.plan.order == .blocks ? [weighted] : weighted.map({ [$0] }) {
             result.add(try trainer.backpropagate(group, into: sink), of: group)
@@ -71,7 +71,7 @@ package struct StepResult {
     private(set) var tokens = 0
     /// The number of inputs up to each sequence's last target that counted.
     private(set) var inputTokens = 0
-    /// ‖∂ℒ/∂lora‖₂ over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil where it isn't clipped.
+    /// ‖∂ℒ/∂lora‖₂ over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil if the gradient isn't clipped.
     var gradientNorm: Float?
 
     // Measures of preference data: means over its pairs or answers.

@@ -14,16 +14,15 @@ import MeSPBundle
 ///         update            block l's LoRA matrices with g
 ///         free              everything but d
 ///
-/// Updating within the backward pass is exact, as no earlier block reads block l's matrices. For several sequences, g is the sum of their
-/// gradients.
-/// They go through the model one after the other, or each block takes all of them before the next block (`Plan.order`).
+/// Updating within the backward pass is exact, as no earlier block reads block l's matrices. For several sequences, g is the sum of their gradients.
+/// The sequences go through the model one after the other, or each block takes all of them before the next block (`Plan.order`).
 package final class Trainer {
     package let model: BlockwiseModel
     package let clock = StepClock()
     package let updates: Updates
     let reference: ReferenceModel
     let plan: Plan
-    /// The file of the block inputs between the forward and the backward pass; nil where they stay in memory.
+    /// The file of the block inputs between the forward and the backward pass; nil if they stay in memory.
     private let inputsFile: ArrayFile?
 
     /// The key of a step's dropout, and the number of the step's sequences so far; nil without dropout.
@@ -65,7 +64,7 @@ package final class Trainer {
     /// - Parameter sink: called with each block's sum of the sequences' gradients as soon as it exists; it may change that block's
     ///   parameters.
     /// - Returns: the sum of the losses, each times its example's weight.
-    /// - Throws: `NotFinite` where a loss is not finite; then nothing was updated.
+    /// - Throws: `NotFinite` if a loss is not finite; then nothing was updated.
     package func backpropagate(_ weighted: [WeightedExample], into sink: GradientSink) throws -> Float {
         var sequences = try forward(weighted.map(\.example))
         var loss: Float = 0
@@ -110,7 +109,7 @@ package final class Trainer {
 
     /// Returns the sum of a sequence's losses, and its gradient by the last block's output times `weight`.
     ///
-    /// - Throws: `NotFinite` where the loss is not finite.
+    /// - Throws: `NotFinite` if the loss is not finite.
     func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
         let (loss, dy) = try model.lossAndGradient(y, example, scale: weight)
         guard loss.isFinite else { throw try model.notFinite([example]) }
@@ -144,7 +143,8 @@ package final class Trainer {
 
     /// Returns the gradient of a block's trained parameters for a sequence, and replaces its residual dy by dx. Both are evaluated.
     ///
-    /// Where a GPU fails, the gradient is recomputed from the block's input, d and the parameters. These are held until it is confirmed.
+    /// If a GPU fails, the gradient is recomputed from the block's input, d and the parameters. These are held until the gradient is confirmed
+    /// (`MLXErrors`).
     /// - Parameter sum: the sum of the gradients of the sequences before.
     private func differentiate(
         _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
@@ -152,7 +152,7 @@ package final class Trainer {
         let (x, context) = (try sequence.inputs.take(block), sequence.context)
         var intermediates = sequence.kept.removeValue(forKey: block)
         let areKept = intermediates != nil
-        // The gradients by shared keys and values are stored by the block that has these.
+        // The gradients by shared keys and values are stored for the block that has these keys and values.
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var dShared = context.gradients.removeValue(forKey: owner)
         let held = MLXErrors.held((sequence.residual, dShared))

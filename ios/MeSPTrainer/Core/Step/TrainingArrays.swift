@@ -5,10 +5,10 @@ import MeSPBundle
 
 /// The arrays of a run that last from step to step or from pass to pass. The plan says which are in memory and which in files.
 struct TrainingArrays {
-    /// The file of block inputs; nil where they are in memory.
+    /// The file of block inputs; nil if they are in memory.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
-    /// The sums of gradients; nil where each gradient updates its block when it arrives.
+    /// The sums of gradients; nil if each gradient updates its block when it arrives.
     let sums: BlockArrays?
     /// The sums of clipped gradients with DP-SGD, where `sums` has the gradients of one example; nil elsewhere.
     let clippedSums: BlockArrays?
@@ -16,7 +16,7 @@ struct TrainingArrays {
     let lora: BlockArrays
     /// ‖W‖² of the outputs of each trained block; nil without DoRA.
     let squaredNorms: BlockArrays?
-    /// The parameters of the adapters that the run began with, where answers are compared with that model or updates are held near it; nil
+    /// The parameters of the adapters that the run began with, if answers are compared with that model or updates are held near it; nil
     /// elsewhere, and for a run that began without adapters.
     let start: BlockArrays?
 

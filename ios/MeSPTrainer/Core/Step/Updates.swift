@@ -53,7 +53,7 @@ package final class Updates {
 
     // MARK: - Updates
 
-    /// Updates one block from the gradient of its trained parameters. On a GPU nothing changes before all results are confirmed.
+    /// Updates one block from the gradient of its trained parameters. On a GPU nothing changes before all results are confirmed (`MLXErrors`).
     ///
     /// - Parameter gradient: computes the gradient from confirmed arrays.
     func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {

@@ -5,7 +5,7 @@ import MeSPSentences
 /// Two answers to one conversation: the one that a person took, and one that they did not.
 ///
 /// It encodes as a record that TRL and `mesp data` take: `prompt`, `chosen` and `rejected` are lists of messages. The record also has `id` and
-/// `date`. ``FineTuner/train(on:_:)-([Choice],_)`` learns from some hundred choices.
+/// `date`. ``FineTuner/train(on:_:)-([Choice],_)`` learns from a few hundred choices.
 public struct Choice: Codable, Sendable, Equatable, Identifiable {
     /// The identifier of the choice.
     public let id: UUID

@@ -4,14 +4,14 @@ import MeSPSentences
 
 /// A list of messages that the model's chat template renders, with the tools that the model may call.
 ///
-/// It encodes as a record in Hugging Face's format: `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`. Decoding refuses content
-/// that training would lose, with a sentence that names it.
+/// It encodes as a record in Hugging Face's format: `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`. If training would lose some
+/// of the content, decoding throws an error that names this content.
 public struct Conversation: Codable, Sendable, Hashable {
     /// The messages, in order.
     public var messages: [Message]
     /// The definitions of tools, each a JSON object as text.
     public var tools: [String]
-    /// The number of messages at the beginning whose answers are not trained, where only answers are.
+    /// The number of messages at the beginning whose answers are not in the loss, even if only answers are.
     package var prompt = 0
 
     /// Creates a conversation. Content that training would lose is refused when a run or a preview begins.
@@ -30,9 +30,9 @@ public struct Conversation: Codable, Sendable, Hashable {
     /// Writes a record with `messages`, or with `prompt` and `completion`, and with `tools`.
     public func encode(to encoder: any Encoder) throws { try JSONValue.object(fields).encode(to: encoder) }
 
-    /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line; a `.json` file has the same, or one list of
-    /// records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records with a key that excludes them from training
-    /// are left out. Other keys are not read.
+    /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line; a `.json` file has a record on each line or one
+    /// list of records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records with a key that excludes them from
+    /// training are left out. Other keys are not read.
     ///
     /// - Throws: ``FineTuningError`` if a record cannot be trained as intended. It names the first such record and the reason.
     public static func read(contentsOf url: URL) throws -> [Conversation] {
@@ -59,7 +59,7 @@ public struct Conversation: Codable, Sendable, Hashable {
         return fields
     }
 
-    /// The indices of the answers that are trained, where only answers are.
+    /// The indices of the answers that are in the loss if only answers are.
     var trained: [Int] {
         messages.indices.filter { $0 >= prompt && messages[$0].isAnswer && messages[$0].isTrained }
     }

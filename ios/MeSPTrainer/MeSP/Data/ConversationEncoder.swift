@@ -5,10 +5,11 @@ import MeSPSentences
 
 /// Encodes conversations as tokens, and marks the tokens of answers, as `mesp/data/loss_mask.py` does.
 ///
-/// The encoder compares the rendering of a conversation with the rendering of its `MarkedConversation`. This locates each text, so no text can be
-/// lost unseen. To find the start of an answer, it renders the messages before the answer with the opening of an answer: the answer begins where the
-/// marked rendering differs from that. To find the end, it renders the messages up to the answer: the answer ends where the marked rendering differs
-/// from that. Both places are at the bounds of whole tokens.
+/// The encoder compares the rendering of a conversation with the rendering of its `MarkedConversation`. The comparison locates each text, so a text
+/// that the template loses is noticed. To find the start of an answer, the encoder renders the messages before the answer, with the opening of an
+/// answer. The answer begins at the first place where the marked rendering differs from this prompt. To find the end of the answer, the encoder
+/// renders the messages up to and including the answer. The answer ends at the first place where the marked rendering differs from this beginning.
+/// Both places are at the bounds of whole tokens.
 struct ConversationEncoder {
     struct Result {
         var tokens = [Int]()
@@ -64,7 +65,7 @@ struct ConversationEncoder {
         /// The end of the answer's last text; text of the template follows.
         var said: Int
         var stop: Int
-        /// Whether the template writes no token after the answer at which generation stops.
+        /// Whether the template writes, after the answer, no token at which generation stops.
         var isEndless = false
     }
 
@@ -80,7 +81,7 @@ struct ConversationEncoder {
 
     /// Encodes a conversation.
     ///
-    /// - Throws: `MeSPError` if the template changes a message or an answer. Its sentence continues the record's place.
+    /// - Throws: `MeSPError` if the template changes a message or an answer. The error's sentence follows the record's place in the message.
     mutating func encode(_ conversation: Conversation) throws -> Result {
         let trained = conversation.trained
         for message in trained.map({ conversation.messages[$0] })
@@ -171,7 +172,7 @@ struct ConversationEncoder {
         tokenizer.hasChatTemplate ? (try? templateEnds().stops) ?? [] : []
     }
 
-    /// Throws unless generation of an answer begins with the tokens that training has before it.
+    /// Throws an error unless the tokens before an answer are the same in generation and in training.
     private mutating func checkAsked(
         _ conversation: Conversation, _ index: Int, _ prompt: some Sequence<Int>, _ shape: Shape
     ) throws {
@@ -241,8 +242,8 @@ struct ConversationEncoder {
 
     /// Checks that the template writes every text, tool and value.
     ///
-    /// - Returns: whether the template leaves out thoughts. It may leave out those of answers before the last question.
-    /// - Throws: `MeSPError` if it leaves out something else.
+    /// - Returns: whether the template leaves out thoughts. It may leave out the thoughts of answers before the last question.
+    /// - Throws: `MeSPError` if the template leaves out something else.
     private func check(_ marked: MarkedConversation, _ shape: Shape) throws -> Bool {
         let seen = Set(shape.rendering.marks.map(\.number))
         let conversation = marked.conversation
@@ -295,7 +296,7 @@ struct ConversationEncoder {
 
     private mutating func lostTool(of conversation: Conversation, _ shape: Shape) throws -> String? {
         guard !conversation.tools.isEmpty else { return nil }
-        // Texts have marks with the same numbers, so the marks are counted.
+        // A tool's mark has the same number as some text's mark, so the marks of each number are counted.
         var (renamed, names) = (conversation, [String]())
         for (number, tool) in conversation.tools.enumerated() {
             var fields = try JSONValue.object(text: tool)
@@ -456,8 +457,8 @@ struct ConversationEncoder {
             header = Array(asked.bytes[told.agreed(from: 0, with: asked, from: 0)...])
             anchor = rendering.marks.last { $0.range.upperBound <= first }?.range.upperBound ?? 0
         }
-        // The preceding turn ends differently here, or there is none. A template may write only a part of the header of its prompt. That part has at
-        // least one special token.
+        // The turn before the answer ends differently in the two renderings, or there is no prompt to compare with. A template may write only a part
+        // of the header that its prompt has. This part has at least one special token.
         let gap = Array(rendering.text.bytes[anchor..<max(anchor, first)])
         let opened = decoded(tokenizer.encode(string(header), addsSpecialTokens: false))
         for count in stride(from: opened.ids.count, to: 0, by: -1) {
@@ -470,7 +471,7 @@ struct ConversationEncoder {
         throw Self.notFound(index)
     }
 
-    /// Returns the end of an answer: the place where the rendering first differs from that of the messages up to the answer.
+    /// Returns the end of an answer: the first place where the rendering differs from the rendering of the messages up to and including the answer.
     private mutating func stop(of index: Int, _ conversation: Conversation, _ shape: Shape) throws -> Int {
         let rendering = shape.rendering
         guard index + 1 < conversation.messages.count else { return rendering.text.bytes.count }
@@ -479,7 +480,7 @@ struct ConversationEncoder {
         return anchor + rendering.text.agreed(from: anchor, with: until.text, from: after)
     }
 
-    /// Renders the first messages. If the template requires a question and they have none, one is added.
+    /// Renders the first messages. If the template requires a question and these messages have none, a question is added.
     private mutating func beginning(
         _ count: Int, of conversation: Conversation, _ shape: Shape, asks: Bool = false
     ) throws -> Marked {
@@ -492,7 +493,8 @@ struct ConversationEncoder {
         }
     }
 
-    /// Finds the last mark of a conversation's beginning that the whole rendering has too. Returns its end in both renderings, or 0 and 0.
+    /// Finds the last mark that a conversation's beginning shares with the whole rendering. Returns the end of this mark in both renderings, or 0 and
+    /// 0 if there is no such mark.
     private static func lastMark(_ whole: Marked, _ beginning: Marked) -> (whole: Int, beginning: Int) {
         for (index, mark) in beginning.marks.enumerated().reversed() {
             // A template may write a tool's name again in the tool's result.

@@ -2,8 +2,8 @@
 package struct DecodedText: Sendable {
     package let ids: [Int]
     package let bytes: [UInt8]
-    /// The bounds of tokens: token i is `bytes[bounds[i]..<bounds[i + 1]]`. A token that shares a character with others has a part of it, or no
-    /// bytes.
+    /// The bounds of tokens: token i is `bytes[bounds[i]..<bounds[i + 1]]`. A token that shares a character with other tokens has some of the
+    /// character's bytes, or none.
     package let bounds: [Int]
 
     /// - Parameter pieces: a cache of the texts of single tokens.
@@ -79,8 +79,8 @@ package struct DecodedText: Sendable {
         return low < bounds.count && bounds[low] == place
     }
 
-    /// Returns the length of the common part of this text from `start`, at most up to `end`, and another text from `otherStart`. If neither text ends
-    /// with the common part, it is shortened to whole tokens of both.
+    /// Compares this text from `start`, at most up to `end`, with another text from `otherStart`. Returns the length of their common beginning. If
+    /// neither text ends there, the length is reduced to whole tokens of both texts.
     func agreed(from start: Int, to end: Int? = nil, with other: DecodedText, from otherStart: Int) -> Int {
         let (mine, others) = (bytes[start..<max(start, end ?? bytes.count)], other.bytes[otherStart...])
         var same = zip(mine, others).prefix { $0 == $1 }.count

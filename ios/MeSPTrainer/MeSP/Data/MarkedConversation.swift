@@ -99,8 +99,9 @@ struct MarkedConversation {
 extension Conversation {
     enum TextKind: Sendable { case content, thought, call, argument }
 
-    /// Returns the conversation with changed texts. The texts are each content, split at the tags around thoughts, the name of each call, and each
-    /// string in its arguments. `change` receives a text with the index of its message and its kind, always in the same order.
+    /// Returns the conversation with changed texts. These are the texts: the content of each message, split at the tags around thoughts; the name of
+    /// each tool call; and each string in the arguments of a call. `change` receives a text with the index of its message and its kind, always in the
+    /// same order.
     func mapTexts(_ change: (Int, TextKind, String) throws -> String) throws -> Conversation {
         var changed = self
         for (index, message) in messages.enumerated() {
@@ -141,7 +142,8 @@ extension Conversation {
             + calls.compactMap(\.id)
     }
 
-    /// The numbers, Booleans and blank strings in tool calls, which have no mark. Each comes with a conversation in which that value is changed.
+    /// The numbers, Booleans and blank strings in tool calls, which have no mark. Each value comes with a copy of the conversation in which only this
+    /// value is changed.
     var otherValues: [(message: Int, value: JSONValue, conversation: Conversation)] {
         get throws {
             try messages.enumerated().flatMap { index, message in

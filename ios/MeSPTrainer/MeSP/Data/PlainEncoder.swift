@@ -4,10 +4,10 @@ import MeSPSentences
 
 /// Encodes texts that people wrote. Special tokens in them become ordinary text.
 ///
-/// A tokenizer finds special tokens wherever a text contains them. So the encoder cuts such a text within each special token and encodes the pieces.
-/// It cuts at the place that gives the fewest tokens. A tokenizer that read the special token as text would mostly end a token there too. In a
-/// conversation the template's special tokens stay special. A special token that a person wrote is encoded separately from the text around it, as
-/// `mesp data --split-special-tokens` does.
+/// A tokenizer finds special tokens wherever a text contains them. So the encoder cuts a person's text within each special token, and encodes the
+/// pieces separately. It cuts at the place that gives the fewest tokens. If a tokenizer read the special token as ordinary text, one of its tokens
+/// would mostly end at the same place. In a conversation the template's special tokens stay special. A special token that a person wrote is encoded
+/// separately from the text around it, as `mesp data --split-special-tokens` does.
 package struct PlainEncoder {
     private let tokenizer: any TextTokenizer
     /// The text of each special token met so far, and an empty text for each other token.
@@ -154,8 +154,8 @@ package struct PlainEncoder {
     private func encode(_ pieces: [[UInt8]]) -> [Int] {
         pieces.filter { !$0.isEmpty }.enumerated().flatMap { index, piece in
             let text = Self.string(piece)
-            // SentencePiece puts a space before the first word of a text. So a character precedes the piece, and its ids are removed. A character
-            // that shares a token with the piece does not work; then the next one is tried.
+            // SentencePiece puts a space before the first word of a text. So the piece is encoded after another character, and the ids of this
+            // character are removed. If the character shares a token with the piece, the next character is tried.
             for feed in index == 0 ? [] : ["\n", ":"] {
                 let before = tokenizer.encode(feed, addsSpecialTokens: false)
                 let ids = tokenizer.encode(feed + text, addsSpecialTokens: false)

@@ -31,7 +31,7 @@ package struct RefusedRecords {
 
     package init() {}
 
-    /// Runs `body`, and counts a `MeSPError` that it throws as a refusal. The sentence of that error continues the record's place.
+    /// Runs `body`, and counts a `MeSPError` that it throws as a refusal. In the message, the error's sentence follows the record's place.
     package mutating func collect(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
         do { try body() } catch let error as MeSPError {
             count += 1

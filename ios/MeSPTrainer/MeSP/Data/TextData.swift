@@ -3,15 +3,16 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Tokenizes text to train on in place of the bundle's own. The tokens are kept in a folder that `RunSettings.data` names.
+/// Tokenizes a text that a run trains on instead of the bundle's own text. The tokens are kept in a folder that `RunSettings.data` names.
 ///
-/// A text becomes one packed stream, and so do records with `text`. Records with `prompt` and `completion`, or with `messages`, go through the chat
-/// template. Each becomes one sequence, cut to the sequence length. Only their answers are in the loss, unless `answersOnly` is false. Without a
-/// template a completion directly follows its prompt. The last tenth is held out. A field of a record that is not trained, and may matter, is refused
-/// by its name. The rules are the same as for `mesp-export --data`.
+/// A text becomes one packed stream. Records with `text` become one packed stream too. Records with `prompt` and `completion`, or with `messages`, go
+/// through the chat template. Each of these becomes one sequence, cut to the sequence length. Only its answers are in the loss, unless `answersOnly`
+/// is false. Without a template a completion directly follows its prompt. The last tenth is held out. If a record has a field that is not trained and
+/// may matter, the record is refused with an error that names the field. The rules are the same as for `mesp-export --data`.
 package struct TextData: Sendable {
     package enum Source: Sendable {
-        /// A UTF-8 file. `.txt` and `.md` are text. `.jsonl` and `.ndjson` have a record on each line. `.json` has the same, or one list of records.
+        /// A UTF-8 file. `.txt` and `.md` are text. `.jsonl` and `.ndjson` have a record on each line. `.json` has a record on each line, or one list
+        /// of records.
         case file(URL)
         case text(String)
         /// Conversations, which follow the rules of a file's records.
@@ -220,7 +221,7 @@ package struct TextData: Sendable {
 
     /// Encodes a conversation, or an answer with its prompt. Returns nil if no token of it can be trained.
     ///
-    /// - Throws: `MeSPError`. Its sentence continues the record's place.
+    /// - Throws: `MeSPError`. The error's sentence follows the record's place in the message.
     private func encode(
         _ document: TextDocuments.Document, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
     ) throws -> Encoded? {
@@ -274,8 +275,8 @@ package struct TextData: Sendable {
         notices.hasSplit = notices.hasSplit || plain.hasSplit
         let text = tokenizer.decode(whole)
         if tokenizer.decode(ids) != text {
-            // Encoded separately they make another text, for example if the tokenizer puts a space before each. Then they are encoded together, and a
-            // token across the border is in the loss.
+            // If the prompt and the answer are encoded separately, they make another text, for example because the tokenizer puts a space before
+            // each. So they are encoded together here. A token with characters of both is in the loss.
             var pieces = [Int: [UInt8]]()
             let (read, asked) = (DecodedText(whole, tokenizer, pieces: &pieces), Array(tokenizer.decode(before).utf8))
             let border = zip(read.bytes, asked).prefix { $0 == $1 }.count

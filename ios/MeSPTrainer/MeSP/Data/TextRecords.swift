@@ -56,8 +56,8 @@ package enum TextRecords {
 
     /// Returns the messages in a record's field.
     ///
-    /// - Throws: `MeSPError` for a value that is not a message, and for content of a message that would be lost. Its sentence continues the record's
-    ///   place.
+    /// - Throws: `MeSPError` for a value that is not a message, and for content of a message that would be lost. The error's sentence follows the
+    ///   record's place in the message.
     package static func messages(_ value: JSONValue, in key: String) throws -> [Conversation.Message] {
         guard let list = value.array, !list.isEmpty else {
             throw MeSPError("\"\(key)\" is not a list of messages; write each with \"role\" and \"content\".")

@@ -114,7 +114,7 @@ import Testing
                     ? Array(bytes.bindMemory(to: Float.self))
                     : bytes.bindMemory(to: UInt16.self).map { Float(bitPattern: UInt32($0) << 16) }
             }
-            // bfloat16 has 8 bits, so the change from 0 is rounded by at most 2⁻⁸ of it.
+            // bfloat16 has 8 bits, so the change from 0 is rounded by at most 2⁻⁸ of its size.
             #expect(sent.count == numbers.count && numbers.contains { $0 != 0 })
             #expect(zip(sent, numbers).allSatisfy { abs($0 - $1) <= (exchange == "float32" ? 0 : abs($1) / 256) })
         }

@@ -27,7 +27,7 @@ import Testing
     /// The architecture that MLX would read.
     private var told: String? { getenv(NeuralAccelerators.variable).map { String(cString: $0) } }
 
-    /// As in device.cpp's `is_nax_available`, they exist from generation 18 on if the name ends in p, and otherwise from 17 on.
+    /// As in device.cpp's `is_nax_available`, neural accelerators exist from generation 18 on if the name ends in p, and otherwise from 17 on.
     @Test(arguments: [
         ("applegpu_g18p", "applegpu_g17p"), ("applegpu_g19p", "applegpu_g17p"), ("applegpu_g17g", "applegpu_g16g"),
         ("applegpu_g17s", "applegpu_g16s"), ("applegpu_g18d", "applegpu_g16d"),
@@ -62,7 +62,7 @@ import Testing
     @Test(arguments: [(26, 2), (26, 3), (27, 0)])
     func laterSystemsHaveThem(_ major: Int, _ minor: Int) { #expect(make("applegpu_g18p", major, minor).state == .off) }
 
-    /// MLX reads the name once in a process, so it keeps using them after a failed check.
+    /// MLX reads the name once in a process, so it keeps using the neural accelerators after a failed check.
     @Test func afterACheckThatFailedTheGPUIsRefused() throws {
         let failed = make("applegpu_g18p")
         failed.beginCheck()

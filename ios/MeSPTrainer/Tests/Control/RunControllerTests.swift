@@ -215,7 +215,7 @@ import Testing
         try await end()
     }
 
-    /// This also holds if nobody reads its messages any more, as after a cancellation.
+    /// The work ends before its caller continues, even if nobody reads the work's messages any more, as after a cancellation.
     @Test func otherWorkHasEndedWhenItsCallerGoesOn() async throws {
         let hasEnded = Flag()
         await controller.doOther { gate in

@@ -143,7 +143,7 @@ enum Way: CaseIterable { case foreground, background }
         let slow = try #require(offer.manifest.files.first { $0.path == "blocks/01.bin" })
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self)
         async let fetched: Void = download.fetch(offer, to: folder) { sender.yield($0) }
-        // All files except the slow one have arrived, and a part of that.
+        // All files except the slow one have arrived, and a part of the slow file too.
         for await count in bytes where count > offer.size - slow.size { break }
         _ = try await URLSession.shared.data(from: hub.url.appendingPathComponent("go-on"))
         try await fetched

@@ -235,7 +235,7 @@ final class SuperNodeTests {
         case noAnswer = "other than a protobuf message"
     }
 
-    /// The server learns that the message was not answered, and the next one is.
+    /// The server learns that the message was not answered. The next message is answered.
     @Test(arguments: Damage.allCases)
     func goesOnAfterAMessageThatItCannotRead(damage: Damage) async throws {
         try SuperLink.ask(host)

@@ -231,7 +231,7 @@ import Testing
 
     // MARK: - Functions
 
-    /// This holds even if the bundle is opened without comparing checksums, as for a plan.
+    /// The function file is checked even if the bundle is opened without comparing checksums, as for a plan.
     @Test func noFunctionIsImportedBeforeItsSumIsRight() throws {
         let bundle = try ModelBundle(url: bundle, checksums: false)
         let length = try #require(bundle.manifest.seqLens.max())

@@ -213,7 +213,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient, the derivative takes memory in proportion to a tile's bytes: some 25 arrays of a third of them.
+    /// Besides the gradient, the derivative takes memory in proportion to a tile's bytes: about 25 arrays, each of a third of these bytes.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
         let inputs = Inputs(net, length: 128)

@@ -180,7 +180,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient and its parts, the derivative takes memory in proportion to a tile's bytes: some 13 arrays of half of them.
+    /// Besides the gradient and its parts, the derivative takes memory in proportion to a tile's bytes: about 13 arrays, each of half of these bytes.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
         let inputs = Inputs(mamba, length: 128)

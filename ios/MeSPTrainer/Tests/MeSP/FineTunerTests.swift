@@ -525,7 +525,7 @@ import Testing
         func add() { lock.withLock { number += 1 } }
     }
 
-    /// This also holds for a pause during tokenizing.
+    /// A pause during tokenizing also holds the next run.
     @MainActor @Test func aPauseHoldsTheNextRun() async throws {
         let tuner = try await tuner(monitor: TestMonitor())
         tuner.pause()
@@ -539,7 +539,7 @@ import Testing
         #expect(pauses == [.user])
     }
 
-    /// The memory belongs to the run, and is free when that has ended.
+    /// The memory belongs to the run, and is free when the run has ended.
     @MainActor @Test(.timeLimit(.minutes(1))) func aMemoryWarningHoldsNoLaterRun() async throws {
         let monitor = TestMonitor()
         let tuner = try await tuner(monitor: monitor)
@@ -584,7 +584,7 @@ import Testing
     }
 
     @Test func itSetsNoVariableOfTheProcess() async throws {
-        // Only the engine's process sets them. A library must not change the variables of the app's process.
+        // Only the engine's process sets these variables. A library must not change the variables of the app's process.
         let names = ["MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"]
         let before = names.map { getenv($0).map { String(cString: $0) } }
         for name in names { unsetenv(name) }

@@ -3,7 +3,7 @@
     python -m studies.benchmarks.in_python SETTINGS.json
 
 Prints a record a line, as the engine does: `start`, `step`, and `event` for other results.
-Everything is float32 on the CPU; sizes are bytes, times seconds.
+Everything is computed in float32 on the CPU. Sizes are in bytes, and times in seconds.
 """
 
 from __future__ import annotations

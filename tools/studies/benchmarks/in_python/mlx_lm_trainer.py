@@ -14,7 +14,7 @@ from mlx import nn, optimizers
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.in_python.steps import Steps, report_baseline, windows
 
-COMPILED_WITH = 8  # tokens of a first step, which is not measured
+COMPILED_WITH = 8  # the tokens of a first step, which is not measured
 
 
 def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:

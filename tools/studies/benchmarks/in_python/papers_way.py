@@ -26,11 +26,11 @@ STORED = {"uint32": "<u4", "uint8": "u1", "float32": "<f4"}
 def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains as the paper does, with the formulas of `mesp.reference`.
 
-    A block's weights are read into memory and dequantized whole, attention has its [heads, T, T]
-    weights and the loss its [T, V] logits whole, and all eight intermediates exist before the
-    backward pass begins. The output matrix is read and dequantized by rows, and the gradient by the
-    logits overwrites them: otherwise these would take several times as much. With `store_h`, the
-    forward pass keeps h = x A of all modules for the backward pass.
+    A block's weights are read into memory and dequantized as a whole. The [heads, T, T] weights of
+    attention and the [T, V] logits of the loss exist as a whole. All eight intermediates exist
+    before the backward pass begins. The output matrix is read and dequantized by rows, and the
+    gradient by the logits overwrites them: otherwise these would take several times as much. With
+    `store_h`, the forward pass keeps h = x A of all modules for the backward pass.
     """
     report_baseline()
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])

@@ -15,8 +15,8 @@ def products(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Times y = x Wᵀ and dx = dy W of every linear layer and of the head, one after another.
 
     `recompute`: whether the forward products of the blocks run twice, except the down projections,
-    as in MeSP. x [T, in] and dy [T, out] are float32, and so is W [out, in], which layers of one
-    kind share. LoRA's products, of rank columns, and attention's are left out.
+    as in MeSP. x [T, in], dy [T, out] and W [out, in] are float32. Layers of one kind share W. The
+    products of LoRA and of attention are left out.
     """
     arch, rows = bundle.architecture, settings["seq_len"]
     random = np.random.default_rng(settings["seed"])

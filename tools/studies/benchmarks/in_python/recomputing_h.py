@@ -48,7 +48,7 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
 
 
 def measured(compute: Callable[[], Any], times: int) -> float:
-    """Returns the median time, after a first one that is not counted."""
+    """Returns the median time of several runs. The first run is not counted."""
     seconds = []
     for _ in range(times + 1):
         began = time.perf_counter()

@@ -37,7 +37,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let file = folder.appendingPathComponent("a.jsonl")
         let python = try PythonTemplates()
-        // The number of records, by which of both accept it.
+        // The number of records, by whether Swift, Python or both accept them.
         var counts = [String: Int]()
         var withCalls = 0
         while let each = try python.next() {
