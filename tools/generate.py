@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
 WIDTH = 120  # of a line
 
-# The Swift types that differ from those of a setting's kind.
+# The settings whose Swift type is not that of `KINDS` for their kind.
 TYPES = {
     "method": "GradientMethod",
     "objective": "Objective",

@@ -135,7 +135,7 @@ MODELS: dict[str, dict[str, Model]] = {
     "lfm3": {},
     "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
 }
-# The words of the documentation page for a model_type in a library.
+# The words by which the documentation page says how a library loads adapters of a model_type.
 LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
 
 

@@ -50,8 +50,10 @@ TEXTS = [
 
 
 def sentencepiece(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
-    """Returns the tokenizer with SentencePiece's spaces, before a text by `scheme`, or before each
-    piece by a normalizer.
+    """Returns the tokenizer with spaces written as SentencePiece's ▁.
+
+    Metaspace with `scheme` puts one before a text. If `scheme` is None, a normalizer puts one
+    before each piece.
     """
     if scheme is None:
         tokenizer.normalizer = normalizers.Sequence(

@@ -140,7 +140,6 @@ class Oracle:
             if recipe.max_grad_norm:
                 gradients, norm = optim.clip_grad_norm(gradients, recipe.max_grad_norm)
                 trained.norms.append(norm.item())
-            # An optimizer sets the rate of a step when it takes the step.
             of_b = recipe.optimizer_of_b or recipe.optimizer
             for optimizer in {id(each): each for each in (recipe.optimizer, of_b)}.values():
                 its = {

@@ -109,8 +109,9 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
 
 
 def _remove_unused(bundle: Path) -> str:
-    """Removes the folder for data that the manifest does not name, if it exists; returns its
-    name.
+    """Removes the one of the two data folders that the manifest does not use, if it exists.
+
+    Returns its name.
     """
     files = read_object(bundle / "manifest.json")["files"]
     used = {file["path"].split("/")[0] for file in files}

@@ -33,8 +33,8 @@ TAGS = re.compile(r"(</?think>)")
 # The keys of a message. The last four identify a message. Leaving them out changes no text, so a
 # template need not use them.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
-# The flags at the end of a text that tell a template whether to ask for thoughts. A template may
-# leave them out of its rendering.
+# A text without the white space around it and without the flags at its end, such as /no_think. The
+# flags switch reasoning on or off. A template may leave them out of its rendering.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
 PROBE = "MeSP"  # whether a message's text can be found in a rendering
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")

@@ -318,7 +318,7 @@ def build_program(
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
     if for_wheel:
         environment["MESP_WHEEL"] = MLX_FROM_CARRIED
-        # Messages in MLX's headers contain their paths.
+        # Error messages compiled from MLX's headers contain the headers' paths.
         command += ["-Xcxx", f"-ffile-prefix-map={environment['MESP_HOST_MLX']}=mlx"]
         if sys.platform == "linux":  # a Mac has Swift's libraries
             command += ["--static-swift-stdlib", "-Xlinker", "-s"]

@@ -1,6 +1,4 @@
-"""A bundle's model for evaluations: it takes texts, and returns their log-likelihoods or writes
-answers.
-"""
+"""The model of a bundle, as evaluations use it: prompts in, log-likelihoods or text out."""
 
 from __future__ import annotations
 

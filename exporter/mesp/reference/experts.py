@@ -85,12 +85,13 @@ def mix_by_experts_backward(
 ) -> tuple[mx.array, Matrices]:
     """Returns dx and the gradients of `lora`.
 
-    For the rows X of an expert's tokens, gate and up of X, and H = act(gate) ∘ up,
+    For each expert, let X be the rows of its tokens, H = act(gate(X)) ∘ up(X), and dY the gradient
+    of its output:
 
-    Q = down's gradient by H for the gradient dY of its output
+    Q = the gradient of down's input, if that of its output is dY
     dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = gate's gradient by X + up's gradient by X
 
-    so the output of down is not recomputed. The router adds dz R to dx. An expert without tokens
+    So the output of down is not recomputed. The router adds dz R to dx. An expert without tokens
     has the gradient 0.
     """
     x, dy = x[0], dy[0]

@@ -15,7 +15,7 @@ class RandomWeights:
     is_converted = False
 
     def __init__(self, seed: int, norm: float = 1.0):
-        """Sets the seed, and the value `norm` of all weights of norms."""
+        """Sets the seed, and `norm`, the value of the norms' weights outside linear attention."""
         self.seed, self.norm = seed, norm
         self.generators: dict[str, np.random.Generator] = {}
 

@@ -13,8 +13,8 @@ public struct RunNotification: Sendable, Equatable {
 
 /// A display of messages: in the app, the system's notifications.
 @MainActor public protocol NotificationDisplay: AnyObject {
-    /// Asks the person for permission to show messages. The system asks only once. If its question covers the app, this returns when the person has
-    /// answered.
+    /// Asks the person for permission to show messages. The system asks only once. If it asks with a dialog over the app, this returns after the
+    /// answer.
     func askPermission() async
     /// Shows `notification` in place of the last one.
     func show(_ notification: RunNotification)

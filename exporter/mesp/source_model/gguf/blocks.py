@@ -36,7 +36,7 @@ def _nibbles(fields: np.ndarray) -> np.ndarray:
 
 
 def _fifth_bits(fields: np.ndarray) -> np.ndarray:
-    """Returns 32 bits [..., 4] as the fifth bits of codes [..., 32]."""
+    """Returns 4 bytes [..., 4] as codes [..., 32] of 0 or 16, from one bit each."""
     return np.unpackbits(fields, axis=-1, bitorder="little") << 4
 
 

@@ -209,7 +209,7 @@ struct LedgerTests {
         #expect(ledger.peakActiveBytes - baseline() == 2 * 4 * page)
     }
 
-    /// Returns the memory of arrays that existed before: those of tests and of MLX itself.
+    /// Returns the memory of the arrays that are alive besides the measured ones: those of tests and of MLX itself.
     private func baseline() -> Int { Memory.activeMemory }
 
     /// Evaluates 42 products, each of the previous one, in two command buffers. `x` and `w` are held by the caller.

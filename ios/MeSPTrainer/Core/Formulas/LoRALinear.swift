@@ -42,8 +42,8 @@ struct LoRALinear {
     /// Returns s x̂ A `[T, rank]`, in float32; nil without an adapter.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. Each is added to its sum if there is
-    /// one.
+    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. With `sums`, each
+    /// product is added to the sum of its name.
     ///
     /// - Parameter machine: limits the rows of x ∘ K taken at a time; nil for all.
     func products(

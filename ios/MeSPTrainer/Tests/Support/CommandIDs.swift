@@ -11,7 +11,7 @@ struct CommandIDs: Decodable, Sendable {
     /// A paragraph. A thousand of it are a long text, which `mesp-export` cuts into pieces of `pieces` characters.
     let paragraph: String
     let pieces: [Int]
-    /// The results with a token that begins each text, with a token that no text begins with, and without such a token.
+    /// The results of three tokenizers: one puts a token before each text, one has such a token but does not use it, and one has none.
     let tokenizers: [OfTokenizer]
 
     struct OfTokenizer: Decodable, Sendable {
