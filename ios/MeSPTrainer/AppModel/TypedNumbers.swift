@@ -29,7 +29,7 @@ public enum NumberField: String, Sendable, CaseIterable {
 
 /// Reads and writes numbers as people type them: with the locale's decimal separator or a point, and optionally an exponent.
 struct TypedNumber {
-    /// - Returns: the number, or nil if `text` is not a number.
+    /// - Returns: the number, or nil if `text` is not a number below 10¹⁵ in magnitude, or with `isWhole` not a whole one.
     static func value(_ text: String, isWhole: Bool, locale: Locale = .current) -> Double? {
         var text = text.trimmingCharacters(in: .whitespaces)
         if let separator = locale.decimalSeparator { text = text.replacingOccurrences(of: separator, with: ".") }

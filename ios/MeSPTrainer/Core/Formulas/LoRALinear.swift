@@ -45,7 +45,7 @@ struct LoRALinear {
     /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. With `sums`, each
     /// product is added to the sum of its name.
     ///
-    /// - Parameter machine: limits the rows of x ∘ K taken at a time; nil for all.
+    /// - Parameter machine: with dropout, limits the rows of x ∘ K taken at a time; nil for all.
     func products(
         _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil),
         machine: Machine? = nil

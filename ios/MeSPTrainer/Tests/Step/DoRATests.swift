@@ -98,7 +98,7 @@ import Testing
         }
     }
 
-    /// The error of bfloat16 is the same as without DoRA; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`. A gate with one output per head
+    /// The error of bfloat16 is about that without DoRA; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`. A gate with one output per head
     /// has few numbers, whose errors vary, so its bound is larger.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")

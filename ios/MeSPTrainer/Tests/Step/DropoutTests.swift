@@ -144,7 +144,7 @@ import Testing
         }
     }
 
-    /// The error of bfloat16 is the same as without dropout; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`.
+    /// The error of bfloat16 is about that without dropout; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let trainer = try trainer(fixture)
