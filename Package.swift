@@ -15,13 +15,14 @@ let mlx: Package.Dependency =
 
 let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")
 
-/// The flag for code that differs with HostMLX: the version of mlx-swift's MLX is fixed, and the wheel is asked for its version.
+/// The flag for code that differs with HostMLX: mlx-swift has a fixed version of MLX, and HostMLX asks the wheel for MLX's version.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
-/// Whether the engine is built for a wheel, without `federate`. On Linux, Foundation's networking needs libcurl, which a wheel cannot rely on.
+/// Whether the engine is built for a wheel. Such an engine has no `federate`, because on Linux Foundation's networking needs libcurl, which a wheel
+/// cannot rely on.
 let isForWheel = Context.environment["MESP_WHEEL"] != nil
 
-/// The setting that leaves tests of an optimized core unoptimized, because optimizing them takes a third of the build.
+/// The setting that leaves the tests unoptimized in a release build, because optimizing them takes a third of the build's time.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
 /// The simulation of Metal's behaviour, for the core's tests.
@@ -114,7 +115,7 @@ let package = Package(
     ]
 )
 
-// MeSPTokenizers reads the tokenizer in a bundle, for apps. With MESP_HOST_MLX nothing needs it, so nothing is fetched.
+// MeSPTokenizers reads the tokenizer in a bundle, for apps. With MESP_HOST_MLX no target needs that module, so its dependencies are not fetched.
 if !hostMLX {
     package.dependencies.append(
         .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.4"))

@@ -18,12 +18,14 @@ from helpers.models import TEXT, TINY, write_model
 from helpers.phones import Phones
 from mesp.errors import MespError
 
-# A shell that starts the tests in the background ignores SIGINT, nohup ignores SIGHUP, and child
-# processes inherit that.
+# Tests run with Python's default handlers of SIGINT and SIGHUP. A shell that starts the tests in
+# the background makes them ignore SIGINT, and nohup makes them ignore SIGHUP. The processes that
+# tests start would ignore these signals too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Marks of tests that take long or need a large package: `make test-slow` selects each with -m.
+# The marks of tests that take long or need a large package, and what these tests are about. Such a
+# test runs only if -m names its mark, as in `make test-slow`.
 ON_REQUEST = {
     "federate": "federated rounds in Flower",
     "harness": "the tasks of lm-evaluation-harness",
@@ -60,8 +62,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the demo model for 64 tokens, with an export's defaults; not to be
-    changed.
+    """Returns a bundle of the demo model for 64 tokens, exported with the defaults. Tests must not
+    change it.
     """
     out = tmp_path_factory.mktemp("demo") / "demo.mesp"
     call("export", "--model", "demo", "--out", out, "--seq-len", 64)
@@ -70,13 +72,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """Returns the GGUF file of SmolLM2-135M-Instruct, Q4_1, for slow tests."""
+    """Returns the GGUF file of SmolLM2-135M-Instruct in Q4_1. Skips the test if it cannot be
+    had.
+    """
     return _real_model("SMOLLM2")
 
 
 @pytest.fixture(scope="session")
 def gemma_gguf() -> Path:
-    """Returns the GGUF file of Gemma 3 270M, Q4_K_M, for slow tests."""
+    """Returns the GGUF file of Gemma 3 270M in Q4_K_M. Skips the test if it cannot be had."""
     return _real_model("GEMMA")
 
 
@@ -91,7 +95,7 @@ def _real_model(name: str) -> Path:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Returns a text of some thousand tokens of the tiny model's tokenizer."""
+    """Returns a text of 1,679 tokens of the tiny model's tokenizer."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
@@ -108,19 +112,21 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def phones(tmp_path: Path) -> Phones:
-    """Returns the phones that a command finds in `phones.environment()`."""
+    """Returns a set of stand-in phones, which is empty at first. A command that runs in
+    `phones.environment()` finds the phones that the test has added.
+    """
     return Phones(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the library that makes system calls of a process fail: see helpers/faults.c."""
+    """Returns the library of helpers/faults.c, which makes system calls of a process fail."""
     return _library("faults", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def clock_set_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Returns the environment of a process whose clock runs backwards: see helpers/clock.c."""
+    """Returns an environment in which the clock of a process runs backwards, by helpers/clock.c."""
     return os.environ | {"LD_PRELOAD": str(_library("clock", tmp_path_factory))}
 
 

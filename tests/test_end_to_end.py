@@ -65,7 +65,9 @@ def test_training_lowers_the_held_out_loss(trained: Path):
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
-    """In as many steps, the paper's update changes the loss by about 1e-4."""
+    """The defaults lower the loss much in 60 steps. In as many steps, the paper's update changes
+    the loss by about 1e-4.
+    """
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
@@ -94,7 +96,9 @@ def held_out_loss(model: nn.Module, bundle: Path) -> float:
 
 
 def test_a_bundle_without_held_out_data_trains(bundle: Path, tmp_path: Path):
-    """There is one record, which is also replayed, from the first step to the adapters."""
+    """A bundle with one record and no held-out data can be trained on. The record is also
+    replayed.
+    """
     copy = shutil.copytree(bundle, tmp_path / "one.mesp")
     data = tmp_path / "one.jsonl"
     data.write_text(json.dumps({"prompt": "What is it?", "completion": " It is a test."}))
@@ -164,7 +168,8 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
         tokens, mask = opened.tokens(split), opened.mask(split)
         batch = [tokens[start : start + length].tolist() for start, length in rows]
         padded = mx.array([ids + [0] * (SEQ_LEN + 1 - len(ids)) for ids in batch])
-        # See test_data.py: default_loss would count one token of the padding.
+        # Lengths are less by 1, because default_loss would count one token of the padding: see
+        # test_data.py.
         prompts = [np.argmax(mask[start : start + length]).item() for start, length in rows]
         lengths = [length - 1 for _, length in rows]
         ranges = mx.array(list(zip(prompts, lengths, strict=True)))

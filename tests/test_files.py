@@ -17,7 +17,9 @@ from mesp.files import write_whole
 def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
 ):
-    """On Apple's systems it also leaves the disk's cache, if the file system supports that."""
+    """A file is on the disk before it has its name, and then the folder is on the disk. On Apple's
+    systems, the file also leaves the disk's cache, if the file system supports that.
+    """
     done: list[tuple[str, object]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -52,7 +54,9 @@ def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
 def test_a_folder_that_cannot_be_synchronized_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Some network disks cannot; the file in it still has to be on the disk."""
+    """Some network disks cannot synchronize a folder. It is left as it is, but the file in it still
+    has to be on the disk.
+    """
     fsync = os.fsync
 
     def no_folders(file: int) -> None:

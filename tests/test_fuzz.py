@@ -301,7 +301,9 @@ METADATA = [
 @CASES
 @given(data=st.data())
 def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
-    """Values have other types, and numbers are impossible for a model."""
+    """GGUF files are read or refused if their metadata have other types, or numbers that are
+    impossible for a model.
+    """
     path = data.draw(st.sampled_from(gguf_files))
     file = GGUF.read(path)
     keys = [*file.metadata, "split.count", "general.type", "general.alignment", "general.license"]
@@ -392,7 +394,9 @@ def test_models(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
-    """The end tokens of a bundle's config.json are changed too."""
+    """Damaged tokenizers are read or refused. config.json, which has the end tokens, is damaged
+    too.
+    """
     for name in ("tokenizer_config.json", "config.json"):
         (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
     with contextlib.suppress(MespError):
@@ -415,7 +419,9 @@ def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
-    """A run continues with the settings in its folder, which may come from a stranger."""
+    """Damaged settings are read or refused. A run continues with the settings in its folder, which
+    may come from a stranger.
+    """
     options = {option.name: option.default for option in train.params if option.expose_value}
     recorded = {n: v for n, v in options.items() if isinstance(v, bool | int | float | str | None)}
     recorded |= {"bundle": "b", "steps": 3, "seq_len": 8, "projections": ["q", "v"]}

@@ -97,12 +97,14 @@ def texts(node: ast.AST) -> str:
 
 
 def test_every_option_in_an_error_is_an_argument():
-    """Every option, except those of commands that have no function."""
+    """Every option that an error names is an argument of a function, except options of commands
+    that have no function.
+    """
     classes = (TrainSettings, mesp.DataOptions, mesp.Selection)
     functions = (mesp.export, mesp.rewrite, mesp.train, mesp.generate, mesp.evaluate)
     known = {each.name for kind in classes for each in dataclasses.fields(kind)}
     known |= {name for each in functions for name in inspect.signature(each).parameters}
-    # Options of mesp export, fuse and evaluate alone; `Tasks` has the last.
+    # Options that only mesp export, fuse and evaluate have. The last of them is a field of `Tasks`.
     known |= {"measure", "source", "gguf", "gguf_base", "ignore", "include_path"}
     for path in PACKAGE.rglob("*.py"):
         if not {"commands", "federate", "sources"} & {*path.parts}:
@@ -185,7 +187,9 @@ def code(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_formulas_say_nothing_of_evaluation():
-    """Only `machine.part`, `rows`, `each` and `reduce` cut them."""
+    """Formulas do not say when they are evaluated. Only `machine.part`, `rows`, `each` and `reduce`
+    cut them into parts.
+    """
     said = re.compile(
         r"\b(eval|asyncEval|submit|clearCache|synchronize|depends|withDefaultDevice)\(|\.eval\(\)"
     )
@@ -198,7 +202,7 @@ def test_only_the_machine_knows_where_it_runs():
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
         r"|processor\.(fuses|dequantizesInProduct|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
     )
-    # These ask the system for a limit and a footprint.
+    # These files ask the system for a memory limit and a footprint.
     asked = {"SystemMemoryLimit.swift", "Footprint.swift"}
     rooms = [folder for folder in CORE.iterdir() if folder.is_dir() and folder.name != "Machine"]
     found = [(name, line) for folder in rooms for name, line in code(folder) if known.search(line)]

@@ -45,7 +45,7 @@ def finish(line: list, **options: object) -> subprocess.CompletedProcess:
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """Returns the one sentence of a command that failed as it should."""
+    """Checks that a command failed as it should, and returns its one sentence."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.strip()
@@ -134,7 +134,7 @@ class Engine:
         return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
 
     def saved_step(self) -> int:
-        """Returns the step that a resumed run begins with."""
+        """Returns the number of steps done in the saved state; 0 without one."""
         path = self.output / "state.safetensors"
         if not path.exists():
             return 0
@@ -161,7 +161,7 @@ def adapters(engine: Engine) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays.items()}
 
 
-# Kills at any time: 72 in all, 36 of training, 16 of export, 20 of collecting
+# Processes are killed at any time, 72 times in all: 36 in training, 16 in export, 20 in collecting.
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 3])
@@ -221,8 +221,7 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
     while kills < 16:
         lengths.append(16 if lengths[-1] == 8 else 8)
         process = export_process(model, out, lengths[-1], "--overwrite")
-        # Most of its life an export reads and computes, so it is killed after it has begun to
-        # write.
+        # An export mostly reads and computes, so it is killed only after it has begun to write.
         while not unfinished.exists() and process.is_alive():
             time.sleep(0.001)
         begun = time.monotonic()
@@ -453,7 +452,7 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
     }
     end = record("generate", **text, stop=[])
     assert 0 < end["prompt_seconds"] < DEADLINE and 0 < end["seconds"] < DEADLINE
-    # checks that measure for a given time
+    # These checks measure for a given time.
     checks = ["eval.empty", "repeats", "time.8"]
     end = record("self-check", seconds=0.05, repeats=2, checks=checks)
     assert 0 < end["seconds"] < DEADLINE
@@ -464,7 +463,9 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
 
 @pytest.mark.parametrize("limit", [100, 4_000, 40_000])
 def test_a_full_disk_is_one_sentence(settings: dict, whole: Engine, tmp_path: Path, limit: int):
-    """A limit on the size of files simulates it, for the log, the adapters or the state."""
+    """A limit on the size of files simulates a full disk, for the log, the adapters or the
+    state.
+    """
     engine = Engine(tmp_path, settings, save_every=1)
     done = engine.finish(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -545,7 +546,7 @@ def test_a_folder_that_is_read_only_is_one_sentence(
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")
 def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path: Path):
-    """Adapters, data and the home folder are read-only too."""
+    """A bundle can be used if it, its adapters, its data and the home folder are read-only."""
     copy = shutil.copytree(bundle, tmp_path / "closed" / "small.mesp")
     call("train", copy, "--steps", 1, "--out", tmp_path / "closed" / "run")
     adapters, data = tmp_path / "closed" / "run" / "adapters", tmp_path / "closed" / "d.jsonl"
@@ -638,7 +639,9 @@ def test_a_file_that_changes_in_use_is_one_sentence(
 
 
 def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
-    """The system's signal for a page that it can't read may arrive at any time."""
+    """A page of a file that cannot be read ends a run with one sentence. The system's signal for
+    such a page may arrive at any time.
+    """
     engine = Engine(tmp_path, settings, save_every=1, steps=100_000)
     process = engine.start()
     engine.wait_for_step(process, 2)

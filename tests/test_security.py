@@ -41,7 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(exported: Path, tmp_path: Path) -> Path:
-    """Returns a copy of it to change."""
+    """Returns a copy of the exported bundle, which a test may change."""
     return Path(shutil.copytree(exported, tmp_path / "bundle.mesp"))
 
 
@@ -77,8 +77,8 @@ def name_code(folder: Path, harm: Path) -> None:
 
 @pytest.mark.parametrize("module", ["generate", "data", "evaluate"])
 def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
-    """transformers would ask on standard input whether to run code. A yes there does not allow it
-    either.
+    """A bundle runs no Python. transformers would ask on standard input whether to run code, and
+    even a yes there does not allow it.
     """
     harm = tmp_path / "harm"
     name_code(bundle, harm)
@@ -132,7 +132,9 @@ def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
 
 @pytest.mark.parametrize("entries", [{"num_hidden_layers": 1 << 65}, {"num_labels": 1 << 40}])
 def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, entries: dict):
-    """transformers reads config.json to choose a class."""
+    """A tokenizer takes no memory by the sizes in config.json, which transformers reads to choose a
+    class.
+    """
     change(bundle / "config.json", **entries)
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
@@ -182,7 +184,9 @@ def test_what_a_tokenizer_reads_lies_in_the_bundle(
 
 
 def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
-    """Here each of its tokens but one has an escape character."""
+    """What a model writes does not control a terminal. In this test, all of the model's tokens but
+    one have an escape character.
+    """
     file = bundle / "tokenizer.json"
     value = json.loads(file.read_text())
     escape = chr(256 + 27)  # in the alphabet of bytes
@@ -207,7 +211,7 @@ def trained(exported: Path) -> Path:
 
 @pytest.fixture
 def adapters(trained: Path, tmp_path: Path) -> Path:
-    """Returns a copy of them to change."""
+    """Returns a copy of adapters, which a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "adapters"))
 
 
@@ -293,7 +297,9 @@ def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
 
 
 def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Path):
-    """A program that loads it with mlx-lm, which runs a model_file without asking, runs no code."""
+    """A fused model holds no code. A program that loads it with mlx-lm runs no code, although
+    mlx-lm runs a model_file without asking.
+    """
     harm, secret = tmp_path / "harm", tmp_path / "secret"
     secret.write_text("secret")
     name_code(bundle, harm)
@@ -362,7 +368,9 @@ def test_a_configuration_of_another_model_is_refused(
 
 @pytest.mark.parametrize("what", ["token", "example", "no target"])
 def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: str):
-    """Ids beyond the vocabulary would read memory after the embedding."""
+    """Held-out data with ids beyond the vocabulary are refused: such an id would read memory after
+    the embedding.
+    """
     tokens = np.fromfile(bundle / "data" / "valid.bin", "<u4")
     manifest = json.loads((bundle / "manifest.json").read_text())
     if what == "token":
@@ -520,7 +528,7 @@ def test_yaml_that_is_none_is_refused(tmp_path: Path, what: str):
 
 @pytest.mark.parametrize("value", ["1", [1], {}, 1.5, True, -1])
 def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value: object):
-    """A run continues with the settings of a file."""
+    """Settings of other types are refused when a run continues with the settings in its file."""
     run_folder = tmp_path / "run"
     options = ("--steps", 1, "--seq-len", 8, "--out", run_folder)
     assert run("train", bundle, *options).returncode == 0
@@ -531,7 +539,9 @@ def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
 @pytest.mark.parametrize("file", ["settings.json", "config.yaml"])
 def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, options: tuple):
-    """A reward that is a function counts only if it is typed."""
+    """A file cannot name code to run. A reward that is a function counts only if it is typed on the
+    command line.
+    """
     harm, output, code = tmp_path / "harm", tmp_path / "runs" / "one", "runs.one.notes:go"
     output.mkdir(parents=True)
     (output / "notes.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
@@ -638,7 +648,9 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
 def test_a_manifest_says_of_its_model_what_can_be_shown(
     bundle: Path, tmp_path: Path, entries: dict
 ):
-    """The model's name goes into the card of a repository, with `--upload`."""
+    """A manifest gives its model only a name that can be shown. With `--upload`, the name goes into
+    the card of a repository.
+    """
     change(bundle / "manifest.json", **entries)
     said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
     assert "manifest.json is damaged" in said
@@ -711,7 +723,7 @@ def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["adapters", "adapters/peft", "best", "general"])
 def test_a_run_keeps_to_its_folder(bundle: Path, tmp_path: Path, name: str):
-    """This holds for a new run, and for one that continues."""
+    """A run keeps to its folder, both a new one and one that continues."""
     output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     options = ("--seq-len", 8, "--max-forgetting", 3, "--eval-every", 1, "--out", output)
     elsewhere.mkdir()

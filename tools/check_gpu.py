@@ -4,10 +4,10 @@
     python tools/check_gpu.py --phone [--device ID] --out checked
     python tools/check_gpu.py --report collected/self-check/demo.json --out checked
 
-The first runs on this machine, the second in the app on a phone, which must be unlocked and on its
-cable; the third only makes a page of a report. `--out` gets self-check.json and self-check.html.
-With --neural-accelerator some checks run again with TF32, in a second process. Exits with 0 if
-nothing failed, 1 if a check did, 2 if there is nothing to check.
+The first command checks this machine. The second checks a phone, in the app: the phone must be
+unlocked and on its cable. The third only makes a page of a report. `--out` gets self-check.json and
+self-check.html. With --neural-accelerator some checks run again with TF32, in a second process.
+Exits with 0 if no check failed, 1 if a check failed, 2 if there is nothing to check.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from phone import APP, Phone, connect
 
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
 POLL = 5  # seconds between two reads of a phone's report
-SILENCE = 900  # seconds after which a phone with nothing new is given up
+SILENCE = 900  # seconds without a new check, after which a phone is given up
 # An environment variable that MLX reads once in a process. 0 turns off products in TF32 on the
 # neural accelerators of A19 and M5.
 TF32 = "MLX_ENABLE_TF32"
@@ -273,7 +273,7 @@ UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_secon
 
 
 def constants(report: Report) -> list[tuple[str, str]]:
-    """Returns the constants for the model of a step's time."""
+    """Returns the measured constants of the planner's model of time: their names and values."""
     return [
         (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
         for name, value in sorted(report["end"]["constants"].items())

@@ -77,7 +77,8 @@ def print_table(folders: list[Path]) -> None:
         cells = (folder.name, *table_row(RunLog.load(folder)))
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
-    # Output that is not a terminal has no width to fit, and nothing is cut off.
+    # A terminal's table fits its width. Elsewhere the table may have 200 columns, so that names and
+    # figures are not cut off.
     console.width = console.width if console.is_terminal else 200
     console.print(table)
 
@@ -151,7 +152,7 @@ def is_newer(collected: Path, run: Path) -> bool:
 
 
 def replace(run: Path, target: Path) -> None:
-    """Replaces the target by a copy of the run. Readers see the old one or the new one."""
+    """Replaces the target by a copy of the run. Readers see the old folder or the new one."""
     with replacing(target, f"collect.py is writing {target}") as fresh:
         for name in KEPT:
             copy(run / name, fresh / name)

@@ -1,7 +1,7 @@
 """The demo of `make demo`: teaches the demo model to turn requests into JSON.
 
 Writes the data, exports the model, trains it with MeSP, collects the run's log and draws it, and
-shows the model's answers to held-out requests before and after.
+shows the model's answers to held-out requests before and after training.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ STEPS = 600
 BATCH_SIZE = 2
 SEQ_LEN = 96  # fits the longest request with its answer
 RANK = 16
-# A small model that has never seen a brace has much to learn in these steps. So it gets twice the
-# default learning rate, and an average of the gradients' squares that forgets faster, to follow the
-# falling rate.
+# A small model that has never seen a brace has much to learn in these steps. So the learning rate
+# is higher than the default, and β₂ is lower, so that AdamW's second moment follows the gradients
+# faster.
 UPDATE = (
     *("--alpha", 2 * RANK, "--learning-rate", 2e-3, "--beta2", 0.98, "--max-grad-norm", 1),
     *("--warmup", 20, "--schedule", "linear"),
@@ -127,7 +127,9 @@ def right(found: list[Answer]) -> int:
 
 
 def shown(case: Case, before: Answer, after: Answer) -> Text:
-    """Returns a request and both answers in one line each. Right answers have a mark."""
+    """Returns three lines: a request, and the answers before and after training, each with a mark
+    for right or wrong.
+    """
     text = Text(f"{case.prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
     for when, answer in (("before", before), ("after", after)):
         mark = Text("✓", "green") if answer.is_right else Text("✗", "red")

@@ -1,8 +1,8 @@
 """The demo of `make demo-federate`: six people teach one model to turn requests into JSON.
 
 Each person has requests about one thing in a house: lights, heating, radios, doors, windows or
-alarms. The held-out requests are about all six things. Draws the held-out loss and the clients'
-drift by round.
+alarms. The held-out requests are about all six things. The demo draws the held-out loss and the
+clients' drift by round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
 RATE = 2e-3
 CASES, HELD_OUT_CASES = 1200, 50
 OUT = DEMO_OUT.with_name("demo-federate")
-# The options for the adapters that are averaged.
+# The ways of averaging adapters -> the options of mesp federate.
 KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 
 

@@ -2,7 +2,7 @@
 notes.
 
 Writes the data, exports the model, trains it with MeSP, and shows the model's entries for held-out
-notes, with the adapters and without. Both are asked with the same words and chat template.
+notes, with the adapters and without. The words and the chat template are the same in both cases.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The demo of `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards.
 
-The model is not shown any answers. It samples some, the engine asks for the reward of each
-(`--reward json-equal`), and the model is trained by the advantages of the answers in a group
+The model is not shown any right answers. It samples answers, and the engine asks for the reward of
+each (`--reward json-equal`). The model is then trained by the advantages of the answers in a group
 (GRPO).
 """
 
@@ -28,7 +28,7 @@ PROMPTS = 2  # a step
 GROUP_SIZE = 8  # answers to each
 SEQ_LEN = 96  # long enough for a prompt in the chat template with its answer
 MAX_TOKENS = 32  # the longest right answer has 24
-# The learning rate, which falls to 0; at 2e-4, all answers end too early after about 12 steps
+# The first learning rate; it falls to 0. With 2e-4, all answers end too early after about 12 steps.
 LEARNING_RATE = 1e-4
 HELD_OUT_CASES = 200
 
@@ -99,8 +99,8 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
         *(program("mesp-export"), "--model", model or find_model(), "--data", data),
         *("--out", bundle, "--overwrite", "--seq-len", SEQ_LEN),
     )
-    # A run to compare with, which is trained on the right answers, with as many sequences in a step
-    # as the run with rewards.
+    # This run is for comparison. It is trained on the right answers, with as many sequences in a
+    # step as a run with rewards.
     runs_at = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     size = ("--batch-size", PROMPTS * GROUP_SIZE, "--steps", 2, "--val-batches", 0)
     supervised = train(bundle, runs_at / "supervised", *size)

@@ -66,7 +66,7 @@ def main(on_phone: bool, device: str | None, app: str, seconds: float, out: Path
 
 
 def measure_here(steps: Steps, out: Path, seconds: float) -> None:
-    """Exports and checks here, and trains on the GPU, if there is one, and on the CPU."""
+    """Exports, checks this machine, and trains on its CPU and, if it has one, its GPU."""
     bundle, on_cpu = out / "demo.mesp", out / "demo-cpu.mesp"
     lengths = ("--seq-len", 128, "--seq-len", 256, "--rank", 8)
     if not steps.program("mesp-export", "--model", "demo", *lengths, "--out", bundle):
@@ -92,7 +92,7 @@ def measure_here(steps: Steps, out: Path, seconds: float) -> None:
 
 
 class Steps:
-    """Runs commands, shows their output, and keeps it in a file."""
+    """Runs commands, shows their output, and writes the output to a file."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -135,7 +135,7 @@ def pack(out: Path, failed: list[str]) -> Path:
     }
     texts = {"machine.json": json.dumps(machine, indent=1)}
     files = [out / "log.txt", *sorted(out.glob("self-check/self-check.*"))]
-    # A phone's older reports, which collect.py copies.
+    # collect.py copies a phone's older reports into this folder.
     files += sorted(out.glob("runs/self-check/*.json"))
     files += [run / LOG_NAME for run in find_runs(out / "runs")] if (out / "runs").is_dir() else []
     for file in files:

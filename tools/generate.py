@@ -1,7 +1,7 @@
 """Writes the Swift files that are generated from declarations in Python.
 
-`make generated` runs it after a change of a declaration; `tests/project/test_generated.py` compares
-its output with the files in the repository.
+`make generated` runs this program after a change of a declaration. The test in
+`tests/project/test_generated.py` compares its output with the files in the repository.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ TYPES = {
 }
 # Settings whose types are declared outside of `RunSettings`.
 OUTER = ("method", "objective")
-# The keys that the app's views name. Views are outside of the package.
+# The keys that the app's views name. Their properties are public, because views are outside of the
+# package.
 SHOWN = ("method", "optimizer", "rank", "schedule", "seq_len")
 KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "String", Path: "String"}
 
@@ -57,9 +58,9 @@ KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "Strin
 NOT_READ = ("reward", "replay_text", "general_text", "dp_delta")
 # The defaults of keys that Python derives from the bundle.
 DEFAULTS = {"steps": 100, "seq_len": 256, "rank": 8}
-# The engine accepts a run without steps.
+# The least values that differ from the declared ones: the engine accepts a run without steps.
 LEAST = {"steps": 0}
-# Any number of 64 bits is allowed.
+# The settings for which any number of 64 bits is allowed.
 UNBOUNDED = ("seed",)
 # The documentation of settings that mesp-engine reads differently from a command.
 DOCS = {

@@ -1,8 +1,8 @@
 """Checks that a real checkpoint trains as in mlx-lm: export, 20 steps, losses, adapters, fusing.
 
 Exports the model and trains it. Then evaluates three models in mlx-lm on the same held-out tokens:
-the model, the model with its adapters, and what mlx_lm.fuse makes of both. Exits with an error if
-mlx-lm's losses differ from the trainer's.
+the model, the model with its adapters, and the model that mlx_lm.fuse writes. Exits with an error
+if mlx-lm's losses differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ STEPS = 20
 SEQ_LEN = 64
 VAL_BATCHES = 8
 GROUP_SIZE, BITS = 64, 4
-# Two losses of one model may differ by this many nats a token, because sums have another order.
+# The trainer's and mlx-lm's losses of one model may differ by this many nats a token, because they
+# add numbers in different orders.
 TOLERANCE = 2e-3
 
 

@@ -35,8 +35,8 @@ class Phone(Protocol):
     name: str
 
     def pull(self, source: str, destination: Path) -> None:
-        """Copies the folder `source` of the app's container into the folder `destination`; nothing
-        if there is none.
+        """Copies the folder `source` of the app's container into the folder `destination`. Does
+        nothing if `source` does not exist.
         """
 
     def push(self, source: Path, folder: str) -> None:
@@ -47,8 +47,8 @@ class Phone(Protocol):
 
 
 def connect(device: str | None, app: str, otherwise: str) -> Phone:
-    """Returns the phone `device`, or the only one. `otherwise` is the remedy for people without a
-    phone.
+    """Returns the phone `device`, or the only one. Error messages end with `otherwise`, a remedy
+    for people without a phone.
     """
     if shutil.which("xcrun") is not None and (has_devicectl() or not pymobiledevice3()):
         return Devicectl(device, app, otherwise)
@@ -62,12 +62,16 @@ def connect(device: str | None, app: str, otherwise: str) -> Phone:
 
 def copying(what: str):
     """Shows that something is being copied, if there is a terminal."""
-    # In a phone's name, rich must read no markup, and a terminal no control characters.
+    # A phone's name can be anything. So rich must not read markup in it, and control characters
+    # must not reach the terminal.
     return Console(stderr=True).status(Text(printable(f"Copying {what}")))
 
 
 def choose(reachable: list[tuple[str, str]], otherwise: str) -> tuple[str, str]:
-    """Returns the only phone of `reachable`, pairs of a name and an identifier."""
+    """Returns the only phone of `reachable`, as its name and identifier.
+
+    Raises MespError if there is none, or more than one.
+    """
     if not reachable:
         raise MespError(NO_PHONE.format(otherwise=otherwise))
     if len(reachable) > 1:
@@ -200,7 +204,7 @@ def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
 
 
 def pymobiledevice3() -> str | None:
-    """Returns the program, on PATH or beside this Python."""
+    """Returns the path of pymobiledevice3, on PATH or beside this Python; None if it is missing."""
     beside = Path(sys.executable).with_name("pymobiledevice3")
     return shutil.which("pymobiledevice3") or (str(beside) if os.access(beside, os.X_OK) else None)
 

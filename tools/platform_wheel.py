@@ -1,8 +1,8 @@
 """Makes a wheel for this platform with a built mesp-engine from the sdist in dist/: `make dist`.
 
-Installing it needs no Swift toolchain. On Linux the engine contains Swift's libraries, and runs
-wherever MLX's wheel runs. So this wheel has the platform tag of MLX's wheel. It is not made if the
-engine needs more of the system than that.
+Installing the wheel needs no Swift toolchain. On Linux the engine contains Swift's libraries, and
+runs wherever MLX's wheel runs. So this wheel has the platform tag of MLX's wheel. The wheel is not
+made if the engine needs more of the system than MLX does.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def excess(engine: Path, mlx: Path) -> list[str]:
-    """Returns what the engine needs of a Linux and MLX's library does not: libraries, or newer
-    ones.
+    """Returns what the engine needs of a Linux beyond what MLX's library needs: other libraries, or
+    newer versions of the same libraries.
     """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("--dynamic", engine))
     libraries = [name for name in needed if not EXPECTED.match(name)]

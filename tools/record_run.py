@@ -1,6 +1,7 @@
 """Records the run that the app shows where it cannot train, for example in the simulator.
 
-It is a short run on the app's demo model. Names of machines and places are removed from its log.
+The run is short, on the app's demo model. The names of the machine and of folders are removed from
+the log.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import click
 import mesp
 from mesp.errors import exit_at_signals
 
-# A line of help for each command. It stands here, because a command's module is imported only when
-# the command is used: MLX and the readers of models load slowly.
+# A line of help for each command. The lines are not in the commands' modules, because MLX and the
+# readers of models load slowly: a module is imported only when its command is used.
 COMMANDS = {
     "export": "Write a model as a bundle.",
     "models": "List the models that have short names.",

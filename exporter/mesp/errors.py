@@ -13,8 +13,8 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class MespError(Exception):
     """An error that the caller can fix: one plain sentence that names the problem and the remedy.
 
-    A command prints `message` as ``Error: <sentence>`` and exits with code 2. In Python `str` names
-    the arguments in place of the options.
+    A command prints `message` as ``Error: <sentence>`` and exits with code 2. For Python, `str`
+    names arguments in place of a command's options.
     """
 
     def __init__(self, message: str) -> None:
@@ -25,8 +25,8 @@ class MespError(Exception):
         return name_arguments(self.message)
 
 
-# A pattern for an option, or for a whole command as it is typed, up to where its part of the
-# sentence ends.
+# A pattern for an option, or for a whole command as people type it. A command ends at a semicolon,
+# a colon, a comma or the end of the sentence.
 _TYPED = re.compile(
     r"(?P<command>\b(?:mesp[ -][a-z]+|lm-eval|llama-gguf-split) (?:(?![;:,]|\. ).)*)"
     r"|(?<![\w./-])--(?P<no>no-)?(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
@@ -52,7 +52,7 @@ class EngineError(MespError):
 
 
 class Interrupted(MespError):
-    """An end at once by a second signal, such as another Ctrl-C.
+    """A second signal, such as another Ctrl-C, which ends the work at once.
 
     A command exits with 128 plus the number of the first signal.
     """
@@ -63,7 +63,9 @@ class Interrupted(MespError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks for an end, such as SIGTERM. Like Ctrl-C, it ends all work in order."""
+    """A signal that asks for an end, such as SIGTERM. Like Ctrl-C, this exception ends all work in
+    order.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -124,7 +126,7 @@ def plain_errors(failed: str) -> Iterator[None]:
     except MespError:
         raise
     except BaseException as error:
-        # A panic in Rust is no Exception.
+        # Rust code raises PanicException for a panic, which is not a subclass of Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__

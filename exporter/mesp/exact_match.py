@@ -9,8 +9,8 @@ from collections import Counter
 
 
 def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Returns the first match of `pattern` in a text, or the match's group if the pattern has one.
-    Without a pattern, returns the text.
+    """Returns the first match of `pattern` in a text; if the pattern has groups, the match's first
+    group. Returns None if nothing matches. Without a pattern, returns the text.
     """
     if pattern is None:
         return text.strip()
@@ -22,7 +22,7 @@ def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bo
     """Returns whether an answer equals the reference. With `is_json`, compares the values of both,
     not their texts.
 
-    `answer` is None if the model's text has none.
+    `answer` is None if `extract` found no answer in the model's text.
     """
     if not is_json:
         return answer == reference
@@ -31,7 +31,7 @@ def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bo
 
 
 def f1(answer: str, reference: str) -> float:
-    """Returns SQuAD's F1 of words, without case, punctuation and articles."""
+    """Returns the F1 of two texts' words, as SQuAD does: without case, punctuation and articles."""
     ours, theirs = (_words(text) for text in (answer, reference))
     if not ours or not theirs:
         return float(ours == theirs)
@@ -60,6 +60,6 @@ def canonical_json(text: str) -> str | None:
 
 
 def _number(text: str) -> int | float:
-    """Returns a number of JSON, which has one kind of number: 1.0 becomes 1."""
+    """Returns the value of a JSON number; 1.0 becomes 1, because JSON does not tell them apart."""
     value = float(text)
     return int(value) if value.is_integer() else value

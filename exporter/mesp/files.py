@@ -13,19 +13,18 @@ from typing import Any, BinaryIO
 
 import yaml
 
-# The default limit in bytes. Of the models with short names, the largest manifest would have 0.4
-# MB, with a layout of its own for every block. A parsed file takes about 16 times its size in
-# memory.
+# The default limit of a file in bytes. No model with a short name has a manifest above 0.4 MB, even
+# if every block has a layout of its own. Parsing a file takes about 16 times its size in memory.
 SIZE = 4 << 20
 DEPTH = 64
 
 
 def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
-    """Opens a regular file for reading, also through a symbolic link.
+    """Opens a regular file for reading. `path` may be a symbolic link to the file.
 
-    A file in a folder, whose `root_of` is `root`, must not be a link that leads out of it. Raises
-    OSError if the file cannot be read. Raises ValueError if its link leads out of the folder, or if
-    it is not a regular file: a device has no end, and a pipe blocks.
+    If `root` is given, a link must not lead out of this folder; see `root_of`. Raises OSError if
+    the file cannot be read. Raises ValueError if a link leads out of `root`, or if the file is not
+    a regular one: a device may have no end, and a pipe may block.
     """
     if root is not None and not Path(os.path.realpath(path)).is_relative_to(root):
         raise ValueError(f"{path} is a link that leads out of its folder")
@@ -67,8 +66,8 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
 def read_settings(path: Path) -> dict[str, Any]:
     """Returns the settings of a run or a federation in a JSON file.
 
-    Raises what `read_object` does, and ValueError for a text with a null character, which no path
-    has.
+    Raises what `read_object` does, and ValueError if a text has a null character, which no path can
+    have.
     """
     settings = read_object(path)
     if any("\0" in value for value in settings.values() if isinstance(value, str)):
@@ -83,10 +82,11 @@ class UnclearError(ValueError):
 def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """Returns the value of a JSON text.
 
-    Raises ValueError if it is not valid, is nested more than `DEPTH` deep, or has a string that
-    UTF-8 cannot hold. With `strict`, which is for data, it also raises UnclearError for NaN and
-    infinities, and for an object with a key twice. Without it, the last value of such a key counts;
-    some models' configurations have infinities.
+    Raises ValueError if the text is not valid, is nested more than `DEPTH` deep, or has a string
+    that UTF-8 cannot hold. With `strict`, which is for data, it also raises UnclearError for NaN
+    and infinities, and for an object with a key twice. Without `strict`, the last value of such a
+    key counts, and NaN and infinities are allowed, because some models' configurations have
+    infinities.
     """
     hooks: dict[str, Any] = {}
     if strict:
@@ -130,8 +130,8 @@ class _Loader(yaml.SafeLoader):
 def parse_yaml(text: bytes) -> Any:
     """Returns the value of a YAML text.
 
-    Raises yaml.YAMLError or ValueError if it is not valid, refers to its own parts, is nested more
-    than `DEPTH` deep, or has a string that is not text.
+    Raises yaml.YAMLError or ValueError if the text is not valid, refers to its own parts, is nested
+    more than `DEPTH` deep, or has a string that is not text.
     """
     try:
         value = yaml.load(text, _Loader)
@@ -146,7 +146,8 @@ def parse_yaml(text: bytes) -> Any:
 def _check(value: Any, has_escapes: bool) -> None:
     """Raises ValueError if a value is nested too deep or has half of a surrogate pair.
 
-    Only an escape in JSON can write half of a pair.
+    In JSON, only an escape can write half of a pair. So strings are checked only if the text
+    `has_escapes`.
     """
     level = [value]
     for _ in range(DEPTH):
@@ -188,8 +189,8 @@ def inside(folder: Path, name: str) -> Path:
 def root_of(folder: Path) -> Path:
     """Returns the folder that symbolic links in `folder` may lead into.
 
-    In general it is `folder` itself. If `folder` is a snapshot in the cache of the Hugging Face
-    Hub, its files are links, and it is the repository's folder in the cache.
+    In general this is `folder` itself. If `folder` is a snapshot in the cache of the Hugging Face
+    Hub, its files are links to the repository's folder in the cache, and this folder is returned.
     """
     root = folder.resolve()
     return root.parents[1] if root.parent.name == "snapshots" else root
@@ -204,19 +205,20 @@ def remove_link(path: Path) -> None:
 def create(path: Path) -> BinaryIO:
     """Opens a new file for writing, and removes a file or link at its path first.
 
-    So a symbolic link is not followed.
+    So it does not write to the file that a symbolic link at the path leads to.
     """
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def partial_of(path: Path) -> Path:
-    """Returns the name of a file while `write_whole` writes it."""
+    """Returns the path under which `write_whole` writes a file before it gets the name `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that readers see all of it or its previous content, even after a power loss.
+    """Writes a file so that readers see all of `data` or the previous content, even after a power
+    loss.
 
     When this returns, the file is on the disk.
     """
@@ -234,8 +236,8 @@ def write_whole(path: Path, data: bytes) -> None:
 def sync(path: Path) -> None:
     """Writes the data of a file, or the names in a folder, to the disk.
 
-    Some file systems on a network or a removable disk cannot synchronize a folder; then nothing is
-    done.
+    Some file systems on a network or a removable disk cannot synchronize a folder; it is left as it
+    is.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -245,7 +247,8 @@ def sync(path: Path) -> None:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
                 raise
         if hasattr(fcntl, "F_FULLFSYNC"):
-            # macOS's fsync leaves data in the disk's cache. Some file systems lack this call.
+            # macOS's fsync leaves data in the disk's cache, and F_FULLFSYNC writes it out. Some
+            # file systems lack F_FULLFSYNC.
             with suppress(OSError):
                 fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     finally:

@@ -38,8 +38,9 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 def replacing(path: Path, doing: str) -> Iterator[Path]:
     """Yields a folder beside `path` to write into, which becomes `path` if no error occurs.
 
-    After an error the yielded folder is removed. If a process is killed, the next one removes the
-    folder. Raises MespError if another process is `doing` the same.
+    After an error the yielded folder is removed. A process that is killed leaves the folder, and
+    the next call for `path` empties it. Raises MespError if another process is writing to the
+    folder; the message begins with `doing`.
     """
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
@@ -60,7 +61,7 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
     except BaseException:
-        # The new folders are removed here too, because a signal may come before the folder is
+        # The new folders are removed here too, because a signal may come before `unfinished` is
         # locked.
         for made in (*([unfinished] if is_new else []), *parents):
             with suppress(OSError):
@@ -71,8 +72,8 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
 def put_in_place(new: Path, path: Path) -> None:
     """Gives the folder `new` the name `path`. A folder that had this name gets the name `new`.
 
-    At any time, readers of `path` see the old folder or the new one. Only if the file system cannot
-    exchange two names is there neither for a moment.
+    At any time, readers of `path` see the old folder or the new one. If the file system cannot
+    exchange two names, readers find no folder for a moment.
     """
     if not path.exists() or not any(path.iterdir()):
         os.rename(new, path)
@@ -84,8 +85,8 @@ def put_in_place(new: Path, path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchanges two names in one step, which Python's os cannot do; returns False if it is
-    impossible.
+    """Exchanges two names in one step, which Python's os cannot do; returns False if the system
+    cannot.
     """
     library = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(a), os.fsencode(b)
@@ -99,7 +100,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Locks a folder for a context; the lock ends with the process at the latest.
+    """Locks a folder while a `with` block runs. If the process ends earlier, so does the lock.
 
     Raises MespError if another process has the lock. The message begins with `doing`.
     """

@@ -12,7 +12,7 @@ def printable(text: str) -> str:
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """Returns a number for a table, a dash if there is none."""
+    """Returns a number as text for a table; a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -22,15 +22,15 @@ def megabytes(size: float | None) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(loss), for a loss in nats a token."""
+    """Returns exp(loss), for a loss in nats a token; infinity from a loss of 700 on."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def quality(record: dict[str, Any]) -> str:
-    """Returns the figures of an evaluation besides its loss.
+    """Returns the accuracy or the perplexity of an evaluation, as text.
 
-    For preference data they have the accuracy, the share of pairs or labels that the model ranks
-    right; for other data the perplexity.
+    An evaluation of preference data has an accuracy: the share of pairs or labels that the model
+    ranks right. Any other evaluation has a perplexity.
     """
     accuracy = record.get("accuracy")
     if not isinstance(accuracy, int | float):

@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# The files that may hold a tokenizer's vocabulary; a bundle has the first.
+# The files that may hold a tokenizer's vocabulary. A bundle with a tokenizer has tokenizer.json.
 VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
     "vocab.json",
@@ -33,8 +33,8 @@ WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def refuse_path(name: str) -> None:
-    """Raises MespError if a name can only be a path, and no file or folder has it. Such a name is
-    never looked up on the Hub.
+    """Raises MespError for a name that can only be a path, which is never looked up on the Hub. The
+    caller has found no file or folder at this path.
     """
     if name.startswith("~"):
         raise MespError(f"There is no folder or file {name}: write the path out, without ~.")
@@ -45,7 +45,7 @@ def refuse_path(name: str) -> None:
 
 
 def download_model(repo: str, with_weights: bool) -> Path:
-    """Returns the folder with a model of the Hub. If no weights are asked for, it has only the
+    """Returns the folder with a model of the Hub. Without `with_weights`, the folder has only the
     model's geometry, tokenizer and terms.
 
     Raises MespError as `download` does.
@@ -54,7 +54,7 @@ def download_model(repo: str, with_weights: bool) -> Path:
 
 
 def list_gguf_files(repo: str) -> list[str]:
-    """Returns the GGUF files of a repository, without those of other parts, such as vision."""
+    """Returns a repository's GGUF files, without those of a model's other parts, such as vision."""
     names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
     return [name for name in names if "mmproj" not in name.lower()]
 
@@ -88,8 +88,8 @@ def download_gguf_file(repo: str, file: str) -> Path:
 
 
 def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:
-    """Returns the folder with the files of a repository that match `patterns`; its name is the
-    revision.
+    """Returns the folder with the files of a repository that match `patterns`. The folder's name is
+    the revision.
 
     The default revision is the newest. `kind` is ``model`` or ``dataset``. Raises MespError if the
     repository does not exist, is not open to the user, or cannot be reached.
@@ -107,8 +107,8 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
 
 
 def list_files(repo: str, kind: str = "model") -> list[str]:
-    """Returns the paths of the files in a repository or, without a network, of those that were
-    downloaded before.
+    """Returns the paths of the files in a repository or, in the Hub client's offline mode, of the
+    files that were downloaded before.
 
     Raises MespError as `download` does.
     """

@@ -11,8 +11,8 @@ from mesp.bundle.model_card import front_matter
 from mesp.errors import MespError
 from mesp.license import LICENSE_PATTERNS, License, has_license
 
-# Patterns of a bundle's files. Files of an earlier bundle in the repository are deleted if the new
-# one lacks them.
+# Patterns of a bundle's files. An upload deletes the files in the repository that match a pattern
+# and that the new bundle lacks: an earlier bundle left them.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]
 OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswith("*")]
 
@@ -20,8 +20,8 @@ OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswit
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     """Uploads the bundle's files to the model repository `repo`, and creates it if necessary.
 
-    A card describes the files. Returns the repository's address. Raises MespError if the Hub cannot
-    be reached or refuses them, and for a bundle without its model's licence.
+    Uploads a model card too. Returns the repository's address. Raises MespError if the Hub cannot
+    be reached or refuses the files, and for a bundle without its model's licence.
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.utils import disable_progress_bars

@@ -34,8 +34,8 @@ LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
 def is_terms(name: str) -> bool:
-    """Returns whether a file must accompany everything that is made from the model. No such file is
-    code.
+    """Returns whether a file's name is that of terms, which must accompany everything that is made
+    from the model. No file with such a name is code.
     """
     return _fits(name, (*_LICENSES, *_OTHERS))
 
@@ -67,15 +67,15 @@ class License:
 
     @classmethod
     def of(cls, read: Any) -> License:
-        """Returns the licence whose fields `read` returns by name, without values that are not
-        lines of text.
+        """Returns the licence whose fields `read` returns by name. A value that is not one line of
+        text counts as missing.
         """
         found = (read(name) for name in ("license", "license_name", "license_link"))
         return cls(*(v if isinstance(v, str) and v and v.isprintable() else None for v in found))
 
     @classmethod
     def of_card(cls, model_card: Path) -> License:
-        """Returns the licence in the front matter of a README.md, if there is one."""
+        """Returns the licence in the front matter of a README.md; `UNKNOWN` if there is none."""
         from huggingface_hub import ModelCard
 
         try:

@@ -11,9 +11,9 @@ from pathlib import Path
 from mesp.errors import MespError
 from mesp.exact_match import canonical_json, exact_match
 
-# A function that returns a number for each answer. Its arguments, by name, are equally long lists
-# `prompts`, `completions` and `references`, the answers in the data. TRL's reward functions also
-# take the first two.
+# A function that returns a number for each sampled answer. It takes three lists of equal length by
+# name: `prompts`, `completions`, which are the sampled answers, and `references`, which are the
+# answers in the data. TRL's reward functions take `prompts` and `completions` too.
 Reward = Callable[..., Sequence[float]]
 
 MOST = 1e30  # the largest absolute value of a reward, because the engine computes in float32
@@ -24,8 +24,9 @@ BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 def find_reward(name: str, may_import: bool) -> Reward:
     """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``.
 
-    The module is in the working folder or installed. It may not be imported if a file named it, not
-    the user. Raises MespError then, and if there is no such reward.
+    The module is in the working folder or installed. `may_import` is False if a file named the
+    module, and not the user. Then a module is not imported, and MespError is raised. MespError is
+    also raised if there is no such reward.
     """
     kind, _, rest = name.partition(":")
     if name == "exact":
@@ -82,8 +83,8 @@ def _imported(name: str, module: str, function: str) -> Reward:
 def compute_rewards(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
 ) -> list[float]:
-    """Returns the numbers from `reward`. Raises MespError if it fails, or returns something
-    else.
+    """Returns the number that `reward` gives each answer. Raises MespError if `reward` fails, or
+    returns anything but a number within ±`MOST` for each answer.
     """
     try:
         given = reward(

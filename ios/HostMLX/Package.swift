@@ -8,8 +8,8 @@
 //     pip install 'mlx[cpu]>=0.32.2,<0.33' scipy-openblas32
 //     MESP_HOST_MLX=/path/to/site-packages/mlx swift build -c release
 //
-// If `scipy_openblas32` is beside `mlx`, matrix products use its OpenBLAS. The Linux wheel has the reference BLAS, which is some fifty times slower.
-// (SwiftPM caches manifests, so delete `.build` if you install it later.)
+// If `scipy_openblas32` is beside `mlx`, matrix products use its OpenBLAS. The BLAS in the Linux wheel of MLX is the reference BLAS, which is some
+// fifty times slower. (SwiftPM caches manifests, so delete `.build` if you install it later.)
 
 import Foundation
 import PackageDescription

@@ -1,6 +1,7 @@
 """Tests that each key of an adapter_config.json is used, changes nothing, or is refused by name.
 
-The trainer and `mesp fuse` read folders of adapters with one table, which has a copy in Swift.
+`mesp fuse` reads folders of adapters by a table of these keys, and the trainer by a copy of the
+table in Swift.
 """
 
 import json
@@ -38,8 +39,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def exported(name: str, folder: Path) -> tuple[Path, Path]:
-    """Returns a bundle of a tiny model of the family, and a folder of adapters in mlx-lm's form,
-    which has one in PEFT's form inside.
+    """Exports a tiny model of the family. Returns the bundle, and a folder of adapters in mlx-lm's
+    form, which has a folder `peft` with the same adapters in PEFT's form.
     """
     model, bundle = write_model(folder / "model", FAMILIES[name]), folder / "b.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
@@ -90,7 +91,8 @@ def test_the_table_has_every_key_that_mlx_lm_writes():
     assert {*lora["used"], *lora["ignored"]} >= CONFIG_DEFAULTS["lora_parameters"].keys()
 
 
-# For keys that must have certain values: other values, which PEFT accepts and our readers refuse.
+# Keys of PEFT that must have certain values, and other values of these keys. PEFT accepts the other
+# values; the trainer and `mesp fuse` refuse them.
 REFUSED = {
     "alora_invocation_tokens": [[290, 291]],
     "arrow_config": [{"top_k": 2}],
@@ -163,7 +165,7 @@ def test_what_mlx_lm_reads_in_another_way_is_refused(qwen, copy: Path, values: d
     check_refused(qwen[0], copy, said)
 
 
-# With each of these settings, mlx-lm or PEFT would not use some matrix that is in the folder.
+# With each of these settings, mlx-lm or PEFT would leave some matrix of the folder unused.
 PLACES = {
     "a list": ("peft", {"target_modules": ["k_proj", "down_proj"]}, 0),
     "none": ("peft", {"target_modules": None}, 0),
@@ -191,7 +193,7 @@ def test_a_matrix_without_a_place_in_the_configuration_is_refused(qwen, copy: Pa
 
 
 def keep_only(folder: Path, name: str) -> None:
-    """Keeps only a pair of matrices, by the name of its A."""
+    """Keeps only one pair of matrices in the folder: A, which has this name, and its B."""
     (file,) = folder.glob("*.safetensors")
     names = {name, name.replace("lora_A", "lora_B").replace("lora_a", "lora_b")}
     kept = {each: array for each, array in mx.load(str(file)).items() if each in names}
@@ -296,14 +298,14 @@ def test_magnitudes_that_do_not_fit_are_refused(qwen, tmp_path: Path, kind: str)
 
 
 def check_read(bundle: Path, adapters: Path) -> None:
-    """Checks that both readers accept the adapters."""
+    """Checks that `mesp fuse` and the trainer accept the adapters."""
     assert read_adapters(adapters, Bundle(bundle).architecture).matrices
     assert list(generate(bundle, [5, 6], max_tokens=1, adapters=weigh(adapters)))
 
 
 @pytest.mark.parametrize("form", [".", "peft"])
 def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
-    """mlx-lm and PEFT do not have DoRA of experts either."""
+    """DoRA of experts is refused, because mlx-lm and PEFT do not have it either."""
     bundle, adapters = exported("lfm2_moe", tmp_path)
     dora = write_adapters(tmp_path / "dora", bundle, dora=True)
     write_peft(dora / "peft", bundle, dora)
@@ -325,7 +327,9 @@ def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
 
 
 def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
-    """The models have layers that PEFT joins, stacked experts, and a text of several modalities."""
+    """Adapters are the same in PEFT's form. The models have layers that PEFT joins, stacked
+    experts, and a text of several modalities.
+    """
     bundle, adapters = family
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
@@ -341,7 +345,9 @@ def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
 
 
 def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Path):
-    """AutoModelForCausalLM of transformers names Qwen3.5's layers without `language_model`."""
+    """AutoModelForCausalLM of transformers loads Qwen3.5's text alone, and its names of layers lack
+    `language_model`.
+    """
     bundle, adapters = exported("qwen3_5", tmp_path)
     weights = mx.load(str(adapters / "peft" / PEFT))
     there = "base_model.model.model.language_model.layers."
@@ -361,7 +367,9 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
 
 @pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
 def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: str):
-    """PEFT then has one wrapper with the name of the module, whichever parameter has adapters."""
+    """If a single parameter of experts has adapters, PEFT's names lack `base_layer`, whichever
+    parameter it is.
+    """
     bundle, adapters = exported("lfm2_moe", tmp_path)
     weights = mx.load(str(adapters / "peft" / PEFT))
     inside = ".base_layer" if kept == "gate_up_proj" else ""

@@ -27,8 +27,9 @@ from mesp.bundle.reader import Bundle
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 
-# Models with biases; layers of several projections; layers that PEFT joins; convolutions; a text of
-# several modalities, with Gated DeltaNet; a mixture of experts.
+# The first four families have biases, layers of several projections, layers that PEFT joins, and
+# convolutions. Qwen3.5 is a text of several modalities with Gated DeltaNet, and lfm2_moe is a
+# mixture of experts.
 NAMES = ["llama", "phi3", "granitemoehybrid", "lfm2", "qwen3_5", "gemma2", "lfm2_moe"]
 EXACT, BFLOAT16 = 1e-5, 2**-8
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
@@ -62,7 +63,9 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 
 def test_mlx_lm_loads_and_computes_the_same(family):
-    """mlx-lm's loader reads the same adapters. Both sides have the same quantized weights."""
+    """mlx-lm's loader reads the same folder of adapters and computes the same logits. Both sides
+    have the same quantized weights.
+    """
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))(TOKENS)
     assert relative_error(with_adapters(bundle, adapters)(TOKENS), expected) <= EXACT
@@ -70,7 +73,9 @@ def test_mlx_lm_loads_and_computes_the_same(family):
 
 
 def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
-    """Only some layers of the last block have adapters, as mlx-lm begins and saves them."""
+    """Adapters that mlx-lm has begun and saved are read. Only some layers of the last block have
+    adapters.
+    """
     bundle, adapters = family
     shutil.copytree(adapters, tmp_path, dirs_exist_ok=True)
     keys = sorted({name for block in Bundle(bundle).architecture.kinds for name in block.modules})
@@ -95,7 +100,7 @@ def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
 
 @pytest.mark.parametrize("end", ["", ".weight"])
 def test_pefts_form_is_the_same(family, tmp_path: Path, end: str):
-    """PEFT writes a magnitude's name without `.weight`, and also reads it with `.weight`."""
+    """PEFT writes a magnitude's name without `.weight`, and reads it with `.weight` too."""
     bundle, adapters = family
     peft = write_peft(tmp_path / "peft", bundle, adapters)
     file = peft / "adapter_model.safetensors"
@@ -115,8 +120,8 @@ def test_pefts_form_is_the_same(family, tmp_path: Path, end: str):
 
 
 def test_the_fused_weights_are_those_of_mlx_lm(family, tmp_path: Path):
-    """Fused weights are m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, computed in float32 and rounded to
-    bfloat16 once.
+    """Fused weights are m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, with a norm for each row. They are
+    computed in float32 and rounded to bfloat16 once.
     """
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))
@@ -141,7 +146,9 @@ def blocks_in_8_bits(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "phi3", "qwen3_5_text"])
 def test_a_gguf_file_gets_them_in_its_weights(name: str, tmp_path: Path):
-    """llama.cpp may store rows and columns in another order."""
+    """A GGUF file gets the adapters in its weights, even if llama.cpp stores rows and columns in
+    another order.
+    """
     tensors = random_tensors(MODELS[name][1])
     file = write_gguf(tmp_path / "base.gguf", name, tensors, blocks_in_8_bits)
     bundle = tmp_path / "b.mesp"

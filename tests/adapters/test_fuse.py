@@ -1,5 +1,5 @@
-"""Tests of mesp fuse: models for mlx-lm, compared with mlx-lm with adapters; GGUF adapters, read
-again.
+"""Tests of mesp fuse. Its models for mlx-lm are compared with mlx-lm's model with adapters, and its
+GGUF adapters are read again.
 """
 
 import json
@@ -56,11 +56,11 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 @pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05), ("4", 0.45)])
 def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolerance):
-    """The two models differ only by rounding weights: to 8 bits of mantissa, or to 1/255 or 1/15 of
-    a group's range.
+    """The fused model differs from the model with adapters only by the rounding of its weights: to
+    8 bits of mantissa in bfloat16, or to 1/255 or 1/15 of a group's range.
 
-    The rounding changes the logits by up to 0.9%, 2.8% and 38%, and the adapters change them by 78%
-    and more.
+    The three roundings change the logits by up to 0.9%, 2.8% and 38%. The adapters change them by
+    78% and more.
     """
     bundle, adapters = family
     done = fuse(bundle, adapters, tmp_path / "fused", "--bits", bits, "--val-batches", 2)
@@ -79,7 +79,9 @@ def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolera
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_a_fused_model_of_few_bits_says_what_it_has(tmp_path, bits):
-    """A matrix with adapters has more than three values, and gets the bits that are asked for."""
+    """With adapters, a matrix has more than three values, so it gets the bits that are asked
+    for.
+    """
     config = FAMILIES["qwen3"] | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     tensors = with_few_values(random_tensors(config), bits, 128)
     config["quantization"] = {"bits": bits, "group_size": 128}
@@ -115,7 +117,7 @@ def test_layers_without_adapters_stay_as_they_are(family, tmp_path):
 
 @pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05)])
 def test_experts_are_fused(tmp_path, bits, tolerance):
-    """Only the experts of a mixture have adapters."""
+    """Experts are fused even if nothing else in the mixture has adapters."""
     bundle, adapters = with_adapters("lfm2_moe", tmp_path)
     matrices = mx.load(str(adapters / "adapters.safetensors"))
     experts = {name: array for name, array in matrices.items() if "switch_mlp" in name}
@@ -132,7 +134,9 @@ def test_experts_are_fused(tmp_path, bits, tolerance):
 
 
 def test_a_text_of_several_modalities_is_fused_by_its_place_there(tmp_path):
-    """The logarithms of its decays keep their digits, as in mlx-lm."""
+    """A text of several modalities is fused under its names in the whole model. The logarithms of
+    its decays stay float32, as in mlx-lm.
+    """
     bundle, adapters = with_adapters("qwen3_5", tmp_path)
     assert fuse(bundle, adapters, tmp_path / "fused", "--bits", "bfloat16").returncode == 0
     fused = dict(tree_flatten(mlx_lm.load(str(tmp_path / "fused"))[0].parameters()))
@@ -165,7 +169,9 @@ def test_the_losses_are_said(family, tmp_path):
 
 
 def test_quantizing_that_eats_the_adapters_is_told(tmp_path):
-    """A short run at a low rate learns less than 4 bits can hold."""
+    """The command says so if 4 bits lose what the adapters have learned. Here, a short run at a low
+    rate has learned less than 4 bits can hold.
+    """
     bundle = tmp_path / "demo.mesp"
     assert run("export", "--model", "demo", "--seq-len", 32, "--out", bundle).returncode == 0
     call("train", bundle, "--steps", 10, "--learning-rate", 8e-5, "--val-batches", 0,
@@ -292,8 +298,8 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
-    """The data of a base model end answers with a token of a chat template, not the model's end
-    token.
+    """A fused model stops at the token that ends the answers in its data. Here, a base model's data
+    end answers with a token of a chat template, which is not the model's end token.
     """
     model = write_model(tmp_path / "model", FAMILIES["qwen3"])
     tokenizer = json.loads((model / "tokenizer.json").read_text())

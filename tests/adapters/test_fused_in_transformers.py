@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.transformers
-# transformers has MiniCPM only with code of the model's author, and mlx-lm has no LFM3.
+# transformers runs MiniCPM only with code of the model's author, and mlx-lm lacks LFM3.
 READ = sorted(FAMILIES.keys() - {"minicpm", "lfm3"})
-# Published configurations of larger models. FAMILIES has their texts only as a part of such models.
+# Models of several modalities, of which FAMILIES has only the texts.
 VL = {
     "qwen2_5_vl": FAMILIES["qwen2"]
     | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
@@ -32,7 +32,9 @@ VL = {
 
 @pytest.mark.parametrize("family", [*READ, *VL])
 def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
-    """Every tensor is used, none is missing, and the logits are equal."""
+    """transformers uses every tensor of a fused model and lacks none, and its logits are
+    mlx-lm's.
+    """
     transformers.utils.logging.set_verbosity_error()
     config = {**FAMILIES, **VL}[family] | {"pad_token_id": 0}
     config = {key: value for key, value in config.items() if value is not None}
@@ -45,7 +47,8 @@ def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
     call("fuse", bundle, "--adapters", adapters, "--out", out, *options)
 
     auto = transformers.AutoModelForCausalLM
-    # Only eager attention applies Gemma 2's soft caps. The other models' results do not change.
+    # Only eager attention applies Gemma 2's soft caps. The other models have the same results with
+    # any kind of attention.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     theirs, info = auto.from_pretrained(out, output_loading_info=True, **options)
     assert not any(info.values()), info
@@ -58,5 +61,5 @@ def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
     ours.set_dtype(mx.float32)
     expected = np.array(ours(mx.array([tokens]))[0])
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-    # mlx-lm adds the 1 of Qwen3.5's norms in bfloat16.
+    # For Qwen3.5, mlx-lm adds 1 to the norms in bfloat16, which rounds them.
     assert error <= (2e-2 if family.startswith("qwen3_5") else 1e-4)

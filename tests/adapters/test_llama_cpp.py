@@ -58,16 +58,16 @@ from studies.real_models import GEMMA, SMOLLM2, gguf_file
 
 COUNT = 48
 END = 0  # the token that ends a text, in all models here
-# Tolerance of a log-probability, by the activation. Both sides are float32: sums in another order
-# differ by 1e-5. But llama.cpp looks GELU up in a float16 table: equal rounding in mlx-lm changes a
-# log-probability by 0.012.
+# The tolerance of a log-probability, by the activation. Both sides are float32, and sums in another
+# order make errors of 1e-5. But llama.cpp looks GELU up in a float16 table. If mlx-lm rounds GELU
+# in the same way, a log-probability changes by 0.012.
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
 # Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by about 0.04.
 BFLOAT16 = 0.1
-# Changes to each family's model in FAMILIES. RoPE is not scaled, because GGUF stores scaling in
-# separate tensors. Windows are longer than the text, because mlx-lm ignores some. Other keys get
-# the values that llama.cpp assumes: the blocks without RoPE, the scale of attention, and the base
-# of the local RoPE.
+# Changes to each family's config.json in FAMILIES. RoPE is not scaled, because GGUF stores scaling
+# in separate tensors. Windows are longer than the text, because mlx-lm ignores some windows. The
+# other keys have the values that llama.cpp assumes: which blocks lack RoPE, the scale of attention,
+# and the base of the local RoPE.
 _GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TINY = {
     "qwen3": {},
@@ -101,7 +101,9 @@ class Case:
 
 @pytest.fixture(scope="module", params=["demo", *TINY])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Returns the demo model with trained adapters, or a tiny model with random ones."""
+    """Returns a case: the demo model with trained adapters, or a tiny model with random
+    adapters.
+    """
     folder, name = tmp_path_factory.mktemp(request.param), request.param
     bundle = folder / "bundle.mesp"
     if name == "demo":
@@ -119,9 +121,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
-    """Writes mlx-lm's model with the config.json of `folder` as GGUF, in float32.
+    """Writes mlx-lm's model as GGUF in float32, with the config.json of `folder`.
 
-    Tokens are named by their ids, because llama.cpp's input and output are ids here.
+    A token's text is its id, because the tests give llama.cpp ids and get ids from it.
     """
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config)
@@ -172,9 +174,8 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
 
 
 def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[dict]:
-    """Returns llama.cpp's greedy tokens.
-
-    Each has its `id`, its `logprob` and those of the two likeliest tokens, `top_logprobs`.
+    """Returns the tokens that llama.cpp writes greedily. Each has its `id`, its `logprob`, and in
+    `top_logprobs` the ids and log-probabilities of the two likeliest tokens.
     """
     request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
     answer = serve(model, adapters).handle_completions(request)
@@ -187,8 +188,8 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 128, 1, 0, -1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # One thread. Several would wait for each other without sleeping, which takes minutes if other
-    # processes compute too.
+    # There is one thread. If other processes compute too, several threads wait for each other
+    # without sleeping, which takes minutes.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     if adapters is not None:
         lora = xllamacpp.CommonAdapterLoraInfo()
@@ -198,8 +199,8 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
 
 
 def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Returns mlx-lm's log-probability, in float32, of each of `tokens` after the prompt and those
-    before.
+    """Returns mlx-lm's log-probability of each of `tokens`, in float32, after the prompt and the
+    tokens before it.
     """
     model.set_dtype(mx.float32)
     logits = model(mx.array([prompt + tokens]))[0, len(prompt) - 1 : -1]
@@ -213,11 +214,11 @@ def check(
     adapters: Sequence[WeightedAdapters],
     rounding: float = 0,
 ) -> None:
-    """Compares llama.cpp's tokens with `model`'s log-probabilities, and with mesp generate's
-    tokens.
+    """Compares the log-probabilities of llama.cpp's tokens with those of `model`, and the tokens
+    with those of mesp generate.
 
-    The tokens may differ from a tie on, where the two likeliest are within the tolerance of a
-    log-probability, or within the `rounding` of the weights.
+    From a tie on, the tokens may differ. In a tie, the log-probabilities of the two likeliest
+    tokens differ by at most the tolerance, or by at most the `rounding` of the weights.
     """
     tolerance = TOLERANCE[Bundle(case.bundle).architecture.hidden_act]
     expected = log_probabilities(model, case.prompt, [step["id"] for step in steps])
@@ -264,12 +265,14 @@ def test_a_fused_model(case: Case, tmp_path: Path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
-    """Both compute in float32 with the values of Q8_0's blocks. llama.cpp gets a file with float32
-    values, because with blocks of Q8_0 it would also round activations to 8 bits.
+    """A GGUF file in llama.cpp and its bundle have the same log-probabilities. Both sides compute
+    in float32 with the values of Q8_0's blocks. With the blocks themselves, llama.cpp would also
+    round activations to 8 bits.
     """
     tensors = random_tensors(MODELS[name][1])
     quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
-    # llama.cpp's input and output are ids here, but an export needs a tokenizer that keeps text.
+    # llama.cpp gets and returns ids, so its tokens may be numbers. But an export needs a tokenizer
+    # that keeps text.
     base = write_gguf(tmp_path / "base.gguf", name, tensors, vocabulary="numbers")
     plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, "numbers")
     bundle = tmp_path / "bundle.mesp"
@@ -313,8 +316,8 @@ _KINDS = {str: "STRING", int: "UINT32", float: "FLOAT32", bool: "BOOL"}
 
 
 def test_metadata_of_rope_are_read_as_llama_cpp_reads_them(tmp_path: Path):
-    """With random keys and values, the log-probabilities are llama.cpp's, or the file is
-    refused.
+    """With random keys and values of RoPE in its metadata, a file has llama.cpp's
+    log-probabilities, or it is refused.
     """
     tensors = random_tensors(MODELS["qwen2"][1])
     rng, counts, prompt = random.Random(0), Counter(), [5, 17, 30, 2, 90, 44]
@@ -376,10 +379,10 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
-    """The mean KL divergence of the next token, in nats, is small. It covers the likeliest 1,000
-    tokens.
+    """On a real model, the mean KL divergence between llama.cpp's next token and MeSP's is small.
 
-    llama.cpp rounds the inputs of quantized matrices to 8 bits.
+    The divergence is in nats. It covers the likeliest 1,000 tokens one by one, and the rest
+    together. llama.cpp rounds the inputs of quantized matrices to 8 bits.
     """
     model = Bundle(real.bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
@@ -394,8 +397,8 @@ def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
         apart = np.exp(theirs) @ (theirs - here)
         rest, rest_here = (max(1 - np.exp(each).sum(), 1e-12) for each in (theirs, here))
         divergences.append(apart + rest * np.log(rest / rest_here))
-    # The whole divergence comes from rounding these inputs: with the same values in float32,
-    # Gemma's is 0.0001, not 0.011.
+    # The whole divergence comes from llama.cpp's rounding of inputs. If its file has the same
+    # values in float32, Gemma's divergence is 0.0001 instead of 0.011.
     assert np.mean(divergences) <= (0.005 if "SmolLM2" in real.file.name else 0.02)
 
 
@@ -414,10 +417,11 @@ PROMPTS = (
 
 
 def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
-    """For 9 of 10 prompts, 32 tokens are equal, with a file of the same values in float32.
+    """For 9 of 10 prompts, llama.cpp and MeSP write the same 32 tokens. llama.cpp reads a file of
+    the same values in float32.
 
-    With quantized blocks in the file, llama.cpp rounds their inputs, which may change the likeliest
-    token.
+    With quantized blocks in the file, llama.cpp would round their inputs, which may change the
+    likeliest token.
     """
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
@@ -442,8 +446,8 @@ def test_a_real_models_tokens_are_llama_cpps(real: RealModel):
 
 @pytest.mark.parametrize("vocabulary", [*PRE_TOKENIZERS, "pieces"])
 def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
-    """Each supported pre-tokenizer has a small vocabulary of bytes and pairs; SentencePiece has
-    pieces.
+    """A text has llama.cpp's tokens with each supported pre-tokenizer, whose small vocabulary has
+    bytes and pairs, and with the pieces of SentencePiece.
     """
     tensors = random_tensors(MODELS["qwen2"][1])
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tensors, vocabulary=vocabulary)

@@ -34,9 +34,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 class Model(NamedTuple):
     """A model of mlx-swift-lm.
 
-    It has its file, the prefix of its blocks' names, the linear layers of a block, the module of a
-    block that alone takes adapters (none: the block), and whether decoding keeps the weights of the
-    first generated token.
+    `file` is its source, `prefix` begins the names of its blocks, and `linear` has the linear
+    layers of a block. If `within` is not empty, only this module of a block takes adapters. If
+    `keeps_weights`, decoding keeps the weights that it had for the first token.
     """
 
     file: str
@@ -65,8 +65,8 @@ GRANITE4 = DENSE | named("mamba", "in_proj", "out_proj")
 GRANITE4 |= named("shared_mlp", "input_linear", "output_linear")
 GEMMA4 = DENSE | {"per_layer_input_gate", "per_layer_projection"}
 
-# The models of MLXLLM and MLXVLM for each `model_type` that MeSP exports. Their experts are
-# SwitchLinear (MLXLMCommon/SwitchLayers.swift), not `Linear`, and take no adapters.
+# For each `model_type` that MeSP exports, its models in MLXLLM and MLXVLM. The experts of these
+# models are SwitchLinear (MLXLMCommon/SwitchLayers.swift), not `Linear`, and take no adapters.
 MODELS: dict[str, dict[str, Model]] = {
     "qwen2": {"MLXLLM": Model("MLXLLM/Models/Qwen2.swift", WHOLE, DENSE)},
     "qwen2_5_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen25VL.swift", TEXT_OF_SEVERAL, DENSE)},
@@ -135,7 +135,7 @@ MODELS: dict[str, dict[str, Model]] = {
     "lfm3": {},
     "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
 }
-# The words by which the documentation page says how a library loads adapters of a model_type.
+# The documentation page says with these words how a library loads adapters of a model_type.
 LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
 
 
@@ -144,9 +144,8 @@ class Refused(Exception):
 
 
 class Loaded(NamedTuple):
-    """The factor of each product, and the matrices by the linear layer's path.
-
-    They are A [in, rank], B [rank, out] and, with DoRA, m [out].
+    """The factor of the adapters' products, and the matrices of each linear layer by its path: A
+    [in, rank], B [rank, out] and, with DoRA, m [out].
     """
 
     scale: float
@@ -154,16 +153,19 @@ class Loaded(NamedTuple):
 
 
 def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
-    """Returns a value of a Codable struct, which must exist and be of one of these types."""
+    """Returns a value of a Codable struct. Raises Refused if it is missing or of none of these
+    types.
+    """
     if not isinstance(value := holder.get(key), kinds) or isinstance(value, bool):
         raise Refused(f"{key} does not decode")
     return value
 
 
 def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> Loaded:
-    """Applies `LoRAContainer.from(directory:)` and `load(into:)`.
+    """Does what `LoRAContainer.from(directory:)` and `load(into:)` do. Raises Refused where they
+    throw.
 
-    With `fit`, the matrices have the names of the page's `fitted(to:)`.
+    With `fit`, the matrices first get the names that `fitted(to:)` of the page gives them.
     """
     config = json.loads((folder / CONFIG).read_text())
     kind = decoded(config, "fine_tune_type", str)
@@ -191,9 +193,10 @@ def put(
     model: Model,
     arch: Architecture,
 ) -> Loaded:
-    """Applies `load(into:)`: replaces the linear layers of the last blocks that a key names.
+    """Does what `load(into:)` does: replaces linear layers of the last `num_layers` blocks.
 
-    A key is a name below the module that takes adapters. The update has `.noUnusedKeys`.
+    `keys` has the names of these layers below the module that takes adapters. Without `keys`, all
+    linear layers are replaced. As with `.noUnusedKeys`, a matrix without a layer is refused.
     """
     shapes = {}
     for i, block in list(enumerate(arch.blocks))[max(0, len(arch.blocks) - num_layers) :]:
@@ -210,11 +213,12 @@ def put(
         path, _, part = name.rpartition(".")
         if part not in shapes.get(path, ()):
             raise Refused(f"unhandled key {name}")
-        # `.noUnusedKeys` allows other shapes; the first product with one ends the process.
+        # `.noUnusedKeys` lets a matrix of another shape pass, and its first product ends the
+        # process. So this test refuses it.
         if array.shape != shapes[path][part]:
             raise Refused(f"{name} has the shape {array.shape}")
         matrices[path][part] = array
-    # A layer that was replaced without both matrices has a random A.
+    # If a replaced layer lacks a matrix in the file, it keeps a random A.
     for path, parts in matrices.items():
         if parts.keys() != shapes[path].keys():
             raise Refused(f"{path} lacks a matrix")
@@ -233,13 +237,16 @@ def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
             weights[f"{found[1]}.lora_{found[2].lower()}"] = array.T
             keys |= set(re.findall(r"\.layers\.\d+\.(.+)", found[1]))
     blocks = {int(each) for name in weights for each in re.findall(r"\.layers\.(\d+)\.", name)}
-    # The default is 1,024 layers; layers before the trained ones then have a random A and a B of 0.
+    # The loader's default is 1,024 layers. It would also replace layers before the trained ones, by
+    # layers with a random A and a B of 0.
     count = len(arch.blocks) - min(blocks)
     return put("lora", weights, sorted(keys), count, rank, alpha / rank, model, arch)
 
 
 def config_of(name: str) -> dict:
-    """Returns a tiny config.json of a row of FAMILIES, or of a `model_type` without a row."""
+    """Returns a tiny config.json by its name in FAMILIES, or by its `model_type` if FAMILIES lacks
+    it.
+    """
     if name in FAMILIES:
         return FAMILIES[name]
     same = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "ministral3": "mistral3"}
@@ -259,7 +266,9 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
-    """Returns a function that exports a model of a family and trains it for a step, each once."""
+    """Returns a function that exports a model of a family and trains it for a step. For each
+    family, it does so once.
+    """
     bundles: dict[str, Path] = {}
 
     @cache
@@ -295,7 +304,7 @@ def test_every_model_type_that_is_exported_is_looked_up():
 
 
 def test_the_page_says_of_every_family_what_loads(train: Callable[..., Trained]):
-    """The engine's adapters of each family load as the page says, with the run's scale."""
+    """The engine's adapters of each family load as the page says, and with the run's scale."""
     found: dict[str, tuple[str, str]] = {}
     for name in NAMES:
         trained = train(name)

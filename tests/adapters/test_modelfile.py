@@ -20,10 +20,11 @@ APACHE = {"general.license": gguf.GGUFValue("apache-2.0", gguf.GGUFValueType.STR
 
 
 def read_modelfile(text: str) -> list[tuple[str, str]]:
-    """Returns the commands that parser/parser.go of Ollama finds, a parameter under its own name.
+    """Returns the commands that parser/parser.go of Ollama finds. A parameter stands under its own
+    name.
 
-    A quoted value may span lines. Characters that Go cannot print are removed from it, except white
-    space.
+    A quoted value may span lines. Characters of a value that Go cannot print are removed, except
+    white space.
     """
     found, name, value = [], "", None
     for char in [*text, "\n"]:
@@ -45,7 +46,7 @@ def read_modelfile(text: str) -> list[tuple[str, str]]:
 
 
 def unquoted(value: str) -> str | None:
-    """Returns the value without its quotes; None if they are still open."""
+    """Returns a value without its quotes, or None if the quotes are still open."""
     for quotes in ('"""', '"'):
         if value.startswith(quotes):
             is_whole = value.endswith(quotes) and len(value) >= 2 * len(quotes)
@@ -56,9 +57,11 @@ def unquoted(value: str) -> str | None:
 def fuse(
     folder: Path, licences: dict[str, str], ends: Sequence[int] = (), token: str = "", **keys
 ) -> Path:
-    """Returns the folder that mesp fuse makes of a bundle from a GGUF file beside `licences`.
+    """Makes a bundle from a GGUF file in a folder with the files `licences`, and returns the folder
+    that mesp fuse makes of the bundle.
 
-    The bundle's data end with the tokens `ends`, the last of which is `token` if one is given.
+    The bundle's data end with the tokens `ends`. If `token` is given, it is the text of the last of
+    these tokens.
     """
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()

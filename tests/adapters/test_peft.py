@@ -1,8 +1,8 @@
 """Tests of adapters in the PEFT library, and of private steps in Opacus, on PyTorch: `make
 test-slow`.
 
-The demo model is dequantized into an ordinary Qwen2ForCausalLM. With the engine's adapters, PEFT
-must find the engine's held-out loss, and the engine must find that of PEFT's adapters.
+The demo model is dequantized into an ordinary Qwen2ForCausalLM. The engine and PEFT must find the
+same held-out loss, both with the engine's adapters and with PEFT's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from studies.in_peft.train import in_nf4, write_base
 
 SEQ_LEN = 64
 VAL_BATCHES = 8
-# Both sides are float32: sums in another order differ by 1e-6 for a loss near 5.
+# Both sides are float32. Sums in another order change a loss near 5 by 1e-6.
 TOLERANCE = 1e-4
 
 
@@ -128,8 +128,8 @@ def test_peft_finds_the_loss_of_the_engine(
 def test_peft_has_a_matrix_for_every_tensor(
     bundle: Path, model: torch.nn.Module, tmp_path: Path, dora: tuple
 ):
-    """PEFT only warns about tensors without a layer, and the loss alone might not show that one is
-    unused.
+    """PEFT has a matrix for every tensor of the engine's adapters. PEFT only warns about a tensor
+    without a layer, and the loss alone might not show that the tensor is unused.
     """
     train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate", *dora)
     folder = tmp_path / "run" / "adapters" / "peft"
@@ -142,7 +142,9 @@ def test_peft_has_a_matrix_for_every_tensor(
 
 
 def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path):
-    """Names and values agree. Vision has modules with the same last names, and gets no adapters."""
+    """The adapters of a text among several modalities have the same names and values in PEFT.
+    Vision has modules with the same last names, which get no adapters.
+    """
     write_model(tmp_path / "model", FAMILIES["gemma3"])
     (tmp_path / "text.txt").write_text(TEXT)
     call(
@@ -175,8 +177,8 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
 def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
     tmp_path: Path, name: str, modules: int, options: tuple
 ):
-    """Adapters of Granite 4's gate and up, also in a model with Mamba-2, are exchanged in both
-    directions. The loss is that of transformers.
+    """Adapters of Granite 4's gate and up, which PEFT joins into one layer, are exchanged in both
+    directions, also in a model with Mamba-2. The loss is that of transformers.
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim"}
@@ -286,10 +288,10 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
 
 
 def test_lfm3_is_that_of_transformers(tmp_path: Path):
-    """mlx-lm lacks LFM3, so five steps of SGD are compared with transformers, and the adapters are
-    read by PEFT. The sliding window is 5 tokens of 64.
+    """mlx-lm lacks LFM3, so five steps of SGD are compared with transformers, and PEFT reads the
+    adapters. A sequence has 64 tokens, and the sliding window 5.
 
-    The test's RoPE is "proportional", because transformers would rotate all pairs with "default".
+    The type of RoPE is "proportional", because transformers would rotate all pairs with "default".
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES["lfm3"].items() if k not in ("rms_norm_eps", "rope_theta")}
@@ -386,7 +388,8 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
     done = invoke(bench, "bench.py", *size, *methods, *files)
     assert done.returncode == 0, done.stderr
     engine, peft = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    # Adapters, windows and update are the same: the losses differ only by float32's rounding.
+    # Adapters, windows and update are the same on both sides, so the losses differ only by
+    # float32's rounding.
     assert peft["losses"] == pytest.approx(engine["losses"], rel=1e-5)
     assert 0 < peft["baseline_bytes"] < peft["footprint_peak_bytes"]
     assert peft["seconds"] > 0 and peft["threads"] == engine["threads"]
@@ -404,15 +407,18 @@ def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_pa
     with mx.stream(mx.cpu):
         ours = np.array(model_with(Bundle(bundle), None, tmp_path / "base")(mx.array(ids)))
         others = np.array(model_with(Bundle(bundle), None)(mx.array(ids)))
-    # Both sides are float32; two 4-bit formats differ by much more.
+    # Both sides are float32 with the weights of bitsandbytes. The bundle's own 4-bit weights differ
+    # by much more.
     assert np.linalg.norm(ours - there) < TOLERANCE * np.linalg.norm(there)
     assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)
 
 
-# Differential privacy, compared with Opacus: the same model in PyTorch, in its GradSampleModule.
+# Differential privacy is compared with Opacus, which has the same model in PyTorch, in its
+# GradSampleModule.
 
 KEY = bytes(range(32))
-# The noise is about as long as the clipped sum, and a long step makes rounding small.
+# The noise is about as long as the clipped sum. A high rate makes a step long, so that its rounding
+# is small.
 CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
 
 
@@ -457,9 +463,8 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
 def step_of_opacus(
     path: Path, start: Path | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
-    """Returns the matrices before and after a step, by mlx-lm's names, and two results of clipping.
-
-    These are the norms of the examples' gradients, and the number of clipped ones.
+    """Returns the matrices before and after a step of Opacus, by mlx-lm's names, the norms of the
+    examples' gradients, and the number of gradients that were clipped.
     """
     bundle = Bundle(path)
     folder = path.parent / f"dequantized-{start is None}"

@@ -1,7 +1,8 @@
-"""Tests of random LoraConfigs in the PEFT library, which agree or are refused: `make test-slow`.
+"""Tests with random LoraConfigs of the PEFT library: `make test-slow`.
 
 PEFT saves adapters of a tiny random model, and loads them again. The trainer and `mesp fuse` must
-find its probabilities, or refuse the folder. A failing configuration is shrunk to a small one.
+find PEFT's probabilities, or refuse the folder. Hypothesis reduces a configuration that fails to a
+small one.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ TARGETS = {
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WEIGHTS = "adapter_model.safetensors"
 
-# Values to try for each field, besides r, lora_alpha and the targets. PEFT refuses some
-# combinations.
+# Values that are tried for each field besides r, lora_alpha and the targets. PEFT refuses some
+# combinations of them.
 VALUES: dict[str, list[Any]] = {
     "alora_invocation_tokens": [[6, 7], [300, 301]],
     "alpha_pattern": [{"q_proj": 3}, {".*q_proj": 9}, {}, {"shared_mlp.input_linear": 8}],
@@ -166,7 +167,9 @@ def made(
 
 
 def test_the_table_has_every_field_of_lora_config(tmp_path: Path):
-    """A configuration that PEFT saves with the defaults is accepted."""
+    """The table of keys has every field of LoraConfig, and a configuration that PEFT saves with the
+    defaults is accepted.
+    """
     peft = FIELDS["peft"]
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     assert {*peft["used"], *peft["ignored"], *peft["required"]} == fields
@@ -209,7 +212,7 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def saved_by_peft(base: torch.nn.Module, folder: Path, fields: dict[str, Any], seed: int) -> None:
-    """Writes adapters that change the model into a folder."""
+    """Makes adapters that change the model, and lets PEFT save them into a folder."""
     torch.manual_seed(seed)
     adapted = get_peft_model(deepcopy(base), LoraConfig(**deepcopy(fields)))
     for name, parameter in adapted.named_parameters():

@@ -31,8 +31,8 @@ HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
-# The modules of a system, each after those that it imports; and those that an app with mlx-swift-lm
-# has besides.
+# The stand-ins for Apple's and other modules, by system. Each stands after those that it imports.
+# `BESIDE` has the modules that only an app with mlx-swift-lm needs.
 BESIDE = ("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels")
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts", *BESIDE)
 STAND_INS = {
@@ -141,7 +141,9 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
 
 
 def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
-    """Returns a target's build settings, which replace the project's, by configuration."""
+    """Returns a target's build settings by configuration. They are the project's, except those that
+    the target sets.
+    """
     (project,) = of(objects, "PBXProject")
     found = {}
     for holder in (project, target):
@@ -170,7 +172,9 @@ def platforms(settings: dict[str, str]) -> set[str]:
 
 
 def test_what_comes_with_the_app_is_all_copied_into_it(objects: dict[str, dict]):
-    """These are every bundle beside the project, and the folder that the app looks for by name."""
+    """All that comes with the app is copied into it: every bundle beside the project, and the
+    folder that the app looks for by name.
+    """
     (run,) = re.findall(r'resourceURL\?\.appending\(path: "(\w+)"\)', app_text())
     app = target_of(objects, "application")
     (phase,) = (
@@ -236,7 +240,9 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
 
 
 def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
-    """iOS matches data from the app to the widget by the name of the type."""
+    """The app and the widget compile the same attributes, because iOS matches data from the app to
+    the widget by the name of the type.
+    """
     widget = target_of(objects, "app-extension")
     (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == WIDGET
@@ -244,13 +250,16 @@ def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, d
         objects[objects[each]["target"]]["productType"]: objects[each]["membershipExceptions"]
         for each in folder["exceptions"]
     }
-    # For a folder that is not the target's, the exceptions are the files that it includes.
+    # If a folder is not the target's own, its exceptions are the files in it that the target
+    # includes.
     assert exceptions[target_of(objects, "application")["productType"]] == [SHARED.name]
     assert SHARED.name not in exceptions[widget["productType"]]
 
 
 def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
-    """So a first build needs no team for the UI test, and does not build it."""
+    """The UI test starts the app, and no target depends on the UI test. So a first build does not
+    build the UI test, and needs no team for it.
+    """
     app, test = target_of(objects, "application"), target_of(objects, "ui-testing")
     (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
@@ -266,7 +275,8 @@ def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str
     apps = settings_of(objects, app)
     for name, settings in settings_of(objects, test).items():
         assert settings["TEST_TARGET_NAME"] == app["name"]
-        # The scheme has the app's destinations, whichever a test has.
+        # The scheme offers the app's destinations, even those that the test lacks. So the test must
+        # have all of them.
         assert platforms(settings) == platforms(apps[name])
     others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
     assert test not in [objects[objects[each]["target"]] for each in others]
@@ -315,7 +325,9 @@ def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict])
 
 
 def test_the_app_takes_the_files_that_it_says_it_takes():
-    """A computer can also access its folder, as tools/push.py and tools/collect.py do."""
+    """The app takes the types of files that its Info.plist names. A computer can also access the
+    app's folder, as tools/push.py and tools/collect.py do.
+    """
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
     kinds = {
@@ -477,7 +489,7 @@ def test_the_icon_is_as_the_app_store_takes_it():
         assert width == height == int(points) * int(scale[0]), icon["filename"]
         sizes.setdefault((icon["idiom"], icon.get("platform")), set()).add((points, scale))
     assert sizes.pop(("universal", "ios")) == {("1024", "1x")}
-    # Without them the asset compiler has no icon for a Mac, and fails.
+    # Without these icons, the asset compiler has none for a Mac, and fails.
     mac = {(str(size), scale) for size in (16, 32, 128, 256, 512) for scale in ("1x", "2x")}
     assert sizes == {("mac", None): mac}
 
@@ -763,8 +775,8 @@ def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
 
 
 def literals(text: str) -> list[str]:
-    """Returns the string literals of a Swift source, with %@ for each interpolation; also nested
-    ones.
+    """Returns the string literals of a Swift source, also nested ones. Each interpolation is
+    replaced by %@.
     """
     found, place = [], 0
 
@@ -837,7 +849,8 @@ def test_every_row_can_be_reached_and_read():
         for line in text.splitlines():
             if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
                 assert "Image(systemName:" in line, f"{name}: {line.strip()}"
-    # A number pad has no Return key, and in a field of several lines Return is a new line.
+    # A number pad has no Return key, and in a field of several lines, Return begins a new line. So
+    # a view with either needs a key that ends the input.
     endless = re.compile(r"^ +\.numberPad\(|axis: \.vertical", re.M)
     typed = {name for name, text in views.items() if endless.search(text)}
     assert typed
@@ -855,12 +868,13 @@ def test_the_documentation_names_what_the_screens_have():
 def sentence_keys(sil: str) -> set[str]:
     """Returns the keys of a module's `Sentence` literals, from the calls in its SIL."""
     found: set[str] = set()
-    # The keys of unfinished literals; there may be several, because a literal may contain another
+    # The keys of literals that are not finished. There may be several, because a literal may
+    # contain another.
     literal, keys = "", []
     calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
     steps = (
         rf'= string_literal utf8 (".*") +//|// function_ref Sentence\.(?:Interpolation\.)?({calls})'
-        # The literal's line and the next one, which has the type of an argument.
+        # The rest of the call's line, and the next line, which has the type of an argument.
         r".*\n.*"
     )
     for step in re.finditer(steps, sil):
@@ -885,19 +899,21 @@ def assert_catalog_has(said: set[str]) -> None:
     listed = catalog("Sentences")
     assert said - set(listed) == set(), "add them to Sentences.xcstrings"
     assert set(listed) - said == set(), "nothing says them"
-    # Xcode does not find them, and removes entries that are not marked manual.
+    # Xcode does not find these keys in sources, and removes entries that are not marked manual.
     assert {entry["extractionState"] for entry in listed.values()} == {"manual"}
 
 
 def test_views_keep_to_the_systems_type_sizes_and_colors():
-    """Then text grows with Dynamic Type, and is legible in light and dark mode."""
+    """Views use the system's type sizes and colors. So text grows with Dynamic Type, and is legible
+    in light and dark mode.
+    """
     for view in VIEWS:
         text = view.read_text(encoding="utf-8")
         assert not re.search(r"\.system\(size|Font\.custom|\.frame\(height[^\n]*Text", text), (
             view.name
         )
         assert not re.search(r"Color\((red|white|hue)|\.white\b|colorScheme\(", text), view.name
-        # This screen is black for the night, with gray text.
+        # Only this screen may be black, for the night. Its text is gray.
         assert view.name == "RunView.swift" or ".black" not in text, view.name
 
 

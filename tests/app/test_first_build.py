@@ -40,7 +40,7 @@ def manifest(folder: Path, wheel: str | None) -> dict:
 
 @pytest.fixture(scope="module")
 def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Returns the manifest as an app's project reads it."""
+    """Returns Package.swift as the project of an app reads it."""
     return manifest(tmp_path_factory.mktemp("app"), None)
 
 
@@ -86,7 +86,9 @@ def test_every_pin_is_the_commit_of_its_release(pins: dict, releases: dict):
 
 
 def test_where_the_wheel_has_mlx_no_package_is_fetched(app_manifest: dict, tmp_path: Path):
-    """With the wheel's MLX, only the tokenizer for an app, MeSPTokenizers, is left out."""
+    """With the wheel's MLX, SwiftPM fetches no package. Only MeSPTokenizers, the tokenizer for an
+    app, is left out.
+    """
     here = manifest(tmp_path, "/wheel/mlx")
     assert [list(each) for each in here["dependencies"]] == [["fileSystem"]]
     for part in ("products", "targets"):
@@ -117,7 +119,9 @@ def test_the_pinned_mlx_swift_carries_the_mlx_that_the_core_names(releases: dict
 
 @pytest.mark.parametrize("name", RECORD["beside_this"])
 def test_an_app_can_take_this_package_beside_another(name: str, ranges: dict, pins: dict):
-    """The pinned version of each package that both require suits both."""
+    """For each package that both this package and the other one require, the pinned version suits
+    both.
+    """
     other = RECORD["beside_this"][name]
     theirs = other["requires"] | other["its_readme_requires"]
     common = theirs.keys() & (ranges.keys() | pins.keys())
@@ -128,7 +132,9 @@ def test_an_app_can_take_this_package_beside_another(name: str, ranges: dict, pi
 
 
 def test_the_project_takes_packages_by_the_manifest_alone():
-    """A second requirement could differ from it."""
+    """Only the package's manifest states what the project requires: a second requirement in the
+    project could differ.
+    """
     project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
     assert "XCLocalSwiftPackageReference" in project
     assert "XCRemoteSwiftPackageReference" not in project
@@ -150,13 +156,15 @@ def test_page_and_workflow_say_what_a_first_build_needs():
     assert f"Xcode {OLDEST} or newer" in page
     workflow = WORKFLOW.read_text(encoding="utf-8")
     assert f"/Applications/Xcode_{OLDEST}.app" in workflow
-    # A person must install everything that each job installs.
+    # A person must install everything that a job installs, so the page names it.
     (installed,) = re.findall(r"- run: (xcodebuild -downloadComponent \w+)", workflow)
     assert installed in page
 
 
 def test_git_keeps_the_projects_pins_and_not_those_of_the_command_line():
-    """The command line's pins depend on MESP_HOST_MLX; the app's do not."""
+    """Git keeps the app's pins. It ignores the command line's pins, which depend on
+    MESP_HOST_MLX.
+    """
 
     def ignored(path: Path) -> bool:
         command = ["git", "check-ignore", "--quiet", str(path)]

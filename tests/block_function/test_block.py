@@ -75,13 +75,13 @@ MODELS |= {
     "mxfp8": (GROUPS, lambda _: Quantization(8, 32, "mxfp8")),
     "nvfp4": (FAMILIES["phi3"], lambda _: Quantization(4, 16, "nvfp4")),
 }
-# The blocks of each model, one of each kind of attention.
+# One block of each kind in each model.
 BLOCKS = [
     pytest.param(name, layer, id=f"{name} {layer}" if layer else name)
     for name, (config, _) in MODELS.items()
     for arch in [Architecture.from_config(config)]
     for layer in map(arch.blocks.index, arch.kinds)
-    # Not the blocks with experts: a function that depends on the choice of experts cannot be
+    # Blocks with experts are left out: a function that depends on the choice of experts cannot be
     # traced.
     if not arch.blocks[layer].mlp.experts
 ]
@@ -127,7 +127,7 @@ class Case:
         return self.given.setdefault(length, given_to(self.described, length))
 
     def more(self, length: int) -> list[mx.array]:
-        """Returns the other inputs as arguments of the block function."""
+        """Returns the block's inputs besides x, as arguments of the block function."""
         beside = self.beside(length)
         return [*([beside["per_layer"]] if beside else []), *beside.get("shared", ())]
 
@@ -334,7 +334,7 @@ def test_it_differentiates(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("length", [5, 7, 32])
 @pytest.mark.parametrize("window", [None, 1, 4, 5])
 def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
-    """Its mask is that of the tiles."""
+    """Fused attention has the mask of attention in tiles, so each query sees the same keys."""
     monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
     q, k, v = (mx.random.normal((1, heads, length, 16)) for heads in (4, 2, 2))
     scoring = attention.Scoring(0.3, None, window)
@@ -343,11 +343,14 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     assert relative_error(a, b) <= TOLERANCE
 
 
-# Fused attention; tile sizes that cut these small shapes into many; the default tile sizes.
+# The cases are: fused attention; tile sizes that cut these small shapes into many tiles; the
+# default tile sizes, which leave one tile.
 @pytest.mark.parametrize("how", ["fused", "tiled", "one tile", "plain"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
-    """Its operations also exist on the CPU, so a mistake in them shows without a GPU."""
+    """The GPU's function computes what mlx-lm's block computes. Its operations also exist on the
+    CPU, so this test finds mistakes in them without a GPU.
+    """
     case, calls = Case(name, layer), []
     attend = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -420,11 +423,12 @@ def primitives(*outputs: mx.array) -> Counter:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatch, name, dtype):
-    """On the CPU `mx.fast` is traced as plain operations. Nothing else in a trace depends on the
+    """On the CPU, `mx.fast` is traced as plain operations. Nothing else in a trace depends on the
     device.
 
-    With a primitive in place of each call, as on a GPU, the graph is the CPU's without the
-    operations of these calls. (MLX makes the real primitives only if there is a GPU.)
+    The test puts a primitive in place of each call of `mx.fast`, as on a GPU. Then the graph must
+    be the CPU's graph without the operations of these calls. (MLX makes the real primitives only if
+    there is a GPU.)
     """
     case, plain = Case(name), Counter()
     monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
@@ -483,7 +487,9 @@ def gpu_inputs(
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
-    """Returns MLX's callbacks for a trace: constants, and primitives with their arguments."""
+    """Returns what MLX reports of a trace: the constants, and the primitives with their
+    arguments.
+    """
     found = []
 
     def callback(part: dict) -> None:
@@ -587,7 +593,7 @@ def test_every_code_is_unpacked(bits):
 
 
 def test_every_small_float_is_exact():
-    """E4M3 values are MLX's, except for NaN, and so are E2M1's 16 values."""
+    """All values of E4M3 are MLX's, except for NaN, and the 16 values of E2M1 are exact."""
     codes = mx.arange(256, dtype=mx.uint8)
     values = mx.from_fp8(codes, dtype=mx.float32)
     is_nan = codes % 128 == 127

@@ -62,7 +62,7 @@ def test_other_primitives_are_refused(tmp_path, primitive, function):
 
 
 def test_source_for_a_gpu_is_refused():
-    """A `CustomKernel` holds source; its state is never read."""
+    """A `CustomKernel` holds source code for a GPU, so it is refused before its state is read."""
     file = mlxfn.one_primitive("Softmax", (False,), [mx.zeros(4)], (4,), mx.float32)
     file = replaced(file, *(struct.pack("<Q", len(n)) + n for n in (b"Softmax", b"CustomKernel")))
     with pytest.raises(ValueError, match="the primitive 'CustomKernel' is not supported"):
@@ -139,7 +139,9 @@ def number(value: int) -> bytes:
     ids=str,
 )  # fmt: skip
 def test_what_mlx_never_makes_is_refused(name, state, good, bad, said):
-    """MLX's operations return their input or refuse it, and their primitives rely on that."""
+    """States that MLX never writes are refused. For them, MLX's operations return their input or
+    refuse it, and the primitives rely on that.
+    """
     if good:
         check_functions(one(name, state, *good), "cpu")
     with pytest.raises(ValueError, match=f"{name}: .*{said}"):
@@ -158,8 +160,8 @@ def test_primitives_of_a_gpu_are_refused_on_a_cpu():
     ("heads", "length", "size"), [(2, 9, 192), (2, 9, 256), (2, 8, 80), (8, 8, 64)]
 )
 def test_attention_without_a_kernel_is_refused(heads, length, size):
-    """There is one head of keys and values here; Metal launches a thread for each row of few
-    queries.
+    """Attention without a kernel in Metal is refused. Keys and values have one head here. For few
+    queries, Metal launches a thread for each of their rows.
     """
 
     def file(heads: int, length: int, size: int) -> bytes:
@@ -200,7 +202,7 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
 
 
 def exchanged(outputs: list[mx.array]) -> list[mx.array]:
-    """Returns the outputs with gate in place of attn_out, which has another shape."""
+    """Returns the outputs with gate in place of attn_out. The two have different shapes."""
     return [*outputs[:5], outputs[7], *outputs[6:]]
 
 
@@ -210,7 +212,9 @@ def rounded(outputs: list[mx.array]) -> list[mx.array]:
 
 @pytest.mark.parametrize("change", [exchanged, rounded, lambda outputs: outputs[:-1]])
 def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
-    """Python and the engine require the shapes and types that the architecture implies."""
+    """Python and the engine refuse a function whose outputs lack the shapes and types that the
+    architecture implies.
+    """
     out, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
     options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
@@ -250,8 +254,8 @@ def test_the_file_is_for_one_device(tmp_path):
 
 
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
-    """It checks a function even if the manifest has its digest. On a CPU only MeBP runs a bundle's
-    functions.
+    """The engine checks a function even if the manifest has the digest of its file. The run uses
+    MeBP, because on a CPU no other method runs a bundle's functions.
     """
     find_engine()
     bundle, record = tmp_path / "b", tmp_path / "text.jsonl"

@@ -181,7 +181,9 @@ def test_functions_give_the_logits_of_mlx_lm(family):
 
 
 def test_adapters_load_into_mlx_lm(family, tmp_path):
-    """mlx-lm finds the modules by name, also fused ones, and its loss is the reference's."""
+    """Adapters load into mlx-lm's model. It finds the modules by name, also fused ones, and its
+    loss is the reference's.
+    """
     _, _, bundle = family
     arch, rank = bundle.architecture, 2
     lora = reference.init_lora(arch, rank, seed=1)
@@ -206,8 +208,8 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
 
 
 def test_blocks_are_grouped_by_layout_and_mixer(family):
-    """A window of 5 makes no difference to sequences of 4, so blocks with it and without it have
-    the same function for this length.
+    """Blocks are grouped by layout and mixer. A window of 5 makes no difference to sequences of 4,
+    so for this length, blocks with the window and without it have the same function.
     """
     config, _, bundle = family
     kinds = {
@@ -281,8 +283,8 @@ def test_a_damaged_stride_is_refused(tmp_path, stride):
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.32.1", "0.33.0", "1.0", ""])
 def test_an_mlx_of_another_layout_is_refused(exported, monkeypatch, version):
-    """Such an MLX can crash on files of this layout, and a phone can crash on files that it has
-    written.
+    """An MLX with another layout of functions is refused. It can crash on the files of a bundle,
+    and a phone can crash on files that this MLX has written.
     """
     monkeypatch.setattr(mx, "__version__", version)
     said = rf"The layout of the functions of MLX '{version}' is not known; install mlx "

@@ -173,7 +173,9 @@ def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
 
 
 def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
-    """Its functions are for a GPU, the rest is as for the CPU; without a GPU it does not run."""
+    """Every machine can write a bundle for the GPU. Its functions are for a GPU, and all else is as
+    for the CPU. Without a GPU, the bundle does not run.
+    """
     options = ("--model", tiny, "--seq-len", 8, "--dtype", "float32")
     cpu = exported(*options, "--device", "cpu").manifest
     done = export(*options, "--device", "gpu", "--out", "gpu.mesp")
@@ -205,7 +207,9 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
 
 
 def test_functions_for_packed_records_come_with_such_data(tiny):
-    """If the GPU's functions lack them, such data is refused."""
+    """A bundle for the GPU with packed data has functions for packed records. A bundle without
+    these functions refuses packed data.
+    """
     records = [{"prompt": "one two", "completion": " three"} for _ in range(20)]
     Path("pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     files = ("--model", tiny, "--data", "pairs.jsonl", "--seq-len", 16)

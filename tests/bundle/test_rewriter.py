@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def renumbered(file: bytes, monkeypatch) -> bytes:
-    """Returns a file of one trace with arrays numbered in order, because their ids are
-    addresses.
+    """Returns the file of one trace with its arrays numbered in order. Their ids in the file are
+    addresses, which differ from trace to trace.
     """
     places: list[int] = []
 
@@ -60,12 +60,13 @@ GEMMA = {"num_hidden_layers": 4, "layer_types": None}
     ],
 )
 def test_a_bundle_written_again_is_that_of_an_export(name, changes, text, monkeypatch):
-    """Manifest, weights and data are equal bytes; functions differ only in the ids of their
-    arrays.
+    """A bundle that is written again has the manifest, weights and data of an export, byte for
+    byte. Its functions differ only in the ids of their arrays.
     """
     config = {**FAMILIES[name], **(GEMMA if name == "gemma3_text" else {})}
     options = ("--model", write_model(Path("model"), config), "--data", text, "--group-size", 32)
-    # These options round scales to bfloat16 last, as writing a bundle again does.
+    # With these options, an export rounds scales to bfloat16 last, as it does when it writes a
+    # bundle again.
     options += NEAREST
     lengths = ("--seq-len", "9,4", "--rank", 2)
     for arguments in (
@@ -103,7 +104,7 @@ def exported_once(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def old(exported_once) -> Path:
-    """Returns a copy of a bundle, whose lengths are 8 and 16."""
+    """Returns a copy of a bundle for the lengths 8 and 16."""
     return Path(shutil.copytree(exported_once, "old.mesp"))
 
 
@@ -140,7 +141,9 @@ def test_a_bundle_written_again_where_links_cannot_be_has_copies(old, monkeypatc
 
 
 def test_a_bundle_in_bfloat16_written_again_in_float32_keeps_its_numbers(tiny):
-    """They are bfloat16's numbers, not the model's."""
+    """In float32, a bundle keeps the numbers that it had in bfloat16, which are not exactly the
+    model's.
+    """
     options = ("--model", tiny, "--seq-len", 8, "--out", "old.mesp", "--dtype", "bfloat16")
     assert export(*options, "--device", "gpu").exit_code == 0
     rewritten = ("--from", "old.mesp", "--overwrite", "--dtype", "float32", "--device", "cpu")

@@ -88,8 +88,8 @@ def test_a_tekken_vocabulary_is_converted_or_refused():
 
 
 def test_a_vocabulary_that_is_missing_is_named():
-    """If tokenizer.model was not downloaded, the vocabulary is missing, because no other file has
-    it.
+    """An export says so if the vocabulary is missing: tokenizer.model was not downloaded, and no
+    other file has the vocabulary.
     """
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)

@@ -130,8 +130,9 @@ def test_losses_of_other_families_are_the_same(family: str, tmp_path: Path):
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 @pytest.mark.parametrize("limit", [None, 400])
 def test_a_gpu_takes_no_more_memory_than_predicted(limit: int | None, tmp_path: Path):
-    """The model has the width of a real one, at which the MLP is cut into tiles of tokens. It also
-    runs with kept intermediates.
+    """Without functions, a bundle takes no more memory on a GPU than predicted. The model has the
+    width of a real one, so its MLP is cut into tiles of tokens. Steps with kept intermediates are
+    tested too.
     """
     model = ("--model", "Qwen2.5-0.5B", "--random-weights", "--layers", 2)
     whole = tmp_path / "whole.mesp"

@@ -123,7 +123,9 @@ def test_what_quantization_does_not_explain_is_said(tmp_path: Path):
 
 
 def test_a_config_of_the_bundle_that_is_of_another_model_is_said(tmp_path: Path):
-    """The blocks and functions keep the manifest's architecture."""
+    """mesp check says so if a bundle's config.json is of another model than its blocks and
+    functions, which keep the manifest's architecture.
+    """
     model = write_model(tmp_path / "model", FAMILIES["qwen2"])
     bundle = export(model)
     change(bundle / "config.json", rope_theta=500.0)
@@ -165,7 +167,7 @@ def test_a_source_that_mlx_lm_lacks_is_said(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_the_engine_knows_the_checks():
-    """The bundle comes with the repository, and the built engine runs the checks."""
+    """The built engine knows and runs the checks, on the bundle that comes with the repository."""
     find_engine()
     done = invoke(main, "mesp", "check", DEMO_BUNDLE)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (

@@ -269,7 +269,7 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 
 def examples(split: Split) -> list[tuple[list[int], int]]:
-    """Returns each example's ids and the number of masked ones, as mlx-lm's datasets do."""
+    """Returns the ids of each example and the number of its masked ids, as mlx-lm's datasets do."""
     found = []
     for start, length in split.examples.tolist():
         mask = np.ones(length) if split.mask is None else split.mask[start : start + length]
@@ -379,7 +379,9 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
 @pytest.mark.parametrize("mask_prompt", [False, True])
 @pytest.mark.parametrize("long", ["cut", "split"])
 def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
-    """Cut records are mlx-lm's; in split records, each counted target counts once, in its place."""
+    """Cut records have mlx-lm's tokens. In split records, each counted target counts once, in its
+    place.
+    """
     seq_len = 24
     records = [
         {"prompt": "word " * prompt, "completion": "next " * completion}
@@ -472,8 +474,8 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 
 
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
-    """It is the mean over the counted targets of a batch, with each example alone and without
-    padding.
+    """The loss is mlx-lm's mean over the counted targets of a batch. The test computes this mean
+    from single examples without padding.
     """
     seq_len = 40
     for name in ("train.jsonl", "valid.jsonl"):
@@ -491,7 +493,7 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
             total += log_sum[target - 1] - logits[target - 1, ids[target]]
             count += 1
 
-    # mlx-lm's batch of these records: those with a target left, cut to as many tokens.
+    # mlx-lm's batch of the records that have a target within their first `seq_len` + 1 tokens.
     dataset = mlx_lm_dataset(RECORDS["chat"], chat_tokenizer, mask_prompt=True)
     usable = [
         record
@@ -500,11 +502,12 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     ]
     dataset = CacheDataset(mlx_lm_dataset(usable, chat_tokenizer, mask_prompt=True))
     ((batch, ranges),) = iterate_batches(dataset, len(usable), seq_len + 1)
-    # default_loss of mlx-lm 0.31.1 counts the targets `offset` to `length`, both included: in a
-    # padded example, also the first token of the padding. Ours ends at length - 1.
+    # In mlx-lm 0.31.1, default_loss counts the targets from `offset` to `length`, both included. In
+    # a padded example, it would also count the first token of the padding. So `length` is less by 1
+    # here.
     loss, counted = default_loss(model, batch, ranges - mx.array([0, 1]))
     assert counted.item() == count
-    # float32 logits and sums on one side.
+    # mlx-lm's side has logits and sums in float32.
     assert loss.item() == pytest.approx(total / count, rel=1e-4)
 
 
@@ -578,7 +581,7 @@ def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
 
 
 def test_a_bundle_says_how_its_text_became_tokens(bundle, tmp_path):
-    """It has the options that change the encoding, and no others."""
+    """The manifest has the options that changed the encoding of its text, and no others."""
     end = load_tokenizer(bundle).eos_token
     record = {"prompt": "a", "completion": f"{end}."}
     path = write_records(tmp_path / "a.jsonl", [record] * 3)
@@ -745,8 +748,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
-    # Functions of the manifest that run for each of its entries. Except for one, they write
-    # nothing.
+    # Functions of the manifest that run for each of its entries. All but one of them write nothing.
     reading = {"of", "to_json", "fits", "_is_line", "_is_split", "sizes", "<genexpr>", "<listcomp>"}
 
     def state() -> list[tuple]:

@@ -109,7 +109,7 @@ def tokenizer():
 
 def encode(tokenizer, template: str, name: str, marked: bool) -> tuple[list[int], list[bool]]:
     for mark, tag in (("⟦", "{%- generation %}"), ("⟧", "{%- endgeneration %}")):
-        # TRL's marks of answers, or nothing in their place.
+        # The template gets TRL's marks of answers, or nothing in their place.
         template = template.replace(mark, tag if marked else "")
     tokenizer._tokenizer.chat_template = template
     tools = TOOLS if "tools" in name else None
@@ -123,7 +123,7 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     found = encode(tokenizer, TEMPLATES[template], name, marked=False)
     assert any(found[1]) and not all(found[1])
     assert found == marked
-    # Texts without special tokens are encoded alike with --split-special-tokens.
+    # With --split-special-tokens, texts without special tokens have the same ids and mask.
     tools = TOOLS if "tools" in name else None
     conversation = Conversation(read_messages("A record", CONVERSATIONS[name]), tools=tools)
     split = encode_conversation(tokenizer, conversation, "answers", split_special=True)
@@ -209,7 +209,7 @@ def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", pr
 
 
 def trained(tokenizer, template: str, *messages: dict, **others) -> list[str]:
-    """Returns the trained texts, one for each span."""
+    """Returns the trained texts: the text of each span of trained tokens."""
     loss_on, prompt = others.pop("loss_on", "answers"), others.pop("prompt", 0)
     found = encoded(tokenizer, template, {"messages": list(messages), **others}, loss_on, prompt)
     edges = [i for i in range(1, len(found.ids)) if found.mask[i] != found.mask[i - 1]]
@@ -357,7 +357,9 @@ MARKED = CHATML.replace(
 
 
 def test_marked_answers_that_touch_are_two(tokenizer):
-    """The marks include the header, so nothing is between two successive answers."""
+    """Two marked answers stay two even if they touch. The marks include the header, so nothing is
+    between successive answers.
+    """
     said = [user("a"), assistant("b"), assistant("c", weight=0), user("d"), assistant("e")]
     answer = "<|im_start|>assistant\n{}<|im_end|>\n"
     assert trained(tokenizer, MARKED, *said) == [answer.format("b"), answer.format("e")]
@@ -371,7 +373,9 @@ def test_a_marked_answer_ends_with_all_of_its_last_character(tokenizer):
 
 
 def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
-    """A tool's answer is between the call and the text about it."""
+    """A marked answer in two pieces is refused. Here a tool's answer is between its call and the
+    text about it.
+    """
     template = """\
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{%- generation %}
@@ -444,7 +448,7 @@ def test_options_of_the_template_are_taken(tokenizer):
     assert tokenizer.decode(encoded(tokenizer, template, record).ids).startswith("<|im_start|>!")
 
 
-# A template whose text for an answer depends on whether another follows.
+# A template that writes an answer differently if it is the last message.
 CHANGES_ITS_MIND = PLAIN.replace(
     "{%- if m.role == 'assistant' %}{{- m.content +",
     "{%- if m.role == 'assistant' %}{{- ('<think></think>' if loop.last else '') + m.content +",

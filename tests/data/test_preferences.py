@@ -48,7 +48,9 @@ def load(path: Path, records: list[dict], tokenizer, seq_len: int = 64, **option
 
 
 def rows(split) -> list[tuple[list[int], list[int], int]]:
-    """Returns the ids of each answer with its prompt, those of the answer alone, and its label."""
+    """Returns for each answer the ids of the prompt and the answer, the ids of the answer alone,
+    and the label.
+    """
     found = []
     for (start, length), label in zip(split.examples.tolist(), split.labels.tolist(), strict=True):
         ids, mask = split.tokens[start : start + length], split.mask[start : start + length]
@@ -155,7 +157,9 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
-    """The place where two texts begin to differ is not the end of a message, so they are joined."""
+    """In a pair of texts without a prompt, the common beginning is the prompt. It is not a whole
+    message, so prompt and answers are joined without the chat template.
+    """
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
     assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
         load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"]
@@ -206,9 +210,9 @@ def test_answers_are_one_a_sequence_and_alone_in_the_loss(tokenizer, tmp_path, o
 # Training.
 
 SEQ_LEN, RANK = 24, 4
-# DPO runs long, so that small errors of a step add up; the other losses run shorter.
+# DPO runs for more steps than the other losses, so that small errors of a step add up.
 STEPS = {"dpo": 40, "ipo": 10, "simpo": 10, "orpo": 10, "kto": 10}
-# IPO weights an answer about 40 times as much as DPO.
+# IPO weights an answer about 40 times as much as DPO, so its rate is lower.
 RATES = {"dpo": 0.05, "ipo": 1e-3, "simpo": 0.05, "orpo": 0.05, "kto": 0.05}
 
 
@@ -244,9 +248,10 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:
-    """Returns the losses of TRL's formulas on mlx-lm's model with LoRA, with mx.grad and SGD.
+    """Returns the losses of training by TRL's formulas, with mlx-lm's model with LoRA, mx.grad and
+    SGD.
 
-    A batch has two pairs, or for kto two answers.
+    A batch has two pairs. For kto, it has two answers.
     """
     opened = Bundle(bundle)
     arch, model = opened.architecture, opened.to_mlx_lm()
@@ -285,7 +290,7 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
         [mismatched(sequences[i], sequences[j]) for i, j in zip(b, b[-1:] + b[:-1], strict=True)]
         for b in batches
     ]
-    # π₀ is the model before any step.
+    # π₀ is the model before the first step.
     first = [of_batch([sequences[i] for i in batch]) for batch in batches]
     first_others = [of_batch(each) for each in others] if objective == "kto" else []
     mx.eval(first, first_others)
@@ -348,7 +353,8 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
     call("train", "--resume", "--out", parts, "--steps", 6)
     assert RunLog.load(parts).losses == RunLog.load(whole).losses
-    # For a run from adapters, π₀ is the model with them, and the loss again begins at log 2.
+    # If a run starts from adapters, π₀ is the model with these adapters, so the loss begins at log
+    # 2 again.
     call(
         "train",
         bundle,

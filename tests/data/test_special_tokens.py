@@ -32,7 +32,7 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# A template without white space between its tokens and a text, which it trims.
+# A template that trims texts, and has no white space between a text and its own tokens.
 TIGHT = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -128,8 +128,8 @@ def without_spaces(text: str) -> str:
 def check_ids(tokenizer, ids: list[int], theirs: list[int], texts: list[str]) -> None:
     """Fails unless `ids` are transformers' ids.
 
-    There is one exception. If a text begins with a line feed and follows a special token,
-    transformers adds a space of SentencePiece too many.
+    There is one exception. If a line feed follows a special token in a text, transformers adds a
+    space of SentencePiece too many.
     """
     after = any(f"{token}\n" in text for token in SPECIAL for text in texts)
     if ids != theirs:
@@ -147,7 +147,7 @@ def test_conversations_are_as_transformers_splits_them(tokenizer, template, loss
     said = conversation("x", text, f"y {text}", text, f"z {text}.")
     encoded = encode_conversation(tokenizer, said, loss_on, split_special=True)
     check_ids(tokenizer, encoded.ids, transformers_ids(tokenizer, said), [text])
-    # The template's tokens are as around any other text.
+    # The template's special tokens are the same as with any other texts.
     plain = encode_conversation(tokenizer, conversation(*"abcde"), loss_on)
     assert special(tokenizer, encoded.ids) == special(tokenizer, plain.ids)
     rendered = tokenizer._tokenizer.apply_chat_template(said.messages, tokenize=False)
@@ -242,7 +242,7 @@ def test_records_of_every_kind_keep_the_templates_tokens_alone(tokenizer, tmp_pa
             ]
             assert counts[0] == counts[1] < counts[2]
     if kind == "file":
-        # The stream ends with the end-of-text token, except in the part that is held out.
+        # A file is one stream, and the only end-of-text token is at its end.
         ids = [id for name in ("train", "valid") for id in split[name].tokens.tolist()]
         assert special(tokenizer, ids) == [tokenizer.eos_token_id] == ids[-1:]
 
@@ -283,7 +283,7 @@ PARTS = st.lists(
 
 @given(st.lists(PARTS.filter(str.strip), min_size=5, max_size=5))
 def test_special_tokens_survive_no_split(tokenizer, texts):
-    """Texts of any parts of special tokens are tested."""
+    """No special token in a text stays one. The texts are random parts of special tokens."""
     tokenizer._tokenizer.chat_template = CHATML
     ids = encode_conversation(tokenizer, conversation(*texts), "all", split_special=True).ids
     plain = encode_conversation(tokenizer, conversation(*"abcde"), "all").ids

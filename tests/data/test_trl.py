@@ -74,9 +74,9 @@ STOPS = {
     "muse_glimmer": ["<|eot|>"],
 }
 DEEPSEEK = "<｜Assistant｜>"  # noqa: RUF001
-# Texts that TRL's marks include in an answer, and ours do not: the template asks for an answer with
-# them, so generation gets them as input. TRL's marks begin where the template's `if` for the role
-# does.
+# Texts that belong to an answer by TRL's marks, and not by MeSP. The template has these texts in
+# its prompt for an answer, so they are input in generation. TRL's marks begin where the template's
+# `if` for the role begins.
 BEGINS = {
     "deepseek": (DEEPSEEK, f"{DEEPSEEK}<think>", f"{DEEPSEEK}<think>\n"),
     "gptoss": ("<|start|>assistant",),
@@ -88,13 +88,13 @@ BEGINS = {
     "qwen3_6": ("<think>", "<think>\n"),
     "qwen3_8": ("<think>", "<think>\n"),
 }
-# Texts that our answers include, and TRL's marks do not: the token at which generation stops, and a
-# header that the template writes before an answer to a tool's output but not in the generation
-# prompt.
+# Texts that belong to an answer by MeSP, and not by TRL's marks. They are the token at which
+# generation stops, and a header that the template writes before an answer to a tool's output but
+# not in its prompt for an answer.
 ENDS = {
     "diffusion_gemma": ("<|tool_response>", "<|turn>model\n"),
 }
-# Templates that write two successive answers as one; an end is added between.
+# Templates that write two successive answers as one. MeSP adds an end between the answers.
 NOT_ENDED = ("diffusion_gemma",)
 # Templates that take content only as a list of parts, as for models that see images.
 PARTS_ALONE = ("idefics3", "llava_next", "smolvlm")
@@ -236,7 +236,7 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
         before, _, thought = thought.rpartition("<think>")
         yield before.strip(), False
         yield thought.strip(), True
-    for piece in re.split("</?think>", content):  # a template may ask with the first
+    for piece in re.split("</?think>", content):  # a prompt may end with <think>
         yield piece.strip(), False
     if "reasoning_content" in message:
         yield message["reasoning_content"], True
@@ -320,7 +320,7 @@ def check_answers(model: Model, messages: list[dict], trained: list[int], exampl
 
 
 def check_around(model: Model, messages: list[dict], group: list[int], text: str) -> None:
-    """Fails if the trained text before or after a plain-text answer has a header."""
+    """Fails if more is trained than a plain-text answer and its end, such as a header."""
     if len(group) > 1 or {"tool_calls", "reasoning_content"} & messages[group[0]].keys():
         return
     said = messages[group[0]]["content"].strip()
@@ -337,7 +337,9 @@ def check_around(model: Model, messages: list[dict], group: list[int], text: str
 
 
 def turn_ends(model: Model) -> list[int]:
-    """Returns the special tokens that the template writes after an answer, followed or not."""
+    """Returns the special tokens that the template writes after an answer at the end of a
+    conversation, and the first one that it writes after an answer before a question.
+    """
     turns = [("user", "Qqx"), ("assistant", "Aax"), ("user", "Uux")]
     found = []
     for stop in (2, 3):
@@ -351,7 +353,7 @@ def turn_ends(model: Model) -> list[int]:
 
 
 def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
-    """Fails unless everything before the answer is the prompt for it."""
+    """Fails unless the tokens before the first trained one are the prompt for the answer."""
     start = example.mask.index(True)
     said = [each | {"weight": 0} for each in messages]  # no token of a prompt is trained
     asked = encode_in_template(model.tokenizer, Conversation(said, tools=tools))
@@ -360,8 +362,8 @@ def check_asked(model: Model, messages: list[dict], tools: list | None, example:
 
 
 def check_like_trl(model: Model, messages: list[dict], tools: list | None, example: Example) -> int:
-    """Fails unless the ids, and the mask except for the tables, are those of transformers with
-    TRL's copy.
+    """Fails unless the ids are those of transformers with TRL's copy of the template. The mask must
+    be the same too, except for the texts in `BEGINS` and `ENDS`.
 
     Returns whether the mask is the same.
     """
@@ -420,10 +422,8 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 def made_up(strategy: Any, count: int, name: str, marked: bool):
-    """Returns a decorator that calls a function with records of a strategy, always the same for a
-    template.
-
-    It prints the smallest that fails.
+    """Returns a decorator that calls a function with generated records. A template gets the same
+    records in each run. The smallest record that fails is printed.
     """
 
     def decorate(function: Any) -> None:

@@ -265,8 +265,8 @@ def swift_lines(page: Path) -> list[int]:
 
 
 def test_the_tree_says_how_large_each_folder_is():
-    """docs/architecture.md states lines of code, without comments and blank lines, within a tenth
-    or 50.
+    """For each folder, docs/architecture.md states the lines of code without comments and blank
+    lines. It is right within a tenth, or within 50 lines.
     """
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     stated = re.findall(r"^\| `([\w/]+/)` \| ([\d,]+) \|", page, re.M)

@@ -237,7 +237,9 @@ def test_the_engine_of_a_wheel_is_taken_as_it_is(
 def test_the_engine_of_a_wheel_runs_with_the_mlx_of_its_headers_alone(
     installed: Path, carried: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The engine itself cannot tell: it names the version of the MLX that it has loaded."""
+    """An engine of a wheel runs only with the MLX of its headers, which a file beside it names. The
+    engine itself cannot tell: it names the version of the MLX that it has loaded.
+    """
     (carried / "mlx-version").write_text("0.32.3\n")
     engine = Path(find_carried(installed, carried).stdout.strip())
     assert engine.parents[1] == tmp_path / "cache" / "mesp" and len(calls(fakes)) == 1
@@ -358,7 +360,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_program_of_somebody_else_is_not_run(
     fakes: Path, installed: Path, tmp_path: Path, what: str, by: str
 ):
-    """The program is not even asked for its version."""
+    """A program that belongs to somebody else is not run, not even to ask for its version."""
     if by == "another user" and os.getuid() != 0:
         pytest.skip("only root gives files away")
     out, _ = start(installed).communicate()

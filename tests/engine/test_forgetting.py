@@ -83,7 +83,7 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
     assert rise > 0.005
     record, tuned = kept.strength, model_with(bundle, kept.adapters)
     opened = mesp.load(bundle)
-    # float32 sums in two orders, as in the other comparisons with mlx-lm.
+    # Both sides are float32, with sums in two orders, as in the other comparisons with mlx-lm.
     for found, expected in (
         (record["general_before"], before),
         (record["general_after"], general_loss(tuned, bundle)),
@@ -98,7 +98,9 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
 
 
 def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
-    """The text of the task itself is not forgotten, so the adapters stay unchanged."""
+    """A text given with --general decides. This text is the task's own, which is not forgotten, so
+    the adapters keep their full strength.
+    """
     text = tmp_path / "own.txt"
     text.write_text(load_bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
     given = ("--max-forgetting", 0, "--general", text, "--val-batches", VAL_BATCHES)
@@ -185,7 +187,9 @@ def losses_of(
 
 
 def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens that a run replays, and the place of each example."""
+    """Returns the tokens that a run replays, and the place of each example in them: its beginning
+    and length.
+    """
     entry = json.loads((run / "replay" / "data.json").read_text())["train"]
     words = {
         name: np.fromfile(run / "replay" / file, "<u4")
@@ -195,8 +199,8 @@ def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
-    """At a learning rate that changes almost nothing, each step has the loss of its own
-    sequence.
+    """A share of the sequences is replayed. At a learning rate that changes almost nothing, a
+    step's loss tells which sequence it had.
     """
     still = ("--learning-rate", 1e-12)
     plain = train(bundle, tmp_path / "plain", *still, steps=10)
@@ -215,8 +219,8 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
 
 
 def test_own_texts_are_drawn_from_the_model(bundle: Path):
-    """The mean of -log p is the entropy, both by mlx-lm's model, within four standard
-    deviations.
+    """Texts are drawn from the model: the mean of their -log p is the entropy, within four standard
+    deviations. Both figures are by mlx-lm's model.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     texts = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
@@ -239,7 +243,9 @@ def test_own_texts_are_drawn_from_the_model(bundle: Path):
 
 
 def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
-    """The replayed texts are older records of text."""
+    """A resumed run replays the same texts as a run that was not interrupted. Here the texts are
+    older records.
+    """
     records = tmp_path / "older.jsonl"
     records.write_text(
         "".join(json.dumps({"text": "It rained. " * n}) + "\n" for n in range(9, 40))
@@ -254,7 +260,9 @@ def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
 
 
 def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: Path):
-    """They are joined without the template, and special tokens in people's texts are text."""
+    """Older records become tokens as the bundle's data did: without the template, and with special
+    tokens in people's texts as ordinary text.
+    """
     copy, tokenizer = shutil.copytree(bundle, tmp_path / "copy.mesp"), load_bundle_tokenizer(bundle)
     record = {"prompt": f"It rained.{tokenizer.eos_token}", "completion": " Nobody went out."}
     records = tmp_path / "records.jsonl"
@@ -268,7 +276,9 @@ def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: 
 
 
 def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
-    """A run fails in a folder that has folders with a run's names."""
+    """A run that fails leaves folders of the user alone, even if they have the names of a run's
+    folders.
+    """
     notes = [tmp_path / name / "notes.txt" for name in ("general", "replay")]
     for each in notes:
         each.parent.mkdir()
@@ -279,7 +289,9 @@ def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
 
 
 def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: Path):
-    """A run that is killed while it samples texts leaves such texts."""
+    """If a run is killed while it samples texts, some texts stay in its folder. The next run must
+    not take them.
+    """
     options = ("--max-forgetting", 100, "--general")
     out, general = tmp_path / "run", tmp_path / "general.txt"
     general.write_text("It rained, and nobody went out. " * 20)

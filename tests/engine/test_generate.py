@@ -98,12 +98,14 @@ def test_greedy_text_is_mlx_lms(bundle: Path, adapters: Path, text: str, count: 
 
 
 def test_a_long_prompt_goes_through_in_pieces(bundle: Path):
-    """Pieces have 256 tokens; the last one has few, and is computed differently on the CPU."""
+    """A long prompt goes through in pieces of 256 tokens. The last piece has few, and the CPU
+    computes it differently.
+    """
     prompt = Bundle(bundle).tokens("valid")[: 3 * 256 + 3].tolist()
     *tokens, end = generate(bundle, prompt, max_tokens=20)
     assert [record["token"] for record in tokens] == theirs(bundle, prompt, 20)
-    # The footprint does not include mapped weights. It was 11 MB on Linux when this test was
-    # written.
+    # When this test was written, the peak footprint was 11 MB on Linux. It does not include mapped
+    # weights.
     assert end["footprint_peak_bytes"] < 30e6
 
 
@@ -116,8 +118,8 @@ def test_tiny_models_give_mlx_lms_text(tmp_path: Path, text: Path, tied: bool):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, kind: str):
-    """The adapters come from mlx-lm. They have another rank and scale, and only some blocks and
-    projections have them.
+    """Adapters from mlx-lm are used. They have another rank and scale, and only some blocks and
+    projections have adapters.
     """
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 5, "scale": 20.0, "dropout": 0.0, "keys": keys}
@@ -140,7 +142,7 @@ def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, k
 
 def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
     """bfloat16 rounds to 8 bits between operations, so texts begin alike and may differ later."""
-    # The nearest codes, because by default codes are fitted to the stored scales, and the two
+    # The codes are the nearest ones. By default, codes are fitted to the stored scales, so the two
     # bundles would have different codes.
     options = ("--quantize", "nearest", "--head-bits", 4)
     whole = export("demo", tmp_path / "whole.mesp", *options)
@@ -163,8 +165,8 @@ def test_a_seed_draws_mlx_lms_tokens(bundle: Path, temperature: float, top_p: fl
     model = Bundle(bundle).to_mlx_lm()
     mx.random.seed(11)
     sampler = make_sampler(temperature, top_p)
-    # MLX 0.32 draws differently from logits [1, vocabulary] and [vocabulary]; phones have the
-    # latter.
+    # MLX 0.32 draws different tokens from logits [1, vocabulary] and [vocabulary]. The logits on
+    # phones are [vocabulary].
     steps = generate_step(
         mx.array([5, 6, 7]), model, max_tokens=100, sampler=lambda logits: sampler(logits[0])[None]
     )
@@ -316,8 +318,8 @@ def test_training_goes_on_from_adapters(bundle: Path, adapters: Path, tmp_path: 
 
 @pytest.mark.parametrize("form", ["", "peft"])
 def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path, form: str):
-    """The run may train more layers than the folder has. A run without `dora` is refused, because
-    it would lose the magnitudes.
+    """A run with `dora` continues from adapters of DoRA, even if it trains more layers than have
+    adapters. A run without `dora` is refused, because it would lose the magnitudes.
     """
     done = train(bundle, tmp_path / "first", dora=True, projections=["q", "down"], num_layers=2)
     assert done.returncode == 0, done.stderr
@@ -336,7 +338,9 @@ def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path
 
 
 def test_magnitudes_that_a_run_does_not_train_are_not_lost(bundle: Path, tmp_path: Path):
-    """A layer whose B is 0 may still have trained magnitudes."""
+    """A layer that a run does not train keeps its magnitudes. They may be trained even if B is
+    0.
+    """
     done = train(bundle, tmp_path / "first", dora=True, projections=["q"], steps=1)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "first" / "adapters"
@@ -450,7 +454,9 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
 
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Returns a bundle whose gate and up are one linear layer in PEFT, and adapters."""
+    """Returns a bundle of Granite, in which PEFT has gate and up as one linear layer, and
+    adapters.
+    """
     folder = tmp_path_factory.mktemp("granite")
     model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
     bundle = export(model, folder / "b.mesp", "--data", "python-docs")
@@ -472,7 +478,8 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
     assert abs(expected - loss("none")) > 0.01
     assert loss("peft", adapters=str(adapters / "peft")) == pytest.approx(expected, rel=1e-6)
 
-    # PEFT trains one A of the common rank; in mlx-lm's form this is A twice, and B in parts.
+    # PEFT trains one A of the common rank. In mlx-lm's form, gate and up both have this A, and each
+    # has its part of B.
     one, two = (shutil.copytree(adapters, tmp_path / name) for name in ("one", "two"))
     change_config(one / "peft", rank_pattern={}, alpha_pattern={})
     weights = mx.load(str(one / "adapters.safetensors"))
@@ -494,8 +501,9 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "granite-moe"])
 def test_peft_finds_no_expert_by_the_names_of_an_mlp(tmp_path: Path, family: str):
-    """Experts have layers with the same last names, in transformers 4 and in Granite in modules
-    that PEFT cannot adapt.
+    """PEFT must not find experts by the names of an MLP's layers. Experts have layers with the same
+    last names. In transformers 4 and in Granite, these layers are in modules that PEFT cannot
+    adapt.
     """
     model = write_model(tmp_path / "model", FAMILIES[family])
     bundle = export(model, tmp_path / "b.mesp", "--data", "python-docs")

@@ -42,7 +42,8 @@ pytestmark = pytest.mark.slow
 SEEDS = 4
 ENGINE = cache(find_engine)
 DEADLINE = 120  # seconds
-# A hostile folder is imported and exported, which takes ten times as long as other cases.
+# In these cases, a hostile folder is imported and exported, which takes ten times as long as other
+# cases.
 FEWER_CASES = settings(CASES, max_examples=max(CASES.max_examples // 4, 1))
 
 
@@ -125,8 +126,8 @@ def described(bundle: Path) -> dict[str, Any]:
 
 
 def others(bundle: Path) -> dict[str, Any]:
-    """Returns the files beside the weights and the manifest: configurations as JSON, others as
-    bytes.
+    """Returns the files except weights and manifest. Configurations are read as JSON, and other
+    files as bytes.
     """
     files = {
         file.name: file.read_bytes()
@@ -157,10 +158,11 @@ def compare(
     """Imports a model to ``imported.mesp``, and exports it with the same device and dtype to
     ``exported.mesp``.
 
-    The weights have equal bytes, and all else is equal except the parts that `described` leaves
-    out. Or both refuse it for the same `reason`, and the import leaves nothing; then its sentence
-    is returned. Only the import refuses a model that is not quantized. Only the exporter reports
-    faults of a tokenizer, which an import copies without reading it.
+    Either both accept the model: the weights have equal bytes, and all else is equal except the
+    parts that `described` leaves out. Or both refuse the model for the same `reason`, and the
+    import leaves nothing; then the import's sentence is returned. There are two exceptions. Only
+    the import refuses a model that is not quantized. Only the exporter reports faults of a
+    tokenizer, which an import copies without reading it.
     """
     imported, exported = folder / "imported.mesp", folder / "exported.mesp"
     for bundle in (imported, exported, partial(imported)):
@@ -221,7 +223,9 @@ def test_an_import_is_the_export(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
-    """Heads, types, bits, groups, modes, RoPE, files, and tensors beside the model's vary."""
+    """Varied models are imported as they are exported. Heads, types, bits, groups, modes, RoPE,
+    files and additional tensors vary.
+    """
     accepted = 0
     for seed in range(SEEDS):
         model = write_variation(tmp_path / f"model-{seed}", family, seed)
@@ -296,7 +300,7 @@ def test_what_an_import_says(tmp_path: Path):
     ],
 )
 def test_the_licence_is_the_card_s(card: str, tmp_path: Path):
-    """The exporter reads its front matter in the same way."""
+    """An import reads the licence in the front matter of a model's card, as the exporter does."""
     model = write_mlx_model(tmp_path / "model", CONFIGS["llama"] | {"num_hidden_layers": 1})
     (model / "README.md").write_bytes(card.encode())
     assert compare(model, tmp_path, device="cpu", dtype="float32") is None
@@ -397,7 +401,9 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
     [name for name in FAMILIES if not families.FAMILIES[FAMILIES[name]["model_type"]].is_plain],
 )
 def test_a_family_that_is_not_plain_is_refused_by_name(family: str, tmp_path: Path):
-    """The sentence names the command that exports it."""
+    """A family that an import does not take is refused by its name. The sentence names the command
+    that exports the model.
+    """
     model = tmp_path / "model"
     model.mkdir()
     config, _ = published(FAMILIES[family], {})
@@ -430,7 +436,9 @@ def test_an_unknown_family_is_refused_as_the_exporter_does(config: dict, said: s
 
 
 def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path):
-    """The exporter can quantize it, so the sentence names the command."""
+    """A model that is not quantized is refused. The exporter can quantize the model, so the
+    sentence names the command.
+    """
     model = write_model(tmp_path / "model", FAMILIES["qwen3"])
     sentence = run_import(model, tmp_path / "a.mesp").sentence
     assert "is not quantized" in sentence and f"mesp-export --model {model}" in sentence
@@ -574,7 +582,7 @@ def no_number(text: bytes) -> bool:
 
 
 def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> None:
-    """Runs `compare` with a file changed, which is restored afterwards."""
+    """Runs `compare` with a changed file, and restores the file afterwards."""
     file = model / name
     before = file.read_bytes()
     try:
@@ -585,7 +593,7 @@ def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> Non
         file.write_bytes(before)
 
 
-# Keys of a config.json that are read, with values that some models have, or none.
+# Keys that are read from a config.json. `VALUES` has values that are tried for each key.
 KEYS = (
     *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
     *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_experts"),
@@ -603,7 +611,9 @@ VALUES: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("key", KEYS)
 def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
-    """Or both accept the value. Missing keys are tested too."""
+    """An import and an export refuse a value of a key in the same words, or both accept it. Missing
+    keys are tested too.
+    """
     refused = 0
     for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
         if (number + KEYS.index(key)) % 11:  # an eleventh of all pairs
@@ -632,7 +642,9 @@ def test_configs_are_refused_alike(victims: dict[str, Path], tmp_path: Path, dat
 def test_headers_of_weights_are_refused_alike(
     victims: dict[str, Path], tmp_path: Path, data: st.DataObject
 ):
-    """Files that are cut off or overwritten are tested too."""
+    """An import and an export both refuse weight files with changed headers. Files that are cut off
+    or overwritten are tested too.
+    """
     model = data.draw(st.sampled_from(sorted(victims)).map(victims.get))
     (file, *_) = sorted(model.glob("*.safetensors"))
     content = file.read_bytes()
@@ -677,7 +689,7 @@ def content(bundle: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Returns the number of system calls by which an import changes files."""
+    """Returns how many system calls an import makes that change files."""
     folder = tmp_path_factory.mktemp("calls")
     count = folder / "count"
     under = {"LD_PRELOAD": faults, "FAULTS_UNDER": folder, "FAULTS_COUNT": count}
@@ -711,7 +723,7 @@ def test_an_import_goes_on_where_it_was_interrupted(
             kept = whole_files(bundle)
             kept = {file: kept[file] for file in left.keys() & kept.keys()}
             assert again["kept_bytes"] == sum(kept.values()), number
-            # all except one that was renamed and is not recorded yet
+            # Every file that is left is kept, except one that was renamed and is not recorded yet.
             assert len(kept) >= len(left) - 1, number
             some += len(kept)
         assert content(bundle) == content(whole), number

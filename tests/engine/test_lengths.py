@@ -15,19 +15,21 @@ from mesp.runs.log import RunLog
 
 LONG = 2304  # three segments of a mixer
 RATE = 0.1
-STEPS = 2  # the second step's gradient of A is not 0
+STEPS = 2  # A's gradient is 0 in the first step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite-mamba"])
 def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
-    """The blocks have attention, and each other mixer."""
+    """Steps of a long sequence are right for attention and for each other mixer."""
     steps_are_those_of_automatic_differentiation(family, LONG, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["lfm3", "gemma3", "granite-mamba"])
 def test_steps_of_one_token(family: str, tmp_path: Path):
-    """Attention has a gate or a window; Mamba-2 is within its first chunk."""
+    """Steps of one token are right for attention with a gate or a window, and for Mamba-2 within
+    its first chunk.
+    """
     steps_are_those_of_automatic_differentiation(family, 1, tmp_path)
 
 

@@ -40,16 +40,16 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     options = ("--random-weights", "--layers", 4, "--device", "cpu", "--quantize", "nearest")
     bundle = exported(tmp_path, "--model", model, *options, "--seq-len", f"{LENGTH},1024")
     kinds = [("--seq-len", LENGTH, "--offload", "all" if model == "Gemma-3-270m" else "none")]
-    # The case in which attention, which is wider than the model, takes most.
+    # In this model, attention is wider than the rest. With these options, it takes the most memory.
     if model == "Gemma-3-270m":
         kinds += [("--seq-len", 1024, "--projections", "q,v")]
-    # Of the other cases, those in which a step takes the least time.
+    # Further options are tested with this model alone, whose steps take the least time.
     if model == "SmolLM2-135M":
         others = [("--offload", "all"), ("--projections", "q,v"), ("--freeze-a",)]
         kinds += [("--seq-len", LENGTH, *other) for other in others]
     for kind in kinds:
-        # With so few blocks, and depending on gaps in the heap, peaks of two runs differ by up to 1
-        # MB in 16, so a prediction may be right only at the second or third run.
+        # With so few blocks, gaps in the heap make the peaks of two runs differ by up to 1 MB in
+        # 16. So a prediction may be right only at the second or third run.
         for attempt in range(3):
             output = tmp_path / f"{attempt}{''.join(map(str, kind))}"
             options = ("--steps", 2, "--val-batches", 0, *kind, "--out", output)
@@ -78,7 +78,7 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
     call("train", bundle, *options, "--out", output)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     records = {record["type"]: record for record in map(json.loads, lines)}
-    # The plan's count is an upper bound here, because a tiny model's widths are not realistic.
+    # A tiny model's widths are not realistic, so the plan's count is only an upper bound here.
     assert (
         0.5 * records["plan"]["predicted_peak_bytes"]
         < records["end"]["footprint_peak_bytes"]
@@ -89,7 +89,9 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_moe", "qwen3_5_moe"])
 def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
-    """All tokens choose the same experts: those with the highest scores are the first."""
+    """A mixture takes no more memory than predicted even if all tokens choose the same experts.
+    Here all scores are equal, so the first experts are chosen.
+    """
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     length, config = 1024, FAMILIES[family] | {"hidden_size": 768, "moe_intermediate_size": 512}
     tensors = random_tensors(config)
@@ -114,7 +116,9 @@ def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, mon
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_gpu_takes_as_many_kernels_for_any_bits(tmp_path: Path):
-    """Blocks in 5 bits and an embedding in 6 need as many as 4 bits."""
+    """A step on a GPU takes as many kernels with blocks in 5 bits and an embedding in 6 bits as
+    with 4 bits.
+    """
     counts = []
     for name, write in (("four", write_model), ("five", write_model_in_5_bits)):
         source = write(tmp_path / name / "model", TINY)

@@ -70,8 +70,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle with one example a sequence: some short, some cut, each with several
-    answers.
+    """Returns the bundle with one example a sequence. Some examples are short, some are cut, and
+    each has several answers.
     """
     path = shutil.copytree(bundle, tmp_path_factory.mktemp("examples") / "demo.mesp")
     generator = np.random.default_rng(0)
@@ -80,7 +80,8 @@ def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
     for _ in range(30):
         length = int(generator.integers(8, 2 * SEQ_LEN))
         examples.append((start, length))
-        # A prompt, and another before its last token but one.
+        # An example has a prompt at its beginning, and another that ends before the last two
+        # tokens.
         mask[start : start + int(generator.integers(0, min(length, SEQ_LEN) - 2))] = 0
         mask[start + 4 : start + length - 2] = 0
         start += length
@@ -137,11 +138,11 @@ def agree(
 ) -> None:
     """Compares every loss, and the change of the adapters.
 
-    Both sides compute in float32 and sum in different orders. Losses, and the changes of parameters
-    relative to their size, differ by 1e-6 to 1e-5, which grows from step to step. A moment that is
-    half-way between two codes of 8 bits may become either code. So as many parameters as `ties` may
-    differ by up to a step. AdamW's longest step, without bias correction, is rate · (1 - β₁) / √(1
-    - β₂): 3.2e-3 with β₂ = 0.999.
+    Both sides compute in float32 and sum in different orders. Losses differ by 1e-6 to 1e-5, and so
+    do the changes of parameters, relative to their size. These differences grow from step to step.
+    A moment that is half-way between two codes of 8 bits may become either code. So up to `ties`
+    parameters may differ by up to a step. AdamW's longest step, without bias correction, is rate ·
+    (1 - β₁) / √(1 - β₂): 3.2e-3 with β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
@@ -333,12 +334,12 @@ def test_short_examples_run_at_short_lengths(
     assert [step["tokens"] for step in short.steps] == [step["tokens"] for step in padded.steps]
     pairs = list(zip(short.losses, padded.losses, strict=True))
     pairs += list(zip(short.held_out or (), padded.held_out or (), strict=True))
-    # MeZO uses the small difference of two losses.
+    # MeZO's step follows from the small difference of two losses, which enlarges their errors.
     tolerance = 1e-5 if "mezo" in options else 1e-6
     assert all(a == pytest.approx(b, rel=tolerance, abs=tolerance) for a, b in pairs)
     peaks = [[step["mlx_peak_bytes"] for step in each.steps] for each in (short, padded)]
     if options[0] in ("--offload", "--method"):
-        # MeZO's parameters and z are larger than a short sequence's activations.
+        # MeZO's parameters and z take more memory than a short sequence's activations.
         assert min(peaks[0]) < (0.98 if "mezo" in options else 0.95) * min(peaks[1])
     assert max(peaks[0]) <= 1.01 * max(peaks[1])
 
@@ -362,7 +363,7 @@ def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
 def test_what_counts_of_an_example_is_in_the_loss(
     bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int, order: str | None
 ):
-    """A step is a mean over its targets, in any number of batches."""
+    """A step's loss is the mean over its targets, whatever the number of batches."""
     options = ["--batch-size", batch, "--grad-accumulation-steps", accumulation]
     if order == "sequences":  # the sum of all gradients is kept in any order
         options += ["--max-grad-norm", 1e9]
@@ -374,7 +375,7 @@ def test_what_counts_of_an_example_is_in_the_loss(
     counts = [counted.size for ((_, counted),) in oracle.sequences]
     order = [reference.step_window(taken, 0, len(counts)) for taken in range(STEPS * 4)]
     each = batch * accumulation
-    # Nothing depends on tokens after the last counted target.
+    # Tokens after the last counted target are not computed.
     inputs = [counted.max().item() for ((_, counted),) in oracle.sequences]
     for name, numbers in (("tokens", counts), ("input_tokens", inputs)):
         assert [step[name] for step in run.steps] == [
@@ -384,14 +385,14 @@ def test_what_counts_of_an_example_is_in_the_loss(
 
 
 def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
-    """Gradients by each matrix are compared. Some sequences have several times as many counted
-    targets.
+    """The gradients of a step are the same in any number of batches. The gradients by each matrix
+    are compared. Some sequences have several times as many counted targets as others.
     """
     train(bundle_of_examples, tmp_path / "first", steps=2)  # otherwise no A would have a gradient
     start = saved(tmp_path / "first")
 
     def gradients(*options: object) -> tuple[RunLog, dict[str, mx.array]]:
-        # At this rate, a step's change loses no digits in the parameters.
+        # This rate is so high that a step's change loses no digits in the parameters.
         rate, run = 1e4, tmp_path / "-".join(map(str, options))
         done = train(
             bundle_of_examples, run, *options, "--adapters", tmp_path / "first" / "adapters",
@@ -516,7 +517,8 @@ def test_bfloat16_adapters_follow_float32(bundle: Path, oracle: Oracle, tmp_path
     adapters = saved(tmp_path / "run")
     for name, array in adapters.items():
         assert mx.array_equal(array, array.astype(mx.bfloat16).astype(mx.float32)), name
-    # Each of 5 steps may round a number by up to 1/128 of it; a loss averages over many.
+    # Each of the 5 steps may round a number by up to 1/128 of it. A loss averages such errors over
+    # many numbers.
     assert run.losses == pytest.approx(expected.losses, rel=1e-2)
     difference = distance(adapters, expected.end)
     assert 0 < difference < 0.02 * distance(expected.end, {n: 0 * w for n, w in adapters.items()})
@@ -552,7 +554,7 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     train(path, output, "--optimizer", "adamw", steps=2)
     straight = shutil.copytree(output, tmp_path / "straight")
     before = contents(output)
-    # Other weights, in a bundle of another name
+    # The run is refused other weights, in a bundle of another name.
     rounded = tmp_path / "rounded.mesp"
     call("export", "--model", "demo", "--bits", 8, "--seq-len", SEQ_LEN, "--out", rounded)
     sentence = refused(run("train", rounded, "--resume", "--out", output, "--steps", 4))

@@ -1,7 +1,7 @@
-"""Tests of phones' MLX, in a separate environment: it reads the exports of this environment.
+"""Tests of the MLX of phones, which is in a separate environment. It reads the exports of this
+environment. Both compute the same, to the last bit.
 
-Both compute the same, to the last bit. As a program, this file writes the results of the MLX that
-it finds.
+As a program, this file writes the results of the MLX that it finds.
 """
 
 import json

@@ -81,7 +81,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
-    """Returns the settings of a run with a known key: a run continues if only the key exists."""
+    """Returns the settings of a run with a known key. The run's folder has this key and an empty
+    log, so the run is resumed and takes the key.
+    """
     output.mkdir()
     (output / "metrics.jsonl").touch()
     (output / "secret.key").write_bytes(KEY)
@@ -112,7 +114,9 @@ class Private:
         self.norms: list[float] = []
 
     def noise(self, step: int) -> Parameters:
-        """Returns a vector for the trained matrices of each block, which follow one another."""
+        """Returns the noise of a step for each matrix. A block has one vector of noise, in which
+        its trained matrices follow one another.
+        """
         noise = {name: mx.zeros_like(matrix) for name, matrix in self.start.items()}
         trained = [name for name in noise if name.endswith("lora_b") or not self.recipe.freeze_a]
         blocks = [
@@ -161,7 +165,7 @@ class Private:
 SGD = {"optimizer": "sgd", "learning_rate": 0.1}
 ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3}
 CASES = {
-    # A full batch without noise: the mean of clipped gradients. Where there is noise, it is about
+    # Without noise, the result is the mean of clipped gradients. Where there is noise, it is about
     # as long as this mean, so that neither hides an error of the other.
     "clipping": ((0.5, 0.0, 27), SGD, Recipe(optim.SGD(0.1))),
     "clipping that need not": ((1e4, 0.0, 9), SGD, Recipe(optim.SGD(0.1))),
@@ -281,7 +285,7 @@ def test_the_planner_counts_two_copies_of_the_gradient(bundle: Path):
 
     blocks = Bundle(bundle).architecture.blocks
     gradient = 4 * sum(block.lora_size(RANK) for block in blocks)
-    # With the gaps that the planner counts among lasting arrays.
+    # The planner adds a sixteenth of the lasting arrays, for malloc's gaps between them.
     assert peak(dp_clip=1, dp_noise=1) - peak() == 2 * gradient * 17 // 16
     assert peak(dp_clip=1, dp_noise=1, batch_size=20) == peak(dp_clip=1, dp_noise=1)
 
@@ -339,7 +343,7 @@ def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
 
 
 def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
-    """The ε is that of all steps."""
+    """The ε of a run that goes on is that of all its steps."""
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
     done = call("train", "--resume", "--out", tmp_path / "run", "--steps", 5)
     assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
@@ -405,7 +409,9 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
 
 
 def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
-    """k steps of all examples have the ε of one step with 1/√k of the noise."""
+    """Steps on full batches are the Gaussian mechanism: k such steps have the ε of one step with
+    1/√k of the noise.
+    """
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     exact = get_epsilon_gaussian(5 / math.sqrt(10), 1e-5)
@@ -414,8 +420,8 @@ def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
 
 
 def test_epsilon_bounds_that_of_privacy_loss_distributions():
-    """Privacy loss distributions are the library's other way to compute ε, which is nearly exact
-    and slow.
+    """The ε is an upper bound of the exact ε, and near it. The library's privacy loss distributions
+    give a nearly exact ε, slowly.
     """
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant

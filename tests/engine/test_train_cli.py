@@ -466,7 +466,9 @@ def test_a_run_begun_with_other_defaults_goes_on_with_them(bundle: Path, tmp_pat
 
 
 def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
-    """A crash after step 3 leaves the state of step 2."""
+    """A run goes on from the last saved state. Here a crash after step 3 leaves the state of step
+    2.
+    """
     run = tmp_path / "run"
     options = {"steps": 5, "save-every": 2}
     assert train(bundle, *typed(options), "--out", run, how="crash").returncode == 1
@@ -573,7 +575,9 @@ def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, 
 def test_without_a_terminal_lines_come_by_time(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ):
-    """In a run of a quarter of an hour, lines are never far apart, and there are few of them."""
+    """Without a terminal, lines come by time. In a run of a quarter of an hour, they are never far
+    apart, and there are few of them.
+    """
     now = 100.0
     monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)
     record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}
@@ -772,7 +776,9 @@ def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
 
 
 def test_a_signal_that_is_ignored_stays_so(bundle: Path, tmp_path: Path):
-    """nohup ignores signals, and so does a script's background job."""
+    """A signal that the command ignores at its start stays ignored. nohup starts commands in this
+    way, and so does a script's background job.
+    """
     run = tmp_path / "run"
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -32,8 +32,8 @@ from mesp.evaluation.records import read_records
 
 pytestmark = pytest.mark.slow
 
-# Sums over a quantized matrix have another order in mlx-lm. For a token's loss of about 10 nats in
-# float32, this makes at most 3e-6, and the errors of a sequence add up.
+# mlx-lm sums over a quantized matrix in another order. For a token's loss of about 10 nats in
+# float32, this makes a difference of at most 3e-6. The differences of a sequence's tokens add up.
 PER_TOKEN = 1e-5
 QUESTIONS = [
     {"prompt": "The President of the United", "choices": [" States", " Kings of old"], "answer": 0},
@@ -86,7 +86,9 @@ def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool]:
-    """Returns mlx-lm's log-likelihood of the tokens from `first` on, and whether all are greedy."""
+    """Returns mlx-lm's log-likelihood of the tokens from `first` on, and whether each is the
+    likeliest.
+    """
     logits = model(mx.array([tokens[:-1]]))[0, first - 1 :].astype(mx.float32)
     targets = mx.array(tokens[first:])
     logs = mx.take_along_axis(nn.log_softmax(logits), targets[:, None], axis=-1)
@@ -94,7 +96,9 @@ def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool
 
 
 def in_windows(model: nn.Module, tokens: list[int], size: int) -> float:
-    """Returns mlx-lm's rolling log-likelihood, with a text cut as in lm-evaluation-harness."""
+    """Returns the log-likelihood of a whole text by mlx-lm's model. The text is cut into windows as
+    in lm-evaluation-harness.
+    """
     total = 0.0
     for first in range(1, len(tokens), size):
         end = min(first + size, len(tokens))
@@ -223,7 +227,7 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
         before = tokenizer.encode(prompt.rstrip()) or [tokenizer.eos_token_id]
         scores = []
         for choice in choices:
-            # The space at the prompt's end belongs to the next word's token.
+            # A space at the prompt's end belongs to the token of the next word.
             both = tokenizer.encode(prompt + choice)
             both = both if prompt else before + both
             scores.append(theirs(model, both, len(before))[0])

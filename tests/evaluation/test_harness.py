@@ -111,7 +111,7 @@ class MlxModel(MLXLM):
         self.use_chat_template = False
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """Adds the token before the text that the harness asks for, and that mlx-lm leaves out."""
+        """Adds a token before the text, as the harness asks. mlx-lm leaves this token out."""
         scores = []
         for request in requests:
             tokens = [self.tokenizer.eos_token_id, *self.tokenizer.encode(request.args[0])]
@@ -203,7 +203,9 @@ def test_a_bad_task_is_one_sentence(
 
 
 def test_nothing_but_the_table_is_printed(bundle: Path, tasks: Path):
-    """A folder's tasks may be code, and git, which the harness calls, may find no repository."""
+    """The command prints only the table and one note: a folder's tasks may be code. git, which the
+    harness calls, finds no repository here and prints nothing.
+    """
     line = command("evaluate", bundle, "--tasks", "local_generate_until", "--include-path", tasks)
     done = subprocess.run(line, capture_output=True, text=True, cwd=tasks)
     note = f"Note: tasks in {tasks} may run their own Python code.\n"

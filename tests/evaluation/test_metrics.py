@@ -18,20 +18,22 @@ def test_a_metric_is_weighted():
 
 
 def test_the_interval_of_a_mean_is_the_normal_distributions():
-    """There are 400 records, whose mean is nearly normally distributed."""
+    """The interval of a mean is that of the normal distribution, because the mean of 400 records is
+    nearly normally distributed.
+    """
     sums = np.random.default_rng(1).normal(3, 2, 400)
     ((estimate, difference),) = compare([Metric.of("x", sums)])
     half = 1.96 * sums.std() / math.sqrt(len(sums))
     assert difference is None
     assert estimate.value == pytest.approx(sums.mean())
-    # 1,000 draws find the bounds to some hundredths of the standard error.
+    # 1,000 draws find the bounds to about a tenth of the standard error.
     assert estimate.low == pytest.approx(sums.mean() - half, abs=half / 5)
     assert estimate.high == pytest.approx(sums.mean() + half, abs=half / 5)
 
 
 def test_differences_are_paired():
-    """Records differ much and models little, so the difference is certain only on the same
-    draws.
+    """Differences are paired. Records differ much and models little, so a difference is certain
+    only if both models have the same draws.
     """
     base = np.random.default_rng(2).normal(0, 10, 50)
     models = [Metric.of("x", base), Metric.of("x", base + 1), Metric.of("x", base)]

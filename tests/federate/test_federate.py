@@ -91,7 +91,9 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
 
 @pytest.mark.slow
 def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
-    """The order of the data continues, and SGD has no state to lose."""
+    """Rounds of SGD with one client are one run. The order of the data continues from round to
+    round, and SGD has no state to lose.
+    """
     whole = federation(
         bundle,
         data,
@@ -260,7 +262,7 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
-        """Returns the blocks as experts of one block, in mlx-lm's form."""
+        """Returns the blocks' arrays as those of experts of one block, in mlx-lm's form."""
         return {name: array.swapaxes(-1, -2)[None] for name, array in arrays.items()}
 
     stacked = [of_experts(each) for each in clients]
@@ -323,8 +325,8 @@ def test_a_file_is_a_topic(tmp_path: Path):
 
 
 def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
-    """Columns have other names, and each record is a separate sequence with all of it in the
-    loss.
+    """A federation takes data with the options of an export. Here, columns have other names, and
+    each record is a separate sequence with all of it in the loss.
     """
     write_records(
         tmp_path / "asked.jsonl",
@@ -343,7 +345,7 @@ def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
 
 
 def test_held_out_data_alone_trains_nobody(tmp_path: Path):
-    """A server on real machines needs no other data."""
+    """Held-out data alone trains nobody. A server on real machines needs no other data."""
     (tmp_path / "valid.txt").write_text("What is held out.\n", encoding="utf-8")
     topics, held_out = read_topics(str(tmp_path))
     assert not topics
@@ -484,7 +486,7 @@ for folder, kind, number in json.loads(sys.argv[1]):
 def test_a_round_is_whole_or_not_there_whichever_call_failed(
     bundle: Path, data: Path, tmp_path: Path, faults: Path, kind: str
 ):
-    """Calls of the server and of its engine fail."""
+    """If a call of the server or of its engine fails, the round is whole, or it is not there."""
     options = ("--clients", 1, "--rounds", 1, "--val-batches", 1)
     whole = federation(bundle, data, tmp_path / "whole", *options)
     whole.write()
@@ -529,7 +531,9 @@ class PowerLoss(BaseException):
 def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A round gets its name when all of it is on the disk, and then the name is on the disk too."""
+    """If the power fails at any call, only whole rounds are left. A round gets its name when all of
+    it is on the disk, and then the name is written to the disk too.
+    """
 
     def engine(settings: dict) -> RunLog:
         output = Path(settings["output"])
@@ -669,7 +673,7 @@ def test_a_federation_is_written_through_no_link(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("name", ["held-out", "clients/0", "rounds"])
 def test_a_federation_keeps_to_its_folder(bundle: Path, data: Path, tmp_path: Path, name: str):
-    """This holds for a new federation, and for one that continues."""
+    """A federation keeps to its folder, both a new one and one that continues."""
     output, elsewhere = tmp_path / "f", tmp_path / "elsewhere"
     link, options = output / name, ("--clients", 2, "--rounds", 1)
     elsewhere.mkdir()
@@ -732,7 +736,7 @@ def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
     assert str(tmp_path) not in json.dumps(whole.config)
 
 
-# A phone's node, and a malicious server
+# A phone's node is tested with a malicious server.
 
 
 class Node:
@@ -805,7 +809,8 @@ def long(handler: BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.send_header("content-length", str(600_000_000))
     handler.end_headers()
-    # Foundation for Linux reads on until it is stopped: here at 100 MB/s, not at full speed.
+    # Foundation for Linux reads on until it is stopped, so the answer comes at 100 MB/s, not at
+    # full speed.
     for _ in range(600):
         handler.wfile.write(bytes(1_000_000))
         time.sleep(0.01)
@@ -887,7 +892,9 @@ LONG, UNSAID, DAMAGED = "more bytes than any answer", "compressed or without a l
 def test_an_answer_that_is_none_ends_a_node(
     bundle: Path, tmp_path: Path, answer: Callable, said: str, call: str
 ):
-    """The node ends with a sentence, takes little memory and leaves its own files unchanged."""
+    """If an answer is none that Flower gives, the node ends with a sentence. It takes little memory
+    and leaves its own files unchanged.
+    """
     folder, peak = tmp_path / "n", 0
     with SuperLink(**{call: answer}) as link, Node(link.url, bundle, folder) as node:
         kept = answer in (endless_chunks, endless_trailers)
@@ -897,8 +904,8 @@ def test_an_answer_that_is_none_ends_a_node(
                 peak = max(peak, node.peak_bytes())
             time.sleep(0.005)
         code, out, error = node.stop()
-    # Foundation for Linux may hold back an answer in chunks until the last chunk, and the node
-    # waits. It reads and decompresses the answer before it passes it on.
+    # If an answer comes in chunks, Foundation for Linux may hold it back until the last chunk, and
+    # the node waits. Foundation decompresses an answer before the node gets any of it.
     waited = kept and (code, error) == (0, "")
     assert waited or (code == 2 and said in error and error.count("\n") == 1)
     assert peak < 150_000_000 or kept or answer is compressed
@@ -1001,7 +1008,9 @@ def wrong_shape(arrays: Arrays, config: dict) -> tuple[Arrays, dict]:
 def test_a_message_of_something_else_is_answered_as_a_failure(
     bundle: Path, tmp_path: Path, asked: tuple, change: Callable, said: str
 ):
-    """The next message, which is valid, is trained on."""
+    """A message of something else is answered as a failure. The next message is valid and is
+    trained on.
+    """
     with (
         SuperLink(**asking(question(*change(*asked)), question(*asked))) as link,
         Node(link.url, bundle, tmp_path / "n") as node,
@@ -1036,7 +1045,9 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 
 @pytest.mark.slow
 def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
-    """The model's matrices take less than one MB, and 150 objects of 5 MB are offered."""
+    """A message takes no more disk space than the adapters. The model's matrices take less than one
+    MB, and the server offers 150 objects of 5 MB.
+    """
     asked: list[int] = []
 
     def chunk(number: int) -> tuple[str, bytes]:

@@ -58,7 +58,9 @@ from mesp.runs.privacy import epsilon as epsilon_of_steps
 
 @pytest.fixture(autouse=True)
 def a_task() -> None:
-    """Sets the run that these messages belong to, as Flower does before it starts a ServerApp."""
+    """Sets the run that the tests' messages belong to, as Flower does before it starts a
+    ServerApp.
+    """
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
 
 
@@ -68,7 +70,8 @@ Change = Callable[[flwr.Message], flwr.Message | None]
 class Here:
     """A Grid that passes messages to a ClientApp in this process, in any order.
 
-    `changes` has a function for a client's answers, by its number; None for a silent client.
+    `changes` has a function that changes a client's answers, by the client's number. If the
+    function returns None, the client is silent.
     """
 
     def __init__(
@@ -155,7 +158,8 @@ def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
         records.append(each.rounds.record(1))
     exact, rounded = found
     for name, array in exact.items():
-        # B begins at zero, which is sent exactly; each client's number is rounded by 2⁻⁹ at most.
+        # B is zero at first, which is sent exactly. Each number of a client is rounded by at most
+        # 2⁻⁹ of it.
         assert np.linalg.norm(rounded[name] - array) <= 2**-8 * np.linalg.norm(array)
     numbers = 2 * sum(array.size for array in exact.values())  # to two clients
     headers = 2 * 128 * len(exact)  # NumPy's
@@ -170,7 +174,7 @@ def test_a_small_update_of_a_large_number_is_not_lost_in_bfloat16(
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
     whole.rounds.save(0, None, {})
     start = {name: array + 1000 for name, array in whole.rounds.arrays(0).items()}
-    # 1000.25 is between two numbers of bfloat16, 1000 and 1004.
+    # 1000 and 1004 are neighbours in bfloat16, and 1000.25 is between them.
     added = with_arrays(lambda a: {n: to_bfloat16(np.full(e.shape, 0.25)) for n, e in a.items()})
     inner = make_strategy(whole.options)
     screened = Screened(
@@ -398,7 +402,9 @@ def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
 def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(
     bundle: Path, data: Path, tmp_path: Path
 ):
-    """Flower aborts a round in which clients send other records, and two may have one name."""
+    """Clients cannot spoil a round by other records, for which Flower would abort it, or by the
+    name of another client.
+    """
 
     def more(reply: flwr.Message) -> flwr.Message:
         reply.content["metrics"]["other"] = 1.0
@@ -576,7 +582,9 @@ def test_a_client_that_changes_almost_nothing_is_averaged(
 def test_adapters_that_cannot_be_evaluated_are_not_kept(
     bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The strategy's state of that round is dropped too; a number in it may stay infinite."""
+    """Adapters that cannot be evaluated are not kept. The strategy's state of that round is dropped
+    too, because an infinite number in it might stay infinite.
+    """
     options = ("--clients", 1, "--rounds", 3, "--steps", 1, "--strategy", "fedadam", *FLOAT32)
     whole = federation(bundle, data, tmp_path / "f", *options, "--strategy-options", "eta=0.01")
     evaluate, said = federations.run_engine, "The loss on the valid data is not finite."
@@ -621,7 +629,7 @@ def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path
     assert 0 < norm <= 0.01 * (1 + 1e-4)  # for a mean of two, with a sum of float32
     noisy = federation(bundle, data, tmp_path / "n", *options, "--clip", 0.01, "--noise", 3)
     after = served(noisy)
-    # The change is Gaussian noise of standard deviation 3 · clip / clients in each of P numbers.
+    # The change is Gaussian noise in each number. Its standard deviation is 3 · clip / clients.
     moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
 
@@ -634,15 +642,15 @@ def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, e
     serve(whole, Here(whole, node_config=own), lambda _: None, timeout=None)
     before, after = whole.rounds.arrays(0), whole.rounds.arrays(1)
     added = np.concatenate([(after[name] - before[name]).ravel() for name in after])
-    # The update is far below the noise, whose sensitivity is 2 · 0.01.
+    # The client's update is far smaller than its noise. The noise is for a sensitivity of 2 · 0.01.
     assert added.std() == pytest.approx(0.02 * noise_for(0.5, 1e-5), rel=0.05)
 
 
 def delta_of(noise: float, epsilon: float) -> float:
-    """Returns δ(ε) of the Gaussian mechanism, from its privacy loss.
+    """Returns δ(ε) of the Gaussian mechanism, integrated over its privacy loss.
 
-    The loss is normal with the mean 1 / (2 noise²) and the variance 1 / noise²: δ is E max(0, 1 -
-    e^(ε - loss)), integrated.
+    The loss is normal with the mean 1 / (2 noise²) and the variance 1 / noise². δ is the mean of
+    max(0, 1 - e^(ε - loss)).
     """
     losses = np.linspace(epsilon, epsilon + 60 / noise, 2_000_001)
     density = np.exp(-np.square(losses - 1 / (2 * noise**2)) * noise**2 / 2)

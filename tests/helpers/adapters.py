@@ -1,4 +1,6 @@
-"""Writes adapters of bundles in mlx-lm's form, and computes their sum in a model."""
+"""Writes adapters of bundles in the forms of mlx-lm and PEFT, and adds weighted sums of adapters to
+mlx-lm's models.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ def write_adapters(
     without: Collection[str] = (),
     dora: bool = False,
 ) -> Path:
-    """Writes adapters of all modules and experts in mlx-lm's form, which change the model much.
+    """Writes random adapters of a bundle in mlx-lm's form, which change the model much, and returns
+    their folder.
 
-    `without` has the last names of modules without adapters. With `dora`, modules get adapters of
-    DoRA, and experts get none.
+    All modules and experts get adapters, except modules whose last names are in `without`. With
+    `dora`, modules get adapters of DoRA, and experts get none.
     """
     opened = Bundle(bundle, to_run=False)
     arch = opened.architecture if dora else opened.architecture.training_experts()
@@ -59,9 +62,10 @@ def write_adapters(
 
 
 def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
-    """Returns mlx-lm's model of a bundle in float32 with whole matrices and a sum of adapters.
+    """Returns mlx-lm's model of a bundle, dequantized, in float32, and with a weighted sum of
+    adapters added to its matrices.
 
-    To each matrix, it adds the weighted sum of the changes of adapter folders in mlx-lm's form.
+    `weights` has the weight of each folder of adapters, which is in mlx-lm's form.
     """
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
@@ -85,9 +89,9 @@ def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
 
 
 def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
-    """Writes and returns adapters in PEFT's form, from a folder in mlx-lm's form.
+    """Writes adapters in PEFT's form from a folder in mlx-lm's form, and returns the new folder.
 
-    A layer that stands for n layers of mlx-lm has n times the rank.
+    Where PEFT has a single layer for n layers of mlx-lm, its rank is n times the rank in mlx-lm.
     """
     arch = Bundle(bundle, to_run=False).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))
@@ -106,7 +110,7 @@ def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
                 for part in parts
             ]
             stacked = len(shapes[first]) == 3
-            # A [..., rank, in] and B [..., out, rank]
+            # The matrices are A [..., rank, in] and B [..., out, rank].
             a = [a if stacked else a.T for a, _ in pairs]
             b = [b if stacked else b.T for _, b in pairs]
             rows = [

@@ -1,9 +1,10 @@
-"""Runs the exporter on generated conversations, and its tokenizer, for tests in Swift.
+"""Runs the exporter and a tokenizer on generated conversations, for tests in Swift, because Swift
+has no Jinja on this machine.
 
-Reads one JSON object a line, a request, and answers it with one object. Swift has no Jinja on this
-machine. The answer to a request for the next case is a record in a chat template with the result of
-`mesp-export --split-special-tokens`, or an empty object after the last case. Other requests are for
-the case's tokenizer. If TRL is installed, its templates are included.
+Each line of input is a request, a JSON object, and the answer is one JSON object too. The answer to
+a request for the next case has a record, a chat template, and the result of `mesp-export
+--split-special-tokens`. After the last case, it is an empty object. The tokenizer of the current
+case answers all other requests. If TRL is installed, the cases include its chat templates.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from mesp.errors import MespError
 SEED = 1
 EACH = int(os.environ.get("MESP_FUZZ_CASES", 30))  # conversations for each template
 
-# A template with arguments as JSON in a string, as in DeepSeek's, and the calls' identifiers, as in
-# Mistral's.
+# Two templates. As in DeepSeek's, the first takes a call's arguments as JSON in a string. As in
+# Mistral's, the second writes the identifiers of calls.
 AS_TEXT = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
@@ -60,7 +61,7 @@ WITH_IDS = """\
 {%- else %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- endif %}
 {%- endfor %}"""
 TOOLS = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}"
-# A template that ignores arguments that are numbers.
+# A template that leaves out arguments that are numbers.
 LOSES = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role + '\\n' + m.content }}}}
@@ -81,7 +82,8 @@ ENDLESS = f"""{TOOLS}\
 {{%- if m.role == 'assistant' %}}{{{{- m.content | trim }}}}{IN_PYTHON}
 {{%- else %}}{{{{- '<|user|>' + m.content | trim + '<|assistant|>' }}}}{{%- endif %}}
 {{%- endfor %}}"""
-# A template that repeats a question in the answer's header, and treats the last answer differently.
+# A template that repeats a question in the header of its answer, and writes the last answer of a
+# long conversation differently.
 REPEATS = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{{{- '<|im_start|>' + m.role }}}}
@@ -118,7 +120,9 @@ def templates() -> dict[str, str]:
 
 @cache
 def tokenizer_of(template: str) -> Any:
-    """Returns the demo model's tokenizer with a template, and the template's tokens."""
+    """Returns the demo model's tokenizer with this template and with the template's special
+    tokens.
+    """
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = sorted({*SPECIAL, *WRITTEN.findall(template), "<|bos|>"})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
@@ -129,8 +133,8 @@ def tokenizer_of(template: str) -> Any:
 
 
 def sort_keys(value: Any) -> Any:
-    """Returns a value with the keys of its objects, in strings too, in the order of
-    swift-transformers.
+    """Returns a value with the keys of its objects sorted, as swift-transformers writes them.
+    Objects in strings of JSON are sorted too.
     """
     if isinstance(value, dict):
         return {key: sort_keys(value[key]) for key in sorted(value)}
@@ -145,7 +149,7 @@ def sort_keys(value: Any) -> Any:
 
 
 def write_special(value: Any, chance: random.Random) -> Any:
-    """Returns a record in which some texts have special tokens."""
+    """Returns a record with special tokens put into some of its texts."""
     if isinstance(value, dict):
         kept = ("role", "type", "tools", "id", "tool_call_id", "name")
         return {k: v if k in kept else write_special(v, chance) for k, v in value.items()}
@@ -157,8 +161,8 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """Returns a record with thoughts only in the content of answers. The app reads no other
-    thoughts.
+    """Returns a record without thoughts in a key of their own, which the app does not read.
+    Thoughts in the content of answers stay.
     """
     messages = [
         each
@@ -173,7 +177,9 @@ def without_reasoning(record: dict) -> dict:
 
 
 def with_values(record: dict, chance: random.Random) -> dict:
-    """Returns a record with more in its tool calls, and seldom a special token in its tools."""
+    """Returns a record with a JSON value of any kind added to the arguments of most tool calls. In
+    a tenth of the records, the first tool's description becomes a special token.
+    """
     said = [each for value in record.values() if isinstance(value, list) for each in value]
     for call in (call for each in said for call in each.get("tool_calls", [])):
         arguments = call["function"]["arguments"]
@@ -185,7 +191,9 @@ def with_values(record: dict, chance: random.Random) -> dict:
 
 
 def records() -> list[tuple[dict, str]]:
-    """Returns records, every other one with tools, and the part of each that is in the loss."""
+    """Returns records, each with the part of it that the loss covers: "all" or "answers". Every
+    other record has tools.
+    """
     chance = random.Random(SEED)
     found: dict[bool, list[dict]] = {False: [], True: []}
 
@@ -211,7 +219,7 @@ def records() -> list[tuple[dict, str]]:
 
 
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
-    """Returns the ids and the mask of a record, or the reason of its refusal."""
+    """Returns the ids and the mask of a record, or the sentence that refuses the record."""
     try:
         document = read_record("It", deepcopy(record), {})
         encoder = Encoder(document.kind, tokenizer_of(template), loss_on, True, split_special=True)
@@ -231,7 +239,9 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def answer(asked: dict[str, Any], template: str) -> Any:
-    """Returns the answer to a request for a tokenizer. Raises what a template raises."""
+    """Returns the answer of the template's tokenizer to a request. Raises the errors of the
+    template.
+    """
     tokenizer = tokenizer_of(template)
     if asked["do"] == "encode":
         return list(tokenizer.encode(asked["text"], add_special_tokens=asked["addsSpecialTokens"]))

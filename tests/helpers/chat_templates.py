@@ -1,6 +1,7 @@
 """Minimal chat templates of several families, and their tokens."""
 
-# A template like those of the families. ⟦ and ⟧ stand where TRL's copies have the marks of answers.
+# A template in ChatML. In the templates of this file, ⟦ and ⟧ stand where TRL's copies mark the
+# beginning and the end of an answer.
 CHATML = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -35,8 +36,8 @@ QWEN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# A template that keeps thoughts only in answers after the last question. The last answer always has
-# some.
+# A template that keeps thoughts only in answers after the last question. If the last answer has no
+# thoughts, the template writes empty ones.
 QWEN3 = """\
 {%- if tools %}{{- '<|im_start|>system\\n# Tools' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}{{- '<|im_end|>\\n' }}
@@ -102,7 +103,7 @@ PHI = """\
 {%- elif messages[-1].role == 'assistant' %}⟦{{- eos_token }}⟧
 {%- else %}{{- eos_token }}{%- endif %}"""
 
-# Before an answer, this template writes only the end of the question.
+# This template writes no header before an answer, only the end of the question.
 MISTRAL = """\
 {{- bos_token }}
 {%- for m in messages %}
@@ -124,5 +125,5 @@ SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assist
 
 
 def unmarked(template: str) -> str:
-    """Returns a template without the marks of its answers."""
+    """Returns a template without the marks ⟦ and ⟧ of its answers."""
     return template.replace("⟦", "").replace("⟧", "")

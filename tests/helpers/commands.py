@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """Returns the command line of a command, such as `export`, for a separate process."""
+    """Returns the command line that runs a command, such as `export`, in a separate process."""
     program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
     return [sys.executable, "-c", program, *map(str, arguments)]
 
@@ -34,7 +34,7 @@ def call(module: str, *arguments: object, **options: object) -> subprocess.Compl
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits at most two minutes for a condition that another process fulfils."""
+    """Waits until another process fulfils a condition. Fails after two minutes."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
@@ -42,7 +42,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def without_privileges() -> None:
-    """Drops root's privileges to write and search anywhere (CAP_DAC_OVERRIDE, _READ_SEARCH)."""
+    """Takes root's privileges to write and search anywhere (CAP_DAC_OVERRIDE and
+    CAP_DAC_READ_SEARCH) from the programs that this process executes next.
+    """
     if os.geteuid() == 0:
         for capability in (1, 2):
             ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
@@ -51,7 +53,9 @@ def without_privileges() -> None:
 def invoke(
     main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
 ) -> subprocess.CompletedProcess:
-    """Returns a command's output and exit status; `options` are CliRunner's, such as `env`."""
+    """Runs a command in this process, and returns its output and exit status. `options` are those
+    of CliRunner, such as `env`.
+    """
     before = Path.cwd()
     os.chdir(cwd or before)
     try:
@@ -66,7 +70,7 @@ def invoke(
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """Returns the one sentence of a command that failed as it should."""
+    """Checks that a command failed with one sentence, and returns this sentence."""
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.removeprefix("Error: ").rstrip()

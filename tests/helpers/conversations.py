@@ -65,7 +65,7 @@ def word(number: int) -> str:
 
 
 class _Writer:
-    """Makes the messages of one conversation, each with the next word."""
+    """Makes the messages of one conversation. Each gets words that no other message has."""
 
     def __init__(self, draw: Any, kinds: Kinds) -> None:
         self.draw, self.kinds = draw, kinds
@@ -186,7 +186,7 @@ class _Writer:
 
 @st.composite
 def conversations(draw: Any, kinds: Kinds = ALL) -> dict[str, Any]:
-    """Returns a record of messages, or TRL's of a prompt and a completion."""
+    """Draws a record: of messages, or of a prompt and a completion as in TRL."""
     writer = _Writer(draw, kinds)
     if kinds.any_order and writer.seldom(15):
         return {"prompt": writer.text(), "completion": writer.text()}
@@ -200,7 +200,7 @@ def conversations(draw: Any, kinds: Kinds = ALL) -> dict[str, Any]:
 
 @st.composite
 def pairs(draw: Any) -> dict[str, Any]:
-    """Returns a record of a chosen and a rejected answer."""
+    """Draws a record with a chosen and a rejected answer to the same prompt."""
     writer = _Writer(draw, ALL)
     if writer.seldom(4):
         return {"prompt": writer.text(), "chosen": writer.text(), "rejected": writer.text()}

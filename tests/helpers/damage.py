@@ -1,4 +1,4 @@
-"""Damaged files: Hypothesis's strategies, and the number of cases."""
+"""Hypothesis's strategies for damaged files, and the number of cases that they draw."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JSON = st.recursive(
 
 
 def paths(value: object, path: tuple = ()) -> list[tuple]:
-    """Returns the place of every part of a JSON value."""
+    """Returns the path of a JSON value, which is empty, and the paths of all parts in it."""
     inner = []
     if isinstance(value, dict):
         inner = value.items()
@@ -41,7 +41,7 @@ def paths(value: object, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def changed(draw: st.DrawFn, value: object) -> object:
-    """Returns a JSON value with one or two parts replaced or removed."""
+    """Draws a JSON value with one or two of its parts replaced or removed."""
     value = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 2))):
         inner = [path for path in paths(value) if path]
@@ -60,7 +60,7 @@ def changed(draw: st.DrawFn, value: object) -> object:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """Returns bytes cut off somewhere, or with some overwritten."""
+    """Draws `data` cut off at some place, or with up to 9 bytes overwritten there."""
     at = draw(st.integers(0, len(data)))
     middle = draw(st.binary(max_size=9))
     rest = data[at + len(middle) :] if draw(st.booleans()) else b""
@@ -68,6 +68,8 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def texts(original: bytes) -> st.SearchStrategy[bytes]:
-    """Returns a JSON text that is damaged, or with changed parts of its value."""
+    """Returns a strategy for a JSON text: unchanged, with damaged bytes, or with changed parts of
+    its value.
+    """
     values = changed(json.loads(original)).map(lambda value: json.dumps(value).encode())
     return st.just(original) | damaged(original) | values

@@ -23,10 +23,10 @@ def normal(*arch: int) -> mx.array:
 
 
 def check(forward, backward, oracle, inputs: dict[str, mx.array], zeros=()) -> None:
-    """Checks that `forward` equals `oracle`, and that `backward(y, dy)` equals the gradients of
-    both by each input.
+    """Checks that `forward` and `oracle` have the same output, and that `backward(y, dy)` returns
+    the gradients of both by each input.
 
-    Gradients named in `zeros` are zero except for rounding.
+    Gradients named in `zeros` need only be zero, except for rounding.
     """
     names, arrays = list(inputs), list(inputs.values())
     y = forward(*arrays)

@@ -28,7 +28,9 @@ def exported(*arguments: object) -> Bundle:
 
 
 def refused(*arguments: object) -> str:
-    """Returns the one sentence of a refused export, which leaves nothing."""
+    """Checks that an export is refused and leaves nothing. Returns the one sentence of the
+    refusal.
+    """
     before = sorted(Path().rglob("*"))
     result = export(*arguments)
     assert result.exit_code == 2, result.output

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Stands in for mesp-engine: keeps the contract of docs/formats.md, trains nothing.
+"""Stands in for mesp-engine: keeps the contract of docs/formats.md, but trains nothing.
 
-FAKE_ENGINE chooses its behaviour: `slow` (a step takes 20 ms, until a signal), `deaf` (the same,
-and signals are ignored), `refuse` (fails before it has a log), `fail` (fails after three steps),
-`crash` (after three steps) or `noisy` (prints a line that is no record, and a warning). Every
-SIGINT and SIGTERM is recorded in OUTPUT/signals.
+FAKE_ENGINE chooses its behaviour. With `slow`, a step takes 20 ms. With `deaf`, a step takes as
+long, and signals do not stop the run. With `refuse`, the engine fails before it has a log. With
+`fail`, it fails after three steps, and with `crash`, it crashes after three steps. With `noisy`, it
+prints a line that is no record, and a warning. It records every SIGINT and SIGTERM in
+OUTPUT/signals.
 
 `generate` and `evaluate` write no text, and append their settings as a line to FAKE_ENGINE_NOTES. A
-text's log-likelihood is the sum of the adapters' weights, less one for each of its tokens.
+text's log-likelihood is the sum of the adapters' weights, less one for each of the text's tokens
+after the first.
 
-A dry run predicts 1,000 bytes for each byte of the block functions and each token, and the bytes of
-the weights.
+A dry run predicts a peak of 1,000 bytes for each byte of the block functions and for each token of
+the length, plus the bytes of the weights.
 """
 
 import json

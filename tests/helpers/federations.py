@@ -27,14 +27,14 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 
 def federation(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """Returns the federation that mesp federate makes from its options for Flower."""
+    """Returns the federation that `mesp federate` would run in Flower with these options."""
     arguments = (bundle, "--data", data, "--out", output, *options)
     with main.make_context("mesp federate", [*map(str, arguments)]) as context:
         return prepare_federation(context)
 
 
 def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
-    """Returns the adapters that mesp-train makes from all of the data."""
+    """Trains on the bundle's data with mesp-train, without clients, and returns the adapters."""
     call("train", bundle, "--out", output, "--val-batches", 0, *options)
     return read_arrays(output / "adapters")
 

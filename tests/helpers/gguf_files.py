@@ -21,13 +21,13 @@ from mesp.models.tensor_names import CONVOLUTIONS
 _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-# The scaling of RoPE, with its factor in float32 as in the file.
+# Phi-3's scaling of RoPE. Its attention factor is rounded to float32, as in a GGUF file.
 _LONGROPE = FAMILIES["phi3"]["rope_scaling"] | {
     "attention_factor": float(str(np.float32(1.5**0.5)))
 }
-# For each family, llama.cpp's name of the architecture, and a tiny config.json. Each has the values
-# that llama.cpp assumes: the blocks without RoPE, and the scale of attention. mlx-lm ignores the
-# windows of Gemma 2.
+# For each family, llama.cpp's name of the architecture, and a tiny config.json. llama.cpp assumes
+# which blocks lack RoPE and what the scale of attention is, so each config.json has these values.
+# Gemma 2's windows are longer than the texts, because mlx-lm ignores the windows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", FAMILIES["qwen2"] | {"max_position_embeddings": 512}),
     "qwen3": ("qwen3", FAMILIES["qwen3"]),
@@ -49,17 +49,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": (
         "qwen35",
         FAMILIES["qwen3_5"]
-        # llama.cpp requires keys of the values' size, and this ε for the lengths of q and k, too.
+        # llama.cpp requires that keys and values have the same size, and it uses this ε for the
+        # lengths of q and k too.
         | {"model_type": "qwen3_5_text", "linear_key_head_dim": 32, "linear_value_head_dim": 32}
         | {"rms_norm_eps": 1e-6},
     ),
     "lfm2": ("lfm2", FAMILIES["lfm2"]),
     "phi3": ("phi3", FAMILIES["phi3"] | {"rope_scaling": _LONGROPE}),
-    # In llama.cpp, all blocks of Qwen3's mixtures have experts, and the weights of LFM2's experts
-    # have no factor.
+    # llama.cpp has experts in all blocks of Qwen3's mixtures, and it multiplies the weights of
+    # LFM2's experts by no factor.
     "qwen3_moe": ("qwen3moe", FAMILIES["qwen3_moe"] | {"mlp_only_layers": []}),
     "lfm2_moe": ("lfm2moe", FAMILIES["lfm2_moe"] | {"routed_scaling_factor": 1.0}),
-    # The rows of this model consist of whole blocks of 256 weights.
+    # A model whose rows consist of whole blocks of 256 weights.
     "wide": (
         "qwen2",
         TINY
@@ -88,9 +89,9 @@ def write_gguf(
     """Writes a model of `MODELS` from tensors with Hugging Face's names; `encode` converts
     matrices.
 
-    The `vocabulary` is ``numbers``, ``pieces`` as in SentencePiece, or bytes and pairs, with a
-    pre-tokenizer of this name that splits words. Metadata keys in `without` are left out, and those
-    in `changed` have other values.
+    `vocabulary` is ``numbers``, ``pieces`` for pieces as in SentencePiece, or the name of a
+    pre-tokenizer that splits words. With a pre-tokenizer, the tokens are bytes and merged pairs.
+    Metadata keys in `without` are left out, and those in `changed` get the values given there.
     """
     name, said = MODELS[model]
     config = complete(said)
@@ -121,7 +122,7 @@ def write_gguf(
 
 
 def _stacked(config: dict[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Returns the tensors with the matrices of all experts as one, [experts, out, in]."""
+    """Returns the tensors, with the experts' matrices stacked into tensors [experts, out, in]."""
     names = {theirs: ours for ours, theirs in EXPERT_MATRICES.get(config["model_type"], {}).items()}
     found, experts = {}, {}
     for key, tensor in tensors.items():
@@ -214,7 +215,7 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any], said: dict[str,
 
 
 def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -> np.ndarray:
-    """Returns a tensor in the form of llama.cpp's converter."""
+    """Returns a tensor as llama.cpp's converter would write it."""
     if name in INTERLEAVED and ("q_proj" in key or "k_proj" in key):
         heads = config["num_attention_heads" if "q_proj" in key else "num_key_value_heads"]
         halves = array.reshape(heads, 2, -1, *array.shape[1:])
@@ -246,9 +247,9 @@ def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, kind: str, folder: Path, size: int) -> None:
-    """Writes numbers, pieces with scores, or the tokens of `write_tokenizer`.
+    """Writes a vocabulary of numbers, of pieces with scores, or of the tokens of `write_tokenizer`.
 
-    No token's text is a part of a character, because llama.cpp returns only whole characters.
+    No number is a part of a character: llama.cpp returns only whole characters.
     """
     merges = []
     if kind == "numbers":

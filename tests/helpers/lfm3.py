@@ -20,7 +20,9 @@ from mlx_lm.models.rope_utils import ProportionalRoPE
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """A published config.json, or a bundle's, with RoPE's numbers one by one."""
+    """The keys of a config.json. A published one has RoPE's numbers in `rope_parameters`, and that
+    of a bundle has each of these numbers under a key of its own.
+    """
 
     model_type: str
     vocab_size: int
@@ -128,8 +130,8 @@ class Model(nn.Module):
         return self.model.embed_tokens.as_linear(self.model(inputs, cache))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Returns the weights with mlx-lm's names from transformers', and convolutions in MLX's
-        form.
+        """Returns transformers' weights with mlx-lm's names, and with convolutions in MLX's
+        layout.
         """
         found = {}
         for name, array in weights.items():

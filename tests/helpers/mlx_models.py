@@ -1,6 +1,6 @@
 """Tiny checkpoints in MLX's format, as on mlx-community.
 
-They are mlx-lm's models with random weights, which mlx-lm quantizes and saves.
+mlx-lm makes these models with random weights, quantizes them and saves them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from helpers.models import FAMILIES, mlx_lm_model, published, write_tokenizer
 from mesp.block_function.dequantize import pack
 
 Tensors = dict[str, mx.array]
-# Sizes that groups of any size divide.
+# Sizes that are multiples of every group size.
 _SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -43,7 +43,7 @@ def _of_family(name: str) -> dict[str, Any]:
     return config | ({"rope_scaling": _LONG} if name == "phi3" else {})
 
 
-# A config.json of each plain family, by its name in `FAMILIES`.
+# A tiny config.json of each family that the engine can import, by the family's name.
 CONFIGS = {
     name: _of_family(name)
     for name in (
@@ -78,9 +78,10 @@ def write_mlx_model(
 ) -> Path:
     """Writes a model's folder and returns it.
 
-    Scales, norms and biases have the `dtype`. `own` returns, for the path of a module, whether or
-    how it is quantized. `edit` changes the tensors before they are saved. `say` changes the
-    config.json; if the model has several modalities, it changes the text's part.
+    Scales, norms and biases have the `dtype`. `own` returns, for the path of a module, whether the
+    module is quantized, or with which settings. `edit` changes the tensors before they are saved,
+    and `say` changes the config.json. If the model has several modalities, `say` gets only the part
+    of the config.json for the text.
     """
     model = mlx_lm_model(config, seed=seed)
     model.set_dtype(getattr(mx, dtype))
@@ -88,7 +89,8 @@ def write_mlx_model(
     model, whole = utils.quantize_model(
         model, whole, group_size, bits, mode, quant_predicate=lambda path, module: own(path)
     )
-    # As if a user of mlx-lm wrote it by hand: a module that is not quantized has no entry.
+    # mlx-lm writes no entry for a module that is not quantized. Here the module gets the entry
+    # `false`, as from a user who writes the config.json by hand.
     names = [path for path, module in model.named_modules() if hasattr(module, "to_quantized")]
     whole["quantization"] |= {path: False for path in names if own(path) is False}
     say(whole.get("text_config", whole))
@@ -109,7 +111,8 @@ def write_mlx_model(
 def write_variation(folder: Path, family: str, seed: int) -> Path:
     """Writes a model of a family with random variations of everything in a checkpoint.
 
-    Most variations are valid. Of the first four of each family, two or more are.
+    Most variations are valid models. With the seeds 0 to 3, each family has at least two valid
+    ones.
     """
     draw = random.Random(f"{family} {seed}")
     config = dict(CONFIGS[family])
@@ -132,10 +135,10 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
 
 
 def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
-    """Returns matrices [out, in] as in published models of few values.
+    """Returns tensors whose matrices [out, in] have few values, packed as in published models.
 
-    The values are ±d in codes of 1 bit, or 0 and ±d in codes of 2 bits. Scales and biases are
-    float16, for each d.
+    With codes of 1 bit, the values are ±d; with codes of 2 bits, they are 0 and ±d. Each group has
+    its own d, and its scale and bias are float16.
     """
     found = dict(tensors)
     for name, matrix in tensors.items():
@@ -176,8 +179,8 @@ def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
 def _vary_quantizations(
     draw: random.Random, is_affine: bool
 ) -> Callable[[str], bool | dict[str, Any]]:
-    """Returns a function for whether and how a module is quantized: all alike, or as in mixed
-    recipes.
+    """Returns a function that says whether and how the module with a path is quantized. Modules are
+    quantized alike, or differently as in mixed recipes.
     """
     kind = draw.choice(["alike", "alike", "head", "mixed", "mode"])
     left = draw.choice(["q_proj", "embed_tokens"]) if draw.random() < 0.05 else "none"
@@ -203,7 +206,9 @@ def _vary_quantizations(
 
 
 def _vary_tensors(tensors: Tensors, config: dict[str, Any], draw: random.Random) -> None:
-    """Adds tensors of older checkpoints and of several modalities, and stored heads."""
+    """Adds tensors that older checkpoints have, tensors of other modalities, and a stored head, and
+    changes the type of a norm.
+    """
     prefix = "language_model." if "language_model.model.norm.weight" in tensors else ""
     if draw.random() < 0.3:
         for i in range(config["num_hidden_layers"]):
@@ -242,7 +247,8 @@ _SCALINGS: list[dict[str, Any]] = [
     {"type": "mrope", "mrope_section": [4, 6, 6]},
 ]
 _UNKNOWN = {"rope_type": "dynamic", "factor": 2.0}
-# Keys with other values, if a family has them, or None to remove them.
+# Keys that `_vary_config` removes or changes to these values, if a config.json has them. It only
+# removes the keys that have None here.
 _CHANGED = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000,
@@ -263,7 +269,9 @@ _CHANGED = {
 
 
 def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
-    """Varies keys that change no shape: RoPE in every spelling, and missing or changed keys."""
+    """Varies keys that change no shape. RoPE is written in every spelling, and other keys are
+    removed or changed.
+    """
     if draw.random() < 0.6:
         scaling = dict(draw.choice(_SCALINGS) if draw.random() < 0.95 else _UNKNOWN)
         if draw.random() < 0.5:
@@ -287,9 +295,9 @@ def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
 
 
 def add_terms(folder: Path, license: str = "other") -> list[str]:
-    """Adds files of terms and a card to a model's folder.
+    """Adds files of terms, a card and a program to a model's folder.
 
-    Returns the names of the files that accompany a bundle.
+    Returns the names of the files of terms, which must accompany a bundle of the model.
     """
     terms = ["LICENSE", "Notice.txt", "USE_POLICY.md"]
     for name in terms:

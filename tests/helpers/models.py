@@ -48,7 +48,7 @@ _COMMON |= {"max_position_embeddings": 512, "num_hidden_layers": 2}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
-# mlx-lm uses the long factors for any length.
+# Both lists are equal, because mlx-lm uses the long factors for any length.
 _FACTORS = [1, 1.1, 1.5, 2, 3, 4]
 _LONG = {"type": "longrope", "short_factor": _FACTORS, "long_factor": _FACTORS}
 
@@ -191,9 +191,9 @@ FAMILIES = {
     "qwen3_5": {
         **_COMMON,
         "model_type": "qwen3_5",
-        # A large ε. With few dimensions, the state's output for a token may be near 0, and then the
-        # derivative of its norm is near 1 / √ε. With ε = 1e-6, training would multiply rounding
-        # errors.
+        # ε is large here. The model has few dimensions, so the state's output for a token may be
+        # near 0, and the derivative of its norm is then near 1 / √ε. With ε = 1e-6, training would
+        # multiply rounding errors.
         "rms_norm_eps": 1e-2,
         "head_dim": 32,
         "full_attention_interval": 2,
@@ -285,13 +285,14 @@ FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
     "shared_expert_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-# A model with an MLP beside the experts.
+# A model whose blocks have an MLP beside the experts.
 FAMILIES["granite-moe"] = FAMILIES["granite-mamba"] | {
     "intermediate_size": 64,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
 }
-# The names of an expert's matrices in Hugging Face's checkpoints.
+# For each `model_type`: MeSP's names of an expert's matrices -> their names in Hugging Face's
+# checkpoints.
 EXPERT_MATRICES = {
     "lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "qwen3_moe": {name: name for name in ("gate_proj", "up_proj", "down_proj")},
@@ -302,8 +303,8 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind a
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
-    """Returns a model's weights by their Hugging Face names, float32, such that every part
-    matters.
+    """Returns a model's random float32 weights by their Hugging Face names. They are such that
+    every part of the model matters.
     """
     arch = Architecture.from_config(config)
     keys = iter(mx.random.split(mx.random.key(seed), 20 * arch.num_hidden_layers + 3))
@@ -348,7 +349,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
         for name, size in block.norms().items():
             weight = norm(size)
             if name.endswith("q_norm.weight") and getattr(block.mixer, "attention_scale", 0) == 1:
-                weight = weight * size**-0.5  # it includes the scale of the scores
+                weight = weight * size**-0.5  # the weight includes the scale of attention
             tensors[name_there(prefix + name, arch.model_type)] = weight
         for name, shape in block.vectors().items():
             tensors[prefix + name] = vector(name, shape)
@@ -365,7 +366,9 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Writes a byte-level BPE tokenizer with at most `vocab_size` tokens; <|endoftext|> is 0."""
+    """Writes a byte-level BPE tokenizer with at most `vocab_size` tokens. Token 0 is
+    <|endoftext|>.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -410,10 +413,11 @@ def write_model(
 
 
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Returns a config.json and tensors in their published form.
+    """Returns a config.json and tensors in the form in which models of the family are published.
 
-    In this form, a linear layer may hold several of ours, and the text may be in a model of several
-    modalities. The config.json may not say that the head is tied.
+    In this form, one linear layer may hold several layers of MeSP's, and the text may be a part of
+    a model of several modalities. In some families, the config.json does not say whether the head
+    is tied.
     """
     family = families.FAMILIES[config["model_type"]]
     texts, tensors = family.texts, dict(tensors)
@@ -434,7 +438,7 @@ def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[st
 
 
 def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
-    """Writes a model that mlx-lm quantized by one of its recipes, with a head in 8 bits."""
+    """Writes a model that mlx-lm quantizes by one of its mixed recipes, with a head in 8 bits."""
     from mlx_lm.convert import mixed_quant_predicate_builder
 
     model = mlx_lm_model(config)
@@ -467,7 +471,9 @@ def _write_quantized(
 def mlx_lm_model(
     config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
 ) -> nn.Module:
-    """Returns mlx-lm's model with `random_tensors`, with each matrix quantized by its name."""
+    """Returns mlx-lm's model with the weights of `random_tensors`. If `quantization` is given, it
+    returns for a matrix's name how the matrix is quantized.
+    """
     config, weights = published(config, random_tensors(config, seed))
     model_class, arguments = _get_classes(config)
     model = model_class(arguments.from_dict(deepcopy(config)))  # some change their arguments
@@ -488,7 +494,9 @@ def text_of(model: nn.Module) -> nn.Module:
 
 
 def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
-    """Returns a block of mlx-lm with the names and in the form of a bundle."""
+    """Returns the arrays of mlx-lm's block with the names and in the form that they have in a
+    bundle.
+    """
     arch, arrays = block.arch, {}
     offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
     for theirs, array in tree_flatten(layer.parameters()):
@@ -500,14 +508,16 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """Returns the mask of mlx-lm's block, with Hugging Face's window."""
+    """Returns the mask that mlx-lm's block needs for Hugging Face's window. Returns None for a
+    mixer that is not attention.
+    """
     if not isinstance(block.mixer, AttentionMixer):
         return None
     return create_causal_mask(length, window_size=block.mixer.sliding_window)
 
 
 def residual_factor(layer: nn.Module) -> float:
-    """Returns the factor of the terms that mlx-lm's block adds to x."""
+    """Returns the factor by which mlx-lm's block multiplies the terms that it adds to x."""
     if hasattr(layer, "scale_depth"):
         return layer.scale_depth / layer.num_hidden_layers**0.5
     return getattr(layer, "residual_multiplier", 1.0)
@@ -520,10 +530,11 @@ def run_layer(
     per_layer: mx.array | None = None,
     shared: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Returns the output of mlx-lm's block for the inputs of our block.
+    """Returns the output of mlx-lm's block for the inputs of MeSP's block.
 
-    If mlx-lm's block multiplies the terms that it adds to x by m, its x is m times ours. Ministral
-    3's block also multiplies queries, by 1 for the lengths here.
+    If mlx-lm's block multiplies the terms that it adds to x by m, it gets m · x here, and its
+    output is divided by m. Ministral 3's block also multiplies the queries by a factor, which is 1
+    for the lengths here.
     """
     factor = residual_factor(layer)
     if block.arch.per_layer:
@@ -534,8 +545,8 @@ def run_layer(
 
 
 def given_to(block: Block, T: int) -> dict[str, Any]:
-    """Returns random arrays for the inputs of a block besides x: embeddings of its layer, and keys
-    and values of another block.
+    """Returns random arrays for a block's inputs besides x. Some blocks take embeddings of their
+    layer, and some take the keys and values of another block.
     """
     given: dict[str, Any] = {}
     mixer = block.mixer
@@ -548,15 +559,15 @@ def given_to(block: Block, T: int) -> dict[str, Any]:
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:
-    """Makes the reference keep the matrices that it dequantizes, which is half of a small step's
-    time.
+    """Makes the reference keep each matrix that it dequantizes. Otherwise, dequantizing takes half
+    of a small step's time.
     """
     dequantize, known = mx.dequantize, {}
 
     def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
         if id(packed) not in known:
             matrix = dequantize(packed, *others, **options)
-            # The array is kept with the result, so that no other array gets its id
+            # The packed array is kept beside its matrix, so that no later array gets its id.
             known[id(packed)] = (packed, matrix)
         return known[id(packed)][1]
 
@@ -568,10 +579,10 @@ def quantizable(module: nn.Module) -> bool:
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
-    """Wraps an mlx-lm block's modules in LoRALinear, LoRASwitchLinear or, if `flat` has m,
-    DoRALinear.
+    """Replaces modules of mlx-lm's block by LoRALinear, LoRASwitchLinear or, if `flat` has
+    magnitudes m, DoRALinear.
 
-    Only `flat`'s parameters are trainable.
+    The new modules get the matrices of `flat`, and only these matrices are trainable.
     """
     modules = dict(layer.named_modules())
     wrapped = []
@@ -593,7 +604,9 @@ def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> N
 
 
 def byte_tokenizer(folder: Path, has_begin: bool, adds_begin: bool) -> TokenizerWrapper:
-    """Returns a tokenizer with a token for each byte: 0 ends a text, and 1 begins it."""
+    """Returns a tokenizer with a token for each byte. Token 0 ends a text, and token 1 begins a
+    text if `has_begin`. If `adds_begin`, encoding puts token 1 before each text.
+    """
     end, begin, *others = (f"<0x{byte:02X}>" for byte in range(256))
     vocabulary = {token: byte for byte, token in enumerate([end, begin, *others])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))

@@ -1,7 +1,8 @@
 """Makes MLX multiply with OpenBLAS in this process, as in the engine: about 20 times faster.
 
-Import it before MLX. libmlx prefers a `cblas_sgemm` that is loaded globally to its own BLAS;
-scipy-openblas32 names it `scipy_cblas_sgemm`. The engine's sources map one name to the other.
+Import this module before MLX. If a `cblas_sgemm` is loaded globally, libmlx calls it instead of its
+own BLAS. In the wheel scipy-openblas32, OpenBLAS's function has the name `scipy_cblas_sgemm`. The
+engine's sources, from which a library is built here, map one name to the other.
 """
 
 import ctypes
@@ -18,8 +19,8 @@ LIBRARY = ROOT / ".build" / "openblas.so"
 
 
 def load() -> None:
-    """Builds the library if it is missing or old, and loads it. Without the wheel or a compiler,
-    does nothing.
+    """Loads the library, and builds it first if it is missing or old. Does nothing without the
+    wheel scipy-openblas32 or without a compiler.
     """
     spec = importlib.util.find_spec("scipy_openblas32")
     compiler = shutil.which("clang++") or shutil.which("c++")

@@ -23,10 +23,10 @@ Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
 
 @dataclass
 class Recipe:
-    """The settings of an oracle run; the defaults are mesp-train's."""
+    """The settings of a run of `Oracle.train`. The defaults are those of mesp-train."""
 
     optimizer: optim.Optimizer
-    optimizer_of_b: optim.Optimizer | None = None  # a separate learning rate for each B, if set
+    optimizer_of_b: optim.Optimizer | None = None  # if set, trains the matrices B
     sequences: int = 1  # sequences of a step
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
@@ -52,7 +52,8 @@ class Oracle:
     """The bundle's model and training data."""
 
     model: reference.Model
-    # The records of each sequence: at most T + 1 tokens, and the positions of those that count.
+    # The records of each sequence. A record has at most T + 1 tokens, and the positions of the
+    # targets that count in the loss.
     sequences: list[list[tuple[mx.array, mx.array]]]
 
     @classmethod
@@ -78,7 +79,7 @@ class Oracle:
         return cls(reference.Model.of(bundle), sequences)
 
     def initial(self, recipe: Recipe) -> Parameters:
-        """Returns the trained matrices of every trained block, by name."""
+        """Returns the initial values of the matrices that are trained, by name."""
         arch = self.model.arch
         flat = reference.init_lora(arch, RANK, recipe.seed)
         first = arch.num_hidden_layers - (recipe.num_layers or arch.num_hidden_layers)
@@ -98,7 +99,7 @@ class Oracle:
         dropout: reference.Dropout | None = None,
     ) -> mx.array:
         """Returns the mean loss over all counted targets of a step's records. With dropout, each
-        record is a sequence.
+        record must be a sequence of its own.
         """
         arch, losses = self.model.arch, []
         lora = []
@@ -157,7 +158,7 @@ class Oracle:
 
 def saved(output: Path) -> Parameters:
     adapters = mx.load(str(output / "adapters" / "adapters.safetensors"))
-    # mlx-lm names the text model of some families by its place in a larger model.
+    # mlx-lm puts `language_model.` before the names of a text in a model of several modalities.
     return {name.removeprefix("language_model."): each for name, each in adapters.items()}
 
 

@@ -17,7 +17,7 @@ class Phones:
         self.program = "xcrun"
 
     def add(self, name: str, **more: object) -> Path:
-        """Attaches a phone; returns the runs folder of its app."""
+        """Attaches a phone, and returns the folder with the runs of its app."""
         number = len(self.world["devices"])
         container = self.folder / f"container-{number}"
         (container / "Documents").mkdir(parents=True)
@@ -27,7 +27,9 @@ class Phones:
         return container / "Documents" / "runs"
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment in which a command finds the phones only with `program`."""
+        """Returns an environment for a command, in which only the stand-in of `self.program`
+        reports the phones.
+        """
         described = self.folder / "phones.json"
         described.write_text(json.dumps(self.world))
         programs = self.folder / "programs"
@@ -38,7 +40,7 @@ class Phones:
         return {"FAKE_XCRUN": str(described), "PATH": path}
 
     def calls(self) -> list[list[str]]:
-        """Returns the arguments of every call of a program."""
+        """Returns the arguments of every call of a stand-in."""
         calls = self.folder / "calls.jsonl"
         lines = calls.read_text().splitlines() if calls.exists() else []
         return [json.loads(line) for line in lines]

@@ -9,9 +9,10 @@ import mlx.nn as nn
 class TRL:
     """The losses of TRL 1.9.0, in MLX, with TRL's names and order of formulas.
 
-    They are those of DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of `experimental/cpo`
-    (simpo with `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and KTOTrainer (`loss_type`
-    kto), with the given constants. Arrays have an element for each pair, or for each record.
+    TRL has them in these classes: DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of
+    `experimental/cpo` (simpo with `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and
+    KTOTrainer (`loss_type` kto). An array has an element for each pair or, for kto, for each
+    record.
     """
 
     def __init__(self, beta: float, desirable_weight: float = 1.5) -> None:

@@ -14,11 +14,13 @@ def write_run(
     seed: int = 0,
     ago: timedelta = timedelta(0),
 ) -> Path:
-    """Writes and returns a run of 256-token steps of 0.5 s; the loss falls from 4 by 0.1 a step."""
+    """Writes a run and returns its folder. A step has 256 tokens and takes 0.5 s. The loss is 4 in
+    the first step, and falls by 0.1 a step.
+    """
     time = f"{datetime.now(UTC) - ago:%Y-%m-%dT%H:%M:%SZ}"
     settings = {"method": "mesp", "seq_len": 256, "rank": 8, "seed": seed}
     start = {"type": "start", "model": {"name": "Qwen2.5-0.5B"}, "settings": settings}
-    # The time when a run began identifies it: it is the same in every call.
+    # A run is identified by the time when it began, so this time is the same in every call.
     records = [{**start, "time": "2026-01-01T00:00:00Z"}]
     records.append({"type": "eval", "time": time, "step": 0, "loss": 4.51, "tokens": 256})
     memory = {"footprint_bytes": 40_000_000, "footprint_peak_bytes": 50_000_000}

@@ -1,5 +1,5 @@
-"""A SuperLink that a test can make behave in any way: Flower's fleet protocol over HTTP, written by
-hand.
+"""A stand-in for Flower's SuperLink, which a test can make behave in any way. It speaks Flower's
+fleet protocol over HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """Returns a field of a protobuf message."""
+    """Returns a field of a protobuf message: a number or bytes."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + varint(len(value)) + value
@@ -33,17 +33,18 @@ def fixed64(number: int, value: bytes) -> bytes:
 
 
 def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
-    """Returns a Flower object's id and content."""
+    """Returns the id and the content of an object in Flower's format."""
     content = f"{kind} {','.join(children)} {len(body)}".encode() + b"\0" + body
     return hashlib.sha256(content).hexdigest(), content
 
 
 class SuperLink:
-    """Answers each call with the function of its name in `answers`, and records `calls` with
-    headers.
+    """Answers each call by the function in `answers` that has the call's name. Keeps the names and
+    headers of all calls in `calls`.
 
-    Calls without a function get an empty message, and a new node gets the number 5. A function
-    finds the request in the handler's `body`.
+    Calls without a function get an empty message, except that a new node gets the number 5 and
+    heartbeats are confirmed. A function's argument is the HTTP handler, which has the request in
+    `body`.
     """
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
@@ -91,7 +92,9 @@ class SuperLink:
 
 
 def message(objects: list[str], created: float | None = None) -> bytes:
-    """Returns the answer to pull-messages: one message, with a tree of these objects."""
+    """Returns an answer to pull-messages: one message, which has the first of these objects as its
+    root and the others as the root's children.
+    """
     created = time.time() if created is None else created
     root = objects[0]
     metadata = field(1, 7) + field(2, root.encode()) + field(3, 1) + field(4, 5)
@@ -107,7 +110,7 @@ Value = float | int | bool | str | list[str]
 
 
 def _value(value: Value) -> bytes:
-    """Returns a value of a record of settings."""
+    """Returns the protobuf message of a setting's value."""
     match value:
         case bool():
             return field(4, int(value))
@@ -122,8 +125,8 @@ def _value(value: Value) -> bytes:
 
 
 def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[str, bytes]:
-    """Returns the objects of a message that asks for training, by their ids, with its root
-    first.
+    """Returns the objects of a message that asks a node to train, by their ids. The message's root
+    is the first.
     """
     objects: dict[str, bytes] = {}
 
@@ -156,7 +159,7 @@ def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[st
 
 
 def asking(*questions: dict[str, bytes]) -> dict[str, Callable[[BaseHTTPRequestHandler], bytes]]:
-    """Returns the answers of a server that has these messages, one after another."""
+    """Returns functions for `SuperLink` that send these messages, one after another."""
     messages = iter([message([*objects]) for objects in questions])
     contents = {each: content for objects in questions for each, content in objects.items()}
 

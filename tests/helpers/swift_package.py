@@ -10,20 +10,20 @@ from typing import NamedTuple
 from helpers.paths import APP, ROOT
 from mesp.engine.build import find_engine
 
-# The parts of the package, each after the parts that it imports. The name of a part's module is
-# `MeSP` and the part's name.
+# The parts of the package. Each stands after the parts that it imports. A part's module has the
+# name `MeSP` followed by the part's name.
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
 # The source that SwiftPM adds to a target with resources.
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
 TYPES = {"class", "struct", "enum", "protocol", "actor"}
-# Conformances of every type that does not suppress them.
+# Protocols to which every type conforms unless it suppresses them.
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
 def tool(name: str) -> str:
-    """Returns a program of the Swift toolchain; on a Mac it is not in the path."""
+    """Returns the path of a program of the Swift toolchain. On a Mac, xcrun knows this path."""
     found = shutil.which(name)
     if not found and shutil.which("xcrun"):
         found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
@@ -41,7 +41,7 @@ def sources(part: str) -> list[Path]:
 
 
 def write_symbol_graphs(folder: Path) -> Path:
-    """Compiles the modules without function bodies, and returns the folder with their symbol
+    """Compiles the modules without function bodies. Returns the folder with the modules' symbol
     graphs.
     """
     build = find_engine().parent  # the folder with the compiled module MLX
@@ -84,7 +84,7 @@ class Symbol(NamedTuple):
     kind: str  # without the language: "struct", "method", "enum.case"
     path: tuple[str, ...]
     declaration: str
-    # Whether the declaration has a comment, or the requirement that it meets has one.
+    # Whether the declaration has a comment, or meets a requirement that has one.
     is_documented: bool
     # Whether a protocol or a superclass requires the declaration.
     is_required: bool
@@ -92,7 +92,7 @@ class Symbol(NamedTuple):
     references: frozenset[str]
     # The protocols that a type conforms to.
     conformances: tuple[str, ...]
-    # Whether the declaration extends a type of a module outside of the package.
+    # Whether the declaration extends a type of a module outside the package.
     is_in_foreign_type: bool
 
     @property

@@ -19,7 +19,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FAMILIES as KNOWN
 
-# Configurations of texts alone, because a larger model's class contains a text's.
+# Only configurations of texts are tested, because the class of a larger model contains its text's.
 TEXTS = {
     name: config | {"model_type": "gemma4_text"} if name == "gemma4" else config
     for name, config in FAMILIES.items()
@@ -69,7 +69,9 @@ def test_what_is_left_out_is_as_in_transformers(name):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_completed_config_is_complete(name):
-    """A bundle has it, for mlx-lm and transformers."""
+    """A completed config.json is read like the original one, here and by transformers. A bundle has
+    the completed one.
+    """
     config = {key: value for key, value in TEXTS[name].items() if value is not None}
     assert reading(complete(config)) == reading(config)
     assert reading(read_by_transformers(complete(config))) == reading(config)
@@ -85,7 +87,7 @@ def test_numbers_that_json_has_not_are_as_transformers_5_writes_them(kind):
 
 
 def test_the_number_of_experts_by_either_name():
-    """transformers 5 names Qwen3 MoE's differently."""
+    """transformers 5 has another name for this number in Qwen3 MoE's config.json."""
     config = dict(FAMILIES["qwen3_moe"])
     number = config.pop("num_experts")
     assert reading(config | {"num_local_experts": number}) == reading(FAMILIES["qwen3_moe"])
@@ -93,8 +95,8 @@ def test_the_number_of_experts_by_either_name():
     assert "num_local_experts to 9" in reading(both)
 
 
-# Keys of transformers' classes on which no logits of a text depend: they are about training,
-# making, generating or describing a model.
+# Keys of transformers' classes that change no logits of a text. They are about training, making,
+# generating with or describing a model.
 NOTHING = frozenset(
     ("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache",
      "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -154,7 +156,7 @@ OTHERS = {
     "sliding_window": 3, "layer_types": ["sliding_attention"] * 2, "mamba_d_conv": 2,
     "use_sliding_window": True,
 }  # fmt: skip
-# Keys that mlx-lm reads in a family, and transformers does not.
+# Keys that mlx-lm reads in a family although transformers does not read them.
 OF_MLX_LM = {"llama": {"layer_types"}, "granite": {"layer_types"}}
 
 

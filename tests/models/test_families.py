@@ -72,12 +72,12 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
     quantized = source
     if family != "mixed":
         quantized = tmp_path / "quantized"
-        # Without a predicate, mlx-lm keeps some layers of some families in 8 bits.
+        # Without a predicate, mlx-lm would keep some layers of some families in 8 bits.
         options = {"quant_predicate": quantization, "dtype": "float32"}
         mlx_lm.convert(str(source), str(quantized), quantize=True, **options)
     model, _ = mlx_lm.load(str(quantized))
     held_out = (Bundle(bundle), SEQ_LEN, VAL_BATCHES)
-    # The two differ only in the order of float32 sums.
+    # The two losses differ only in the order of float32 sums.
     assert measure_held_out_loss(model, *held_out) == pytest.approx(before, rel=1e-5)
     load_adapters(model, str(output / "adapters"))
     model.eval()
@@ -89,7 +89,8 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
         assert LoRASwitchLinear in kinds and LoRALinear not in kinds
 
     prompt = Bundle(bundle).tokens("valid")[:SEQ_LEN].tolist()
-    # The errors of a recurrent state add up.
+    # In a recurrent state, errors add up from token to token, so these families generate more
+    # tokens.
     count = 200 if family in ("qwen3_5", "lfm2", "granite-mamba") else 20
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
     *ours, _ = generate(bundle, prompt, max_tokens=count, adapters=weigh(output / "adapters"))

@@ -33,7 +33,7 @@ def test_geometry_of_a_config():
 
 
 def test_fused_modules_hold_their_projections_one_below_the_other():
-    arch = Architecture.from_config(FAMILIES["phi3"])  # 4 heads of 16, 2 of keys
+    arch = Architecture.from_config(FAMILIES["phi3"])  # 4 heads of 16 for queries, and 2 for keys
     block = arch.blocks[0]
     assert tuple(block.modules.items()) == FUSED_ATTENTION + FUSED_MLP
     assert block.sizes() == {
@@ -86,7 +86,7 @@ def test_kinds_of_attention(name, windows, layers):
 
 
 def test_defaults_of_the_patterns():
-    """Hugging Face fills in the same defaults."""
+    """A config.json that lacks a pattern gets the same default as in Hugging Face."""
     gemma3 = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "sliding_window_pattern"}
     arch = Architecture.from_config({**gemma3, "num_hidden_layers": 14})
     assert arch.layers == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0)
@@ -228,7 +228,9 @@ def test_damaged_mixer_of_a_hybrid_is_refused(family, damage):
 
 
 def test_layers_of_a_hybrid():
-    """Hugging Face fills in the same defaults, and LFM2 states its layers in two ways."""
+    """Layers that a config.json leaves out get the same defaults as in Hugging Face. LFM2 states
+    its layers in two ways.
+    """
     qwen = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "full_attention_interval"}
     arch = Architecture.from_config({**qwen, "num_hidden_layers": 9})
     assert arch.layers == (0, 0, 0, 1, 0, 0, 0, 1, 0)
@@ -449,8 +451,8 @@ def test_what_is_not_supported_is_named(family, change, named):
 
 
 def test_layers_with_experts():
-    """LFM2's first layers have none; in Qwen3 every n-th layer has some, except those that are
-    named.
+    """LFM2's first layers have no experts. In Qwen3's mixtures, every n-th layer has experts,
+    except the layers that the config.json names.
     """
     lfm2 = Architecture.from_config({**FAMILIES["lfm2_moe"], "use_expert_bias": False})
     assert [bool(block.mlp.experts) for block in lfm2.blocks] == [False, True]
@@ -464,7 +466,9 @@ def test_layers_with_experts():
 
 
 def test_granite_4_turns_as_transformers_has_it():
-    """A model has RoPE only with "rope". transformers 5 also names the layers differently."""
+    """Granite 4 has RoPE only if its config.json says "rope". transformers 5 also has other names
+    for the kinds of layers.
+    """
     config = FAMILIES["granitemoehybrid"]
     arch = Architecture.from_config(config)
     assert len(arch.mixers[0].frequencies) == 8

@@ -106,8 +106,8 @@ def test_llama3_slows_down_what_turns_seldom_in_the_original_length():
 
 
 def test_the_original_length_beside_the_scaling_comes_first():
-    """transformers prefers it to the one in the scaling. Phi-3's config.json has it beside the
-    scaling.
+    """transformers prefers the original length beside the scaling to the one in the scaling.
+    Phi-3's config.json has it beside the scaling.
     """
     scaling = YARN | {"original_max_position_embeddings": 1}
     found, _ = turns(scaling, original_max_position_embeddings=16384)
@@ -159,7 +159,9 @@ def test_what_no_formula_reads_of_windows_is_named():
 
 
 def test_mlx_lm_is_told_what_is_equal_or_refused():
-    """mlx-lm has no attention_factor, always truncates, and uses only the long factors."""
+    """mlx-lm gets an equal scaling, or the scaling is refused. mlx-lm has no attention_factor,
+    always truncates, and uses only the long factors.
+    """
     from mlx_lm.models.rope_utils import initialize_rope
 
     def told(scaling: dict, length: int = 1) -> dict:

@@ -14,9 +14,9 @@ from mesp.engine.build import CHECKOUT, built_program
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
-# From the safetensors files' metadata on the Hub. Qwen3's below 4B include the tied head a second
-# time. Qwen3.5, Gemma 3 4B and Ministral 3 have only the text; of the smallest, llama.cpp's count
-# too.
+# From the metadata of safetensors files on the Hub. The files of Qwen3 below 4B include the tied
+# head a second time, which is subtracted here. For Qwen3.5, Gemma 3 4B and Ministral 3, only the
+# text is counted. For the smallest of them, llama.cpp has the same count.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -109,7 +109,7 @@ def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
 def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MESP_ENGINE", str(FAKE_ENGINE))
-    # One for each kind of plan: dense, a mixture, and the one that is exported below.
+    # One model for each kind of plan: a dense one, a mixture, and the one that is exported below.
     of_three = [["Qwen3-0.6B"], ["LFM2-8B-A1B"], ["SmolLM2-135M"]]
     monkeypatch.setattr("mesp.commands.models.geometries", lambda: of_three)
     result = listed()

@@ -76,7 +76,8 @@ _ROPE_KEYS: dict[str, dict[str, list[Any]]] = {
     "linear": {"truncate": [False]},
     "default": {"factor": [2.0], "mrope_section": [[2, 3, 3]]},
 }
-# Values of keys whose type is not enough. Other numbers are doubled or halved, and flags inverted.
+# Values that are tried for keys whose type does not suggest any. Of all other keys, numbers are
+# doubled or halved, and flags are inverted.
 _VALUES: dict[str, list[Any]] = {
     "num_attention_heads": [2, 4],
     "num_key_value_heads": [1, 2, None],
@@ -404,7 +405,9 @@ def save(case: Case, folder: Path) -> None:
 
 
 def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
-    """Returns transformers' logits; None if weights are missing and it makes some up."""
+    """Returns transformers' logits. Returns None if the files lack weights, which transformers then
+    makes up.
+    """
     auto = transformers.AutoModelForCausalLM
     if case.family in _VISION:
         auto = transformers.AutoModelForImageTextToText

@@ -27,7 +27,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 def test_a_wheel_has_every_target_of_the_package():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
-    # The part that follows is for apps.
+    # The part of the manifest that follows is for apps.
     with_wheel, _ = manifest.split("if !hostMLX {")
     paths = re.findall(r'path: "(ios/MeSPTrainer/.+?)"', with_wheel)
     assert paths

@@ -58,7 +58,7 @@ def call(command: list[object], work: Path, **environment: str) -> subprocess.Co
 def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
     call([programs / "mesp", "export", "--model", "demo", "--seq-len", 64], work)
     steps = ("--steps", 5, "--val-batches", 2)
-    # Without a compiler there is a sentence, and nothing is left.
+    # Without a compiler, the command fails with a sentence and leaves nothing.
     refused = [programs / "mesp-train", "demo.mesp", *steps, "--out", "none"]
     done = call(refused, work, PATH="/nowhere")
     assert done.returncode == 2

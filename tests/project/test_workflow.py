@@ -64,7 +64,7 @@ def test_only_locked_packages_are_installed(workflow: Path):
 
 
 def test_the_image_has_only_locked_packages():
-    """A `pip install` takes only the package itself, or packages by their hashes."""
+    """In the image, a `pip install` takes only the package itself, or packages by their hashes."""
     text = (ROOT / "Dockerfile").read_text("utf-8")
     let_in = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     installs = re.findall(r"pip install ([^\\\n]*)", text)
@@ -115,7 +115,9 @@ def test_the_paths_exist(workflow: Path):
 
 
 def test_the_simulator_gets_the_app_that_was_built():
-    """The folder, the scheme and the identifier are those of the project and the build."""
+    """The simulator gets the app that was built: the folder, the scheme and the identifier are
+    those of the project and of the build.
+    """
     text = commands(CI)
     (project,) = set(re.findall(r"-project (\S+)", text))
     (scheme,) = set(re.findall(r"-scheme (\w+)", text))
@@ -140,8 +142,9 @@ def test_what_the_screens_test_writes_is_kept():
 
 
 def test_the_app_is_built_for_each_system_as_run_in_xcode_builds_it():
-    """The command line has no build settings, which would apply to packages too, except that there
-    is no team.
+    """The app is built for each system as Run in Xcode builds it. The command line has no build
+    settings, which would apply to packages too. The one exception: it turns signing off, because
+    there is no team.
     """
     job = yaml.safe_load(CI.read_text(encoding="utf-8"))["jobs"]["app"]
     given = re.findall(r"\b([A-Z_]+)=\S+", " ".join(job["env"].values()))
@@ -175,8 +178,9 @@ def test_one_swift_format_decides():
 def test_a_model_of_each_family_is_checked_each_night():
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
     models = yaml.safe_load(text)["jobs"]["model"]["strategy"]["matrix"]["include"]
-    # Texts that belong to other models, families that mlx-lm does not read or reads only from its
-    # own checkpoints, and mixtures of experts, as no published one fits the disk of such a machine.
+    # These families are left out. Some are texts of other models. mlx-lm does not read some, or
+    # reads them only from its own checkpoints. No published mixture of experts fits the disk of
+    # such a machine.
     left_out = ("qwen3_5_text", "gemma4_text", "ministral3", "qwen3_vl", "lfm3")
     left_out += ("lfm2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text")
     published = [name for name in FAMILIES if name not in left_out]

@@ -106,7 +106,9 @@ def test_error_is_at_most_that_of_the_nearest(kind, dtype):
 
 
 def test_error_with_moments_is_lower():
-    """With 4 bits, the error is lower than MLX's by a quarter, and without moments by a sixth."""
+    """With 4 bits and moments, the error is a quarter lower than MLX's. Without moments, it is a
+    sixth lower.
+    """
     matrix = mx.random.normal((128, 512), key=mx.random.key(1))
     moments = mx.exp(mx.random.normal((512,), key=mx.random.key(2)))
     quantization = Quantization()
@@ -132,8 +134,8 @@ def correlated(tokens: int, width: int) -> mx.array:
 
 
 def test_codes_make_up_for_each_others_errors():
-    """This also holds for other inputs of the same distribution, with few more tokens than
-    inputs.
+    """Codes make up for each other's errors, also on other inputs of the same distribution. Here,
+    the inputs that were seen have only twice as many tokens as dimensions.
     """
     matrix = mx.random.normal((96, 256), key=mx.random.key(1))
     inputs, quantization = correlated(1024, 256), Quantization()
@@ -151,7 +153,9 @@ def test_codes_make_up_for_each_others_errors():
     "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
 )
 def test_descent_never_adds_error(kind):
-    """This holds for each row and the codes' objective; scales and biases stay unchanged."""
+    """Descent never adds to the error of a row, by the objective of the codes. Scales and biases
+    stay unchanged.
+    """
     matrix, products = draw(kind, (24, 256)), products_of(correlated(300, 256))
     products = mx.where(mx.arange(256) < 3, 0.0, products)  # inputs that were never seen
     products = mx.where(mx.arange(256)[:, None] < 3, 0.0, products)
@@ -212,7 +216,7 @@ def test_packing(bits):
 # The forward pass of the source
 
 
-# Mlx-lm ignores their windows; up to a window's length this changes nothing
+# mlx-lm ignores the windows of these models, which changes nothing up to a window's length.
 WITHOUT_WINDOWS = ("mistral", "phi3", "gemma2")
 
 
@@ -298,7 +302,9 @@ def test_an_export_gives_the_same_again_and_whatever_the_tile(tiny, monkeypatch)
 
 
 def test_calibrating_counts(tiny):
-    """A calibration text changes the weights, reproducibly; without one no text is read."""
+    """A calibration text changes the weights, in the same way each time. Without a calibration
+    text, no text is read.
+    """
     export("--model", tiny)
     digests = [weights_of()]
     Path("text.txt").write_text(TEXT)

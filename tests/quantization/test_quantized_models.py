@@ -101,8 +101,8 @@ def write_few_bits(folder: Path, bits: int, group: int, **more: object) -> Path:
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_matrices_of_two_and_three_values_are_carried_over(bits: int, group: int):
-    """They are equal to the last bit in float32; in bfloat16 values stay ±d, 0 and d, of a rounded
-    d.
+    """Matrices of two and three values are equal to the last bit in float32. In bfloat16, d is
+    rounded, and the values stay ±d and 0.
     """
     folder = write_few_bits(Path("few"), bits, group)
     given = mx.load(str(folder / "model.safetensors"))
@@ -146,7 +146,9 @@ def test_a_model_of_few_bits_computes_as_in_mlx_lm(bits: int):
 
 
 def test_modules_of_other_bits_become_2_bits_each():
-    """A mixture may have them: a head of 1 bit in a model of 4 bits."""
+    """Modules of 1 bit become 2 bits in a model of other bits too: here, a head of 1 bit in a model
+    of 4 bits.
+    """
 
     def of(path: str) -> Quantization:
         return Quantization(1 if path == "lm_head" else 4, 64)
@@ -200,7 +202,9 @@ def test_what_a_quantization_says_beside_is_refused(sections: dict, said: str):
 
 
 def test_what_changes_nothing_in_a_quantization_is_taken():
-    """These are modules of vision, keys without a value, and mlx-lm's copy of the quantization."""
+    """What changes nothing in a quantization is accepted: modules of vision, keys without a value,
+    and mlx-lm's copy of the quantization.
+    """
     more = {"rotation": None, "global_scale": False, "vision_tower.a": False}
     more |= {"vision_tower.b": True, "vision_tower.c": {"bits": 8, "group_size": 64}}
     folder = write_few_bits(Path("few"), 2, 128, **more)

@@ -25,9 +25,9 @@ class Bars(NamedTuple):
     """The bounds for an export with blocks of 4 bits in groups of 64."""
 
     kl: float  # to the source, without a text
-    calibrated: float  # to the source, with a text other than the scored one
-    perplexity: float  # times that of 8 bits
-    size: float  # times the bytes of 4 bits everywhere
+    calibrated: float  # KL divergence from the source, without a calibration text
+    perplexity: float  # KL divergence from the source, with another text than the scored one
+    size: float  # times the perplexity with 8 bits
 
 
 BARS = {

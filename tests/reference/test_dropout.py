@@ -62,7 +62,9 @@ def test_the_limit_is_that_of_a_float32():
 
 
 def test_a_mask_is_a_part_of_a_larger_one():
-    """So it does not depend on the tiles in which it is computed."""
+    """A mask is a part of any larger mask of its key. So it does not depend on the tiles in which
+    it is computed.
+    """
     whole = reference.dropout_mask(5, 0.3, 40, 60)
     assert mx.array_equal(reference.dropout_mask(5, 0.3, 7, 9), whole[:7, :9])
 
@@ -82,10 +84,10 @@ def test_a_key_follows_from_seed_step_sequence_block_and_layer():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_of_a_block_has_a_mask(family):
-    """Masks are numbered through all layers that can have an adapter, with experts after the
-    others.
+    """Each layer of a block has a mask. Masks are numbered through all layers that can have an
+    adapter, with experts last.
 
-    This holds whether experts are trained or not; an expert's mask has a separate key.
+    This holds whether experts are trained or not. Each expert's mask has a separate key.
     """
     arch = Architecture.from_config(FAMILIES[family])
     for i in map(arch.blocks.index, arch.kinds):
@@ -114,8 +116,8 @@ def test_the_share_that_is_dropped(p):
         assert set(np.unique(mask)) == {0, np.float32(1) / np.float32(1 - np.float32(p))}
         deviation = np.sqrt(p * (1 - p) / mask.size)
         assert abs((mask == 0).mean() - p) < 5 * deviation
-    # This also holds for each token and each input; the largest of 256 shares is within 5
-    # deviations.
+    # The share of zeros is also right for each token and for each input. The largest deviation
+    # among the 256 shares is within 5 standard deviations.
     for axis in (0, 1):
         deviations = np.sqrt(p * (1 - p) / WIDTH)
         shares = (mask == 0).mean(axis=axis)
@@ -125,8 +127,8 @@ def test_the_share_that_is_dropped(p):
 
 
 def test_masks_of_other_keys_are_independent():
-    """Seeds, steps, sequences, blocks, layers and experts differ, also by exchanging two numbers,
-    as in block 1's layer 0 and block 0's layer 1.
+    """Masks of other keys are independent. The keys differ in seed, step, sequence, block, layer or
+    expert. Some have two numbers exchanged, as in block 1's layer 0 and block 0's layer 1.
     """
     numbers = [(0, 0, 0, 0, 0)]
     numbers += [tuple(int(i == at) for i in range(5)) for at in range(5)]
@@ -139,7 +141,7 @@ def test_masks_of_other_keys_are_independent():
     masks = [kept(key, 0.3) for key in keys]
     for a, b in itertools.combinations(masks, 2):
         assert abs(correlation(a, b)) < 5 / np.sqrt(a.size)
-        # Neither is one mask the other, shifted by some tokens or inputs.
+        # Nor is one mask the other, shifted by a token or an input, or transposed.
         for moved in (np.roll(b, 1, axis=0), np.roll(b, 1, axis=1), b.T):
             assert abs(correlation(a, moved)) < 5 / np.sqrt(a.size)
 

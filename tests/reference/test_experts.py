@@ -108,7 +108,9 @@ def test_the_gradient_of_an_mlp_that_the_token_weighs(T):
 
 
 def test_an_expert_without_tokens_takes_no_part(experts):
-    """Its matrices may hold anything, and the gradients of its adapters are 0."""
+    """An expert that no token chose takes no part: its matrices may hold anything, and its adapters
+    have gradients of 0.
+    """
     weights, x = weights_of(experts), normal(1, 2, HIDDEN)
     dy, lora = normal(1, 2, HIDDEN), lora_of(experts, 4)
     z = x[0] @ dequantize(weights, f"{experts.router}.", HIDDEN).T

@@ -102,8 +102,8 @@ def test_state_space(T, heads, groups, P, N, rate):
 @pytest.mark.parametrize("T", [1, 9, 70])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_mamba2(T, groups):
-    """Everything between the projections of mlx-lm's mixer agrees, where its limits of the step
-    don't apply.
+    """Everything between the projections is that of mlx-lm's mixer, where mlx-lm's limits of the
+    time step don't apply.
     """
     config = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 8}
     config |= {"mamba_n_groups": groups, "mamba_d_state": 16, "mamba_d_conv": 4}
@@ -151,7 +151,9 @@ def test_convolution(T, K):
 
 
 def test_log_decay():
-    """Its exponential is mlx-lm's, and it is finite where that underflows."""
+    """The exponential of the log decay is mlx-lm's decay. The log decay is finite even where
+    mlx-lm's decay underflows.
+    """
     vectors = mx.log(16 * mx.random.uniform(shape=(4,))), normal(4)
     check(
         lambda a: reference.log_decay(a, *vectors),

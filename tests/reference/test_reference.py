@@ -88,7 +88,7 @@ def test_linear(T, out_size, rank, quantization, bias, p):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_with_dora(bias, p):
-    """m is a parameter; the norm of W + s A B, which follows from A and B, has no gradient."""
+    """m is a parameter. The norm of W + s A B follows from A and B, but it has no gradient."""
     T, in_size, out_size, rank = 7, 128, 40, 4
     layer = nn.Linear(in_size, out_size, bias).to_quantized(32, 4)
     weights = {f"p.{name}": array for name, array in layer.parameters().items()}
@@ -183,7 +183,9 @@ def test_attention(T, heads, kv_heads, D, window):
 
 @pytest.mark.parametrize("cap", [0.5, 3.0])
 def test_attention_with_a_soft_cap(cap):
-    """mlx-lm's Gemma 2 has one; here heads are repeated instead of grouped."""
+    """Attention has the soft cap of mlx-lm's Gemma 2. The expected scores are computed with
+    repeated heads instead of grouped ones.
+    """
     T, D = 9, 16
     mixer = attention_mixer(sliding_window=4, attn_logit_softcapping=cap)
     q, k, v = normal(1, 4, T, D), normal(1, 2, T, D), normal(1, 2, T, D)
@@ -272,7 +274,7 @@ def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
 
 
 def random_dora(flat: mx.array, weights: reference.Weights, block: Block) -> mx.array:
-    """Returns them with DoRA's magnitudes, as after some training."""
+    """Returns the parameters `flat` with DoRA's magnitudes, as after some training."""
     matrices = reference.unpack_lora(reference.add_magnitudes(flat, weights, block), block)
     for name in block.modules:
         A, B, m = matrices[name]
@@ -396,7 +398,7 @@ class Masked(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if self._M.ndim == 2:
             return x * self._M
-        # A token's row of x, [1, T, 1 or k, 1, in], is each of its experts' input.
+        # x is [1, T, 1 or k, 1, in]: a token has one row for all of its experts, or a row for each.
         assert self._chosen.shape[:2] == x.shape[:2], "mlx-lm sorts the tokens of many choices"
         tokens = mx.arange(x.shape[1])[:, None]
         return x * self._M[self._chosen[0], tokens][None, :, :, None]
@@ -405,7 +407,7 @@ class Masked(nn.Module):
 def put_in_place_of_dropout(
     masks: reference.Masks, layer: nn.Module, patch: pytest.MonkeyPatch
 ) -> None:
-    """Gives mlx-lm's LoRA layers of a block these masks."""
+    """Puts these masks in place of the dropout in mlx-lm's LoRA layers of a block."""
     call = LoRASwitchLinear.__call__
 
     def with_choice(self: LoRASwitchLinear, x: mx.array, indices: mx.array, **others) -> mx.array:
@@ -480,8 +482,9 @@ def test_block(T, rank, group_size, config, p, dora, monkeypatch):
 
 
 def test_the_gradient_by_shared_keys_and_values_is_a_sum():
-    """The last blocks of the model take the keys and values of two others. Every gradient is that
-    of the whole loss. A lost sum would change no loss, but the gradients of the owners.
+    """The last blocks of the model take the keys and values of two other blocks, their owners.
+    Every gradient is that of the whole loss. A sum that was lost would change no loss, but the
+    gradients of the owners.
     """
     T, config = 12, FAMILIES["gemma4"]  # longer than the windows
     arch = Architecture.from_config(config)
@@ -552,7 +555,8 @@ def test_model(T, rank, group_size, config):
         assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
 
 
-# Each family; for automatic differentiation, which does not depend on the family, each mixer.
+# Packed records are tested with each family. With automatic differentiation, which does not depend
+# on the family, they are tested with each mixer.
 PACKED = {"small": SMALL, **FAMILIES}
 BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
 
@@ -589,7 +593,7 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
         actual = reference.unpack_lora(packed.lora[i], block)
         expected = reference.unpack_lora(sum(each.lora[i] for each in batch), block)
         for name in block.modules:
-            # float32 sums in another order, which with AVX2 differ by up to 1.4e-6.
+            # Sums of float32 in another order differ by up to 1.4e-6 with AVX2.
             for a, b in zip(actual[name], expected[name], strict=True):
                 assert relative_error(a, b) <= 2e-6, name
 
@@ -637,7 +641,7 @@ def test_a_step_with_dropout(config, dora):
 
 
 def rows(given, record: slice):
-    """Returns a record's rows of the other inputs of a block."""
+    """Returns a record's rows of a block's inputs besides x."""
     if isinstance(given, tuple):
         return tuple(rows(each, record) for each in given)
     return given[..., record, :]
@@ -856,7 +860,9 @@ PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens, and how many of them are prompt
 
 @pytest.fixture
 def preferring():
-    """Returns mlx-lm's model with LoRA, the reference's, and two answers to different prompts."""
+    """Returns mlx-lm's model with LoRA, the reference's model and adapters, and two answers to
+    different prompts.
+    """
     arch = architecture()
     model = quantized(SMALL)
     ours, lora = reference_model(model, arch), random_lora(arch, 4)
@@ -891,7 +897,9 @@ def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
 
 
 def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, weights):
-    """Compares `loss`, and Σ of each window's weighted gradient, with mx.grad of mlx-lm's model."""
+    """Compares `loss`, and the sum of the windows' weighted gradients, with mx.grad of mlx-lm's
+    model.
+    """
     value, grads = nn.value_and_grad(model, expected_loss)(model)
     assert loss == pytest.approx(value.item(), rel=TOLERANCE)
     gradients = [
@@ -1010,8 +1018,8 @@ class Bitsandbytes:
 
 
 def test_adamw8bit_is_that_of_bitsandbytes():
-    """All steps agree. Without bias correction, which is 1 late in a run, bitsandbytes' step is
-    10⁹.
+    """All steps are those of bitsandbytes. The reference has no bias correction. In bitsandbytes,
+    the correction is 1 late in a run, so its step is 10⁹ here.
     """
     size, rate, betas, eps, decay = 1000, 1e-3, (0.9, 0.99), 1e-8, 0.1
     w, theirs = normal(size), Bitsandbytes(size)
@@ -1024,8 +1032,8 @@ def test_adamw8bit_is_that_of_bitsandbytes():
         assert_close("w", w, mx.array(p))
         for moment, signed in ((m, True), (v, False)):
             assert_close("scales", moment.scales, mx.array(theirs.absmax[signed]))
-            # Their map is rounded differently, in the last bit, so a number is sometimes nearest to
-            # another there.
+            # Some numbers of bitsandbytes' map differ in the last bit. So the nearest of its
+            # numbers is sometimes the next one.
             far = np.array(moment.codes).astype(int) - theirs.codes[signed]
             assert np.abs(far).max() <= 1 and (far != 0).mean() < 5e-3
             theirs.codes[signed] = np.array(moment.codes)
@@ -1072,7 +1080,7 @@ def test_step_window_visits_all_windows(windows):
 
 
 def test_step_window_stride():
-    # 0.618 · 100 = 61.8: 62 and 64 are even, 63 is coprime to 100.
+    # The stride is near 0.618 · 100 = 61.8 and coprime to 100. 62 and 64 are even, so it is 63.
     assert [reference.step_window(step, 0, 100) for step in range(4)] == [0, 63, 26, 89]
 
 

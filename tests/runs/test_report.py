@@ -222,7 +222,9 @@ def test_a_time_beyond_the_years_is_none(tmp_path: Path):
     ("ahead", "state"), [(timedelta(minutes=5), "running"), (timedelta(days=1), "killed")]
 )
 def test_a_run_of_the_future_is_silent(tmp_path: Path, ahead: timedelta, state: str):
-    """The clock of its machine was ahead, or this one was set back."""
+    """A run may have a time in the future, because its machine's clock was ahead or this machine's
+    clock was set back.
+    """
     time = (datetime.now(UTC) + ahead).isoformat()
     run = add(write_run(tmp_path / "run", end=None), {"type": "x", "time": time})
     assert made(tmp_path / "report.html", run).row("state") == [state]

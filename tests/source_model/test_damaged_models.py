@@ -53,8 +53,8 @@ def test_tensor_of_a_type_that_is_not_supported():
 
 
 def test_more_experts_than_a_block_may_have():
-    """Each is an entry in a table, and a header of some bytes could declare a million empty
-    ones.
+    """A block has at most 4,096 experts. Each expert is an entry in a table, and a short header
+    could declare a million empty ones.
     """
     tensors = random_tensors(FAMILIES["qwen3_moe"])
     tensors["model.layers.1.mlp.switch_mlp.gate_proj.weight"] = mx.zeros((4097, 0, 1))

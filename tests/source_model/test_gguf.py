@@ -76,7 +76,8 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     assert ours.to_mlx_lm() is not None
 
 
-# The places of the float16 factors in a type's blocks, and the quantization of its values.
+# For each type of block: the places of its float16 factors, and the bits and the group size of its
+# values' quantization.
 BLOCKS = {
     "Q4_0": ([0], 4, 32), "Q4_1": ([0, 2], 4, 32), "Q5_0": ([0], 5, 32), "Q5_1": ([0, 2], 5, 32),
     "Q8_0": ([0], 8, 32), "Q3_K": ([108], 8, 128), "Q4_K": ([0, 2], 4, 32), "Q5_K": ([0, 2], 5, 32),
@@ -84,7 +85,7 @@ BLOCKS = {
     "Q1_0": ([0], 2, 128), "Q2_0": ([0], 2, 64), "PQ2_0": ([0], 2, 128),
     "Q2_0 of 128": ([0], 2, 128), "TQ1_0": ([52], 2, 128), "TQ2_0": ([64], 2, 128),
 }  # fmt: skip
-# Types that the gguf package lacks: their numbers, and the weights and bytes of a block.
+# For each type that the gguf package lacks: its number, and the weights and bytes of a block.
 UNKNOWN = {"Q2_0": (42, 64, 18), "PQ2_0": (142, 128, 34), "Q2_0 of 128": (42, 128, 34)}
 
 
@@ -196,7 +197,9 @@ def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
 
 
 def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
-    """This type number can mean two block sizes. The space of each tensor tells which."""
+    """The number of this type may mean either of two block sizes, and the space of each tensor
+    tells which. Blocks that fit neither are refused.
+    """
     with mock.patch.dict(UNKNOWN, {"Q2_0": (42, 64, 24)}):
         file = write_blocks(tmp_path / "tiny.gguf", Blocks("Q2_0"))
     assert "fit neither or both sizes of Q2_0 blocks" in refused(file, tmp_path / "out.mesp")
@@ -387,7 +390,7 @@ def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
 
 
 def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):
-    """The tensor here is in a block after the bundle's last."""
+    """A tensor of an unknown type is not copied. It is in a block after the bundle's last."""
     tensors, out = random_tensors(MODELS["qwen2"][1]), tmp_path / "b.mesp"
     whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
     whole.tensors["blk.99.attn_norm.weight"] = whole.tensors["blk.0.attn_norm.weight"]

@@ -103,7 +103,9 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_a_hybrid_model_that_mlx_lm_has_converted(family):
-    """Its convolutions have another layout, and Qwen3.5's norms include the 1."""
+    """A hybrid model that mlx-lm has converted is read. Its convolutions have another layout, and
+    Qwen3.5's norms include the 1.
+    """
     if family == "qwen3_5":
         folder = of_several_modalities(Path("whole"))
     else:

@@ -30,7 +30,9 @@ def table(weights: SafetensorsWeights, name: str) -> mx.array:
 
 
 def test_a_head_is_used_where_the_config_says_nothing():
-    """As in transformers, the family's default decides whether it is tied; Llama's is not."""
+    """A stored head is used if the config.json does not say whether the head is tied. As in
+    transformers, the family's default decides, and Llama's head is not tied.
+    """
     config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
     tensors = random_tensors(LLAMA) | {"lm_head.weight": HEAD}
     weights = opened(config, tensors)
@@ -90,7 +92,9 @@ def test_what_changes_nothing_is_left_out_without_a_word():
 
 
 def test_keys_of_a_block_that_takes_those_of_another_change_nothing():
-    """Gemma 4's checkpoints have them, and transformers ignores them."""
+    """If a block takes the keys of another block, keys of its own change nothing. Gemma 4's
+    checkpoints have such keys, and transformers ignores them.
+    """
     config = FAMILIES["gemma4"]
     tensors = random_tensors(config)
     assert "model.layers.4.self_attn.k_proj.weight" not in tensors
@@ -184,7 +188,9 @@ def test_the_blocks_behind_those_asked_for_are_none_too_many():
 
 
 def test_a_head_that_mlx_lm_has_no_place_for_is_said():
-    """mlx-lm ties LFM2's head for any weights; the trainer runs the model."""
+    """mlx-lm ties LFM2's head to the embedding, whatever the weights are. So a bundle with a
+    separate head runs in the trainer, and the error in mlx-lm says why.
+    """
     config = FAMILIES["lfm2"]
     tensors = random_tensors(config)
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"][::-1]}

@@ -64,11 +64,12 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
         assert row["error"] is None and row["os"] and row["cpu"]
         assert row["seconds"] > 0 and row["steps"] == 2
         assert row["footprint_peak_bytes"] > row["mlx_peak_bytes"] > 0
-        # All begin with the same loss, on the same window.
+        # All methods begin with the same loss, because they begin on the same window.
         assert row["losses"][0] == pytest.approx(rows["mebp in memory"]["losses"][0], rel=1e-4)
     paper = rows["mesp-paper"]
     assert rows["mesp-store-h"]["losses"] == paper["losses"]
-    # This also holds after an update: bench.py and the engine have the same rate, alpha and seed.
+    # The losses also agree after an update: bench.py and the engine have the same rate, alpha and
+    # seed.
     assert paper["losses"] == pytest.approx(rows["mebp in memory"]["losses"], rel=1e-5)
     assert 0 < paper["baseline_bytes"] < paper["footprint_peak_bytes"]
     for names in (of_mesp, of_mebp, of_mezo):
@@ -98,8 +99,9 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
     assert [row["threads"] for row in rows] == [1, 2] * 3
     assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
-    # Each weight needs 2 T operations forward and back. There is no backward product to untrained
-    # inputs: q, k and v of the first of three blocks. All but down is recomputed.
+    # Each weight needs 2 T operations in the forward product and as many in the backward product.
+    # In the first of three blocks, q, k and v need no backward product, because nothing before them
+    # is trained. Recomputation repeats all products but down's.
     width, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
     qkv, mlp = 2 * width * width, width * inner  # k and v are half as wide as q
     block = qkv + width * width + 3 * mlp
@@ -218,7 +220,8 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert row["spinning_seconds"] > 0.1 * row["modelled_seconds"]
         assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]
         assert row["strict_ledger_peak_bytes"] <= row["strict_predicted_peak_bytes"]
-        # Later handlers hold more command buffers, and the plan has their memory.
+        # If handlers run later, more command buffers are in flight, and the plan counts their
+        # memory.
         assert (
             row["fast_most_in_flight"] < row["strict_most_in_flight"] < row["slow_most_in_flight"]
         )
@@ -384,7 +387,9 @@ def test_convergence(tmp_path: Path):
 @needs_engine
 @pytest.mark.usefixtures("few_held_out")
 def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
-    """The table takes a model's folder with a text, or a bundle, which has a text."""
+    """The convergence table takes a model's folder with a text, or a bundle, which has its own
+    text.
+    """
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
     text.write_text(TEXT)
     size = ("--seq-len", 32, "--rank", 8)

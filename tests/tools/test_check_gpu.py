@@ -149,7 +149,9 @@ def test_a_check_that_fails_is_exit_code_1(tmp_path: Path):
 
 
 def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
-    """An error in a command buffer, for example, ends the process."""
+    """If an engine dies in a check, this check has failed. For example, an error in a command
+    buffer ends the process.
+    """
     engine = write_engine(
         tmp_path, record("start", START), record("check", MACHINE), then="os.abort()"
     )

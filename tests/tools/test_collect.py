@@ -148,7 +148,7 @@ def test_a_folder_without_runs(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["[/b]", "[link=x]a[/]", "a\x1b]0;b\x07"])
 def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
-    """The names of its folder and its model change neither the table nor a terminal."""
+    """The names of a run's folder and of its model change neither the table nor a terminal."""
     run = write_run(tmp_path / "runs" / (name.replace("/", "") + "x"))
     log = run / "metrics.jsonl"
     log.write_text(log.read_text().replace("Qwen2.5-0.5B", json.dumps(name)[1:-1]))

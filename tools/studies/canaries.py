@@ -2,11 +2,11 @@
 
     python tools/studies/canaries.py
 
-Plants canaries, records with a secret of three random words each, among requests to a house, and
-fine-tunes the demo model without DP-SGD, with clipping alone, and with noise. All 1,000 possible
-secrets are ranked by the model's loss. A canary's exposure (Carlini et al., "The Secret Sharer",
-2019) is log₂ of 1,000 less log₂ of the rank of the canary's secret: 0 to 10 bits. For secrets that
-a model has not seen, the mean is 1.4.
+A canary is a record with a secret of three random words. The study plants canaries among requests
+to a house, and fine-tunes the demo model without DP-SGD, with clipping alone, and with noise. All
+1,000 possible secrets are ranked by the model's loss. A canary's exposure (Carlini et al., "The
+Secret Sharer", 2019) is log₂ of 1,000 less log₂ of the rank of the canary's secret: 0 to 10 bits.
+The mean exposure of secrets that a model has not seen is 1.4 bits.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ RECORDS, HELD_OUT = 256, 50
 CLIP, NOISES, DELTA = 0.5, (0.5, 1.0), 1e-4
 # words that are one token each for the demo model
 WORDS = ["school", "field", "war", "day", "man", "world", "year", "land", "home", "party"]
-# The guests whose secret is in one record, and those whose secret is in eight. ε is about one
-# record.
+# The secret of a guest is in one record, and that of an owner in eight. ε bounds what a model
+# reveals of one record.
 ONCE = [f"Guest {letter}" for letter in "ABCDEFGHIJKLMNOP"]
 OFTEN, TIMES = [f"Owner {letter}" for letter in "ABCD"], 8
 

@@ -88,7 +88,7 @@ class Bundles:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(job.source.config), encoding="utf-8")
         arch, options = job.architecture, job.options
-        is_read = size.device == "gpu"  # by what writes such a bundle again
+        is_read = size.device == "gpu"  # rewrite_bundle checks the digests of such a bundle
         files = weight_files(None, arch, options)
         manifest = write_model(folder, job.source, arch, files, options, lambda size: None)
         data = write_data(folder, "data", make_random_data(arch.vocab_size, size.seq_len, 0))
@@ -102,19 +102,19 @@ class Bundles:
         return folder, manifest
 
     def _plan(self, size: Size, threads: int, **settings: Any) -> dict[str, Any]:
-        """The engine's plan of a run, by SGD unless `settings` name another optimizer."""
+        """Returns the engine's plan of a run, with SGD unless `settings` have another optimizer."""
         folder, _ = self.find(size)
         asked = {"bundle": str(folder), "seq_len": size.seq_len, "rank": size.rank}
         os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
         return find_plan(find_engine(), {**asked, "optimizer": "sgd", **settings})
 
     def _rows(self, table: str, model: str, *lengths: int) -> list[Row]:
-        """The rows of a table of tools/bench.py that only counts."""
+        """Returns the rows of a table of tools/bench.py that counts steps and runs nothing."""
         bench = HollowBench(self, table, (model,), lengths)
         return list(KINDS[table].rows(bench))
 
     def pairs(self, size: Size, labelled: bool) -> str:
-        """A folder with records of a sequence each, or with pairs of answers."""
+        """Returns a folder with pairs of answers or, if not `labelled`, with ordinary examples."""
         folder, manifest = self.find(size)
         blocks = manifest.architecture.num_hidden_layers
         cell = Cell(size.model, folder, blocks, size.seq_len, size.rank, "cpu", manifest.dtype)
@@ -166,7 +166,7 @@ class Table(NamedTuple):
 
 
 def short_name(text: str) -> str:
-    """The model that a row names: Qwen2.5's sizes stand without its name."""
+    """Returns the short name of a row's model. Of Qwen2.5's models, a row has only the size."""
     name = text.partition(",")[0]
     return name if name in KNOWN or name == "demo" else f"Qwen2.5-{name}"
 
@@ -176,7 +176,7 @@ def number(text: str) -> int:
 
 
 def blocks(text: str) -> int | None:
-    """The number of blocks in a row's name; None: all of the model's."""
+    """Returns the number of blocks in a row's name; None if the row has the whole model."""
     found = re.search(r"(\w+) blocks", text)
     return found and (4 if found[1] == "four" else int(found[1]))
 
@@ -311,7 +311,7 @@ PACKED = ("records_per_second", "to_alone", "evals", "kernels", "tflop", "ledger
 
 
 def columns(row: Row, names: tuple[str, ...], first: int) -> Figures:
-    """The entries of a row of tools/bench.py, in as many columns from the `first`."""
+    """Returns the entries `names` of a row of tools/bench.py, a column each from `first` on."""
     values = [row[name] / 1e6 if name.endswith("bytes") else row[name] for name in names]
     return {column: [value] for column, value in enumerate(values, start=first)}
 
@@ -371,7 +371,7 @@ DOCUMENTED = (
 
 
 def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
-    """The figure of an entry of docs/measurements.json, in its unit."""
+    """Returns the figure that an entry of docs/measurements.json describes, in the entry's unit."""
     names = {name: computed[name] for name in Size._fields if name in computed}
     settings = {name: value for name, value in computed.items()
                 if name not in ("figure", *Size._fields)}  # fmt: skip
@@ -386,7 +386,7 @@ def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
 
 
 def restated(stated: float | int, value: float) -> float | int:
-    """The computed value, with as many digits as the stated one."""
+    """Returns the computed value, with as many decimals as the stated one."""
     decimals = len(str(stated).partition(".")[2])
     return round(value, decimals) if decimals else round(value)
 
@@ -395,8 +395,8 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def rewritten(cell: str, values: list[float | None]) -> str:
-    """The cell with these values in place of its numbers, each with as many decimals as before. A
-    dash stays, and so does a number for which the value is None.
+    """Returns the cell with these values in place of its numbers, each with as many decimals as
+    before. A dash stays, and so does a number whose new value is None.
     """
     parts = re.split(r"( / )", cell)
     for index, value in zip(range(0, len(parts), 2), values, strict=True):
@@ -412,7 +412,7 @@ def split_row(line: str) -> list[str]:
 
 
 def table_lines(lines: list[str], table: Table) -> Iterator[int]:
-    """The indices of a table's rows among a page's lines, without the two lines of its heading."""
+    """Yields the indices of a table's rows among a page's lines, without the two heading lines."""
     headings = [
         i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(table.heading)}", line)
     ]
@@ -432,8 +432,8 @@ def table_lines(lines: list[str], table: Table) -> Iterator[int]:
 def compare_tables(
     bundles: Bundles, tables: tuple[Table, ...], root: Path, write: bool
 ) -> Iterator[str]:
-    """A sentence for each cell that states another figure than is computed. With `write`, the cell
-    is corrected.
+    """Yields a sentence for each cell that states another figure than is computed. With `write`,
+    the cell is corrected.
     """
     for table in tables:
         page = root / table.page
@@ -462,8 +462,8 @@ def compare_tables(
 
 
 def compare_sentences(bundles: Bundles, root: Path, has_counts: bool, write: bool) -> Iterator[str]:
-    """A sentence for each entry of docs/measurements.json with another value than is computed. With
-    `write`, the entry and the sentences that state it are corrected.
+    """Yields a sentence for each entry of docs/measurements.json with another value than is
+    computed. With `write`, the entry and the sentences that state its value are corrected.
     """
     file = root / "docs" / "measurements.json"
     entries = json.loads(file.read_text(encoding="utf-8"))
@@ -487,8 +487,8 @@ def compare_sentences(bundles: Bundles, root: Path, has_counts: bool, write: boo
 
 
 def restate(text: str, parts: list[str], old: float, new: float) -> str:
-    """The text with the new value in place of the old one in the sentence that consists of these
-    parts.
+    """Returns the text with the new value in place of the old one, in the sentence that has these
+    parts around the value.
     """
     pattern = re.escape(f"{old:,}").join(f"({part})" for part in parts)
     return re.sub(pattern, lambda m: f"{new:,}".join(m.groups()), text)

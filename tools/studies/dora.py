@@ -2,10 +2,10 @@
 
     python tools/studies/dora.py                 the demo model and SmolLM2-135M-Instruct
 
-DoRA trains a number for each output besides A and B. In these models, these numbers are about as
-many as half a rank adds, so DoRA's rank 8 lies between LoRA's ranks 8 and 9. All runs learn the
-same sequences, with the default optimizer and learning rate. Runs of one seed and rank begin with
-the same A.
+DoRA trains A, B and one number for each output of a linear layer. In these models, one more rank
+would add about twice as many parameters as these numbers. So DoRA of rank 8 has more parameters
+than LoRA of rank 8, and fewer than LoRA of rank 9. All runs learn the same sequences, with the
+default optimizer and learning rate. Runs of one seed and rank begin with the same A.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def in_one_place(data: Path, folder: Path) -> Path:
 
 
 def by_oneself(federation: Federation, client: Client, people: int = 1) -> Rounds:
-    """Returns the rounds of a federation with one client. It takes as many steps as `people`
-    clients together.
+    """Returns the rounds of a federation with one client. The client takes as many steps in a round
+    as `people` clients of `federation` together.
     """
     folder = federation.folder / "by-oneself" / client.name
     rounds = Rounds(folder, federation.training, federation.rounds.evaluation)

@@ -4,9 +4,9 @@
     python tools/studies/forgetting.py --after    five tasks one after the other, each from the
                                                   adapters of the one before
 
-Each run is made with the defaults, with --max-forgetting, and with --replay too. The runs with
---replay get more steps, so that they have as many sequences of the task as the others. A task's
-gain is the decrease of its held-out loss. Forgetting is the increase of perplexity on texts that
+Each run is made with the defaults, with --max-forgetting, and with both --max-forgetting and
+--replay. A run with --replay gets more steps, so that all have as many sequences of the task. The
+gain is the decrease of the task's held-out loss. Forgetting is the rise of perplexity on texts that
 neither the task nor the choice of the adapters' strength has seen: the prose of Python's language
 reference, code of Python's library, answers of the untuned model to questions, and the texts of
 --text.
@@ -80,8 +80,8 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Result:
-    """The end of a run: its task's held-out loss before and after, nats a token, the adapters'
-    strength, the perplexity of each text, and the run's cost.
+    """The result of a run: the held-out loss of its task before and after, in nats a token, the
+    adapters' strength, the perplexity of each text, and the run's peak and time.
     """
 
     before: float
@@ -253,7 +253,8 @@ def result(run: RunLog, perplexity: dict[str, float]) -> Result:
     before, after = run.held_out
     assert before is not None and after is not None
     kept = {"strength": 1.0, "loss_after": after} | run.strength
-    # The run's time, without that of sampling texts and of choosing the strength.
+    # The times of two files include sampling texts and choosing the strength: settings.json is
+    # written before the sampling, and metrics.jsonl after the choice.
     began, ended = (
         (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
     )

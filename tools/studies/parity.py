@@ -8,8 +8,8 @@
 All trainers use the same frozen 4-bit weights, the same initial adapters, the same sequences in the
 same order, and the same update. Only QLoRA has other weights. Two results are equivalent if the 95%
 interval of their paired difference, by bootstrap over held-out sequences, lies within the margins
-below; the table says so. Exits with 1 if two trainers that compute the same gradients in float32
-are not equivalent.
+below. The table's last column tells. Exits with 1 if two trainers that compute the same gradients
+in float32 are not equivalent.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ OPTIMIZERS = ("adamw", "sgd")
 class Trainer(NamedTuple):
     """A trainer in the comparison.
 
-    It has the function that trains, the optimizers to compare it with, whether its gradients are
-    the same, whether it runs with every seed, and the largest difference of a step's loss.
+    `train` is the function that trains, and `optimizers` are those to compare the trainer with.
+    `is_exact` is whether it should be equivalent to the first trainer. With `every_seed` it runs
+    with every seed, otherwise with the first. If it is exact, a step's loss may differ from the
+    first trainer's by at most `apart`.
     """
 
     train: Callable[[Path, Task, str, int, Path], Trained]
@@ -86,7 +88,7 @@ class Trainer(NamedTuple):
     apart: float = float("inf")
 
 
-# The trainers. The others are compared with the first one.
+# The trainers by name. All others are compared with the first one.
 QUICK_TRAINERS = {
     "mlx-lm": Trainer(with_mlx_lm, OPTIMIZERS, every_seed=True),
     "MeSP": Trainer(with_mesp, OPTIMIZERS, every_seed=True),
@@ -218,7 +220,7 @@ def choose(
 ) -> dict[str, Trainer]:
     """Returns the trainers for an optimizer: the first, and those in `only`, or all.
 
-    Raises MespError if one does not exist.
+    Raises MespError if a trainer in `only` does not exist.
     """
     first, *others = trainers
     for name in only:
@@ -257,7 +259,9 @@ def compare(
 
 
 def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
-    """Returns PEFT's trainers in that Python; prints a note if it has no bitsandbytes."""
+    """Returns PEFT's trainers in the Python `peft`, and QLoRA's if it has bitsandbytes. Otherwise
+    prints a note.
+    """
     found = {
         f"PEFT, {dtype}": Trainer(partial(with_peft, peft, dtype), is_exact=dtype == "float32")
         for dtype in ("float32", "bfloat16")
@@ -286,7 +290,7 @@ def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
 
 
 def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
-    """Returns MeSP on the same records, one a step, packed, and several a step as a batch.
+    """Returns trainers by MeSP on the same records: one a step, packed, and several in a batch.
 
     For packed records there is also a trainer with a learning rate √n times as high for n records a
     step, because larger batches have less noise under AdamW. Raises MespError for a task that is
@@ -338,7 +342,9 @@ def report(
     found: dict[str, list[Trained]],
     text: Path | None,
 ) -> dict[str, bool]:
-    """Prints a table of a task's trainers; returns which are equivalent to the first of them."""
+    """Prints a table of a task's trainers. Returns, by name, whether each trainer but the first is
+    equivalent to the first.
+    """
     ids = other_text(bundle, task, text)
     asks = task.answers is not None
 
@@ -414,7 +420,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def interval(difference: Difference, digits: int) -> str:
-    """Returns both ends, or one number if they are rounded to the same."""
+    """Returns both ends, or one number if the ends are rounded to the same number."""
     low, high = (round(end, digits) + 0.0 for end in (difference.low, difference.high))
     if low == high:
         return f"{low:+.{digits}f}" if low else f"{0:.{digits}f}"

@@ -2,10 +2,10 @@
 
     python tools/studies/quantizer_cost.py --model Qwen2.5-3B --calibrate TEXT
 
-Exports one and two blocks of the model's widths with a part of its vocabulary, from random weights
-in a file, and one block with twice that part. Time is linear in the blocks and in the rows of the
-vocabulary. So the difference between two exports is the time of a block, or of some rows. The last
-column has the time of the whole model. Nothing is downloaded.
+Makes three exports from files of random weights with the model's widths: one block and two blocks
+with a part of the vocabulary, and one block with twice that part. Time is linear in the blocks and
+in the rows of the vocabulary. So the difference between two exports is the time of a block, or of
+some rows. The last column has the time of the whole model. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     python tools/studies/quantizers.py --model DIR --text TEXT --calibrate OTHER_TEXT
     .venv/llama/bin/python tools/studies/quantizers.py …    with llama.cpp's Q4_K_M too
 
-Each way gets the same source, and is measured on the same tokens: KL, the mean Kullback-Leibler
-divergence to the source over the whole vocabulary at every position, and the ratio of the
-perplexities, both with 95% intervals by bootstrap over the sequences, and paired. A way that needs
-a text gets `--calibrate`'s. Scales take 16 bits in mlx-lm, and as many as `--dtype` has in
-mesp-export. Rows of libraries that are not installed are left out.
+Each way quantizes the same source, and is measured on the same tokens. KL is the mean
+Kullback-Leibler divergence to the source, over the whole vocabulary at every position. The last
+column divides the perplexity by the source's. Both figures have 95% intervals by a bootstrap over
+the sequences. A way that needs a text gets that of `--calibrate`. Scales take 16 bits in mlx-lm,
+and the bits of `--dtype` in mesp-export. Rows of libraries that are not installed are left out.
 """
 
 from __future__ import annotations

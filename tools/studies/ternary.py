@@ -2,13 +2,13 @@
 
     python tools/studies/ternary.py                 the demo model and SmolLM2-135M-Instruct
 
-A model's linear layers are quantized to -s, 0 and s, with a scale s for each group of 128 weights,
-or of 64 where 128 does not divide a row. The embedding and the head are those of the 4-bit form, in
-6 bits. The result is written as a folder in MLX's format, with codes 0, 1 and 2 of 2 bits, and
-`mesp-export` makes a bundle of it, which keeps the codes. Both bundles then learn the same
-sequences with the same settings. Quantizing to three values damages a model that was not trained
-for them; the losses before training show how much. These losses say nothing about models that were
-trained to be ternary.
+A model's linear layers are quantized to -s, 0 and s, with a scale s for each group of 128 weights.
+A group has 64 weights if 128 does not divide every row. The embedding and the head are those of the
+4-bit form, in 6 bits. The result is written as a folder in MLX's format, with codes 0, 1 and 2 of 2
+bits. `mesp-export` makes a bundle of this folder, and keeps the codes. Both bundles then learn the
+same sequences with the same settings. Quantizing to three values damages a model that was not
+trained for them; the losses before training show how much. These losses say nothing about models
+that were trained to be ternary.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def write_ternary(source: Source, folder: Path, calibrate: str) -> Path:
 
 
 def ternary_quantizations(arch: Architecture) -> Quantizations:
-    """Returns 2 bits in groups of 128, or of 64 where 128 does not divide all rows.
+    """Returns 2 bits in groups of 128, or of 64 if 128 does not divide every row.
 
     The embedding and the head are as in the 4-bit form.
     """

@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from mesp.bundle.reader import Bundle
 from mesp.models.families import FAMILIES
 
-# The model_type of the text part of a larger model -> that of the same text part saved as a model
-# of its own.
+# The model_type of the text part of a larger model -> the model_type of the same text part when it
+# is saved as a model of its own.
 _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
@@ -78,7 +78,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
                 kept = {"rope_theta": config["rope_theta"], "rope_type": "default"}
                 config[key] = None if key == "rope_scaling" else kept
     if "full_attention" in (config.get("rope_parameters") or {}):
-        # If both keys exist, transformers reads only the scaling.
+        # If rope_scaling and rope_parameters both exist, transformers reads only rope_scaling.
         config = {key: value for key, value in config.items() if key != "rope_scaling"}
     if name := CLASSES.get(config["model_type"]):
         config = {**config, "architectures": [name]}
@@ -105,7 +105,7 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
 
 def _alone(config: dict[str, Any]) -> str | None:
     """Returns the model_type that the text part of a larger model has as a model of its own. None
-    if there is no such model_type, or no larger model.
+    if there is no such model_type, or if the model is not part of a larger one.
     """
     text = (config.get("text_config") or {}).get("model_type")
     text = _ALONE.get(text, text)

@@ -37,8 +37,8 @@ class AdapterConfig:
     fields: dict[str, Any]
 
     def adapts(self, layer: str, index: int, count: int) -> bool:
-        """Returns whether the library would give a block's linear layer adapters with this
-        configuration.
+        """Returns whether mlx-lm or PEFT, with this configuration, would give a block's linear
+        layer adapters.
 
         If `target_modules` is a pattern, every layer counts as a match, because the tensors tell
         which layers have adapters.
@@ -127,10 +127,10 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def check_ranks(is_supported: bool) -> None:
-    """Raises ValueError for an unsupported rank or alpha.
+    """Raises ValueError unless the ranks and alphas of a configuration are supported.
 
-    Either all layers have the rank and alpha of the folder, or exactly the layers that join n
-    modules have n times both.
+    They are if all layers have the rank and alpha of the folder, or if exactly the layers that join
+    n modules have n times the rank and n times the alpha.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")
@@ -156,7 +156,7 @@ def _joins(config: dict[str, Any], arch: Architecture) -> bool:
 
 
 def _ends(layer: str, names: list[str] | str) -> bool:
-    """Returns whether a name is one of some names, or ends with one."""
+    """Returns whether a layer's name ends with one of `names`. False if `names` is a pattern."""
     return not isinstance(names, str) and any(f".{layer}".endswith(f".{name}") for name in names)
 
 

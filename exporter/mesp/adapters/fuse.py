@@ -63,7 +63,7 @@ def save(
 ) -> None:
     """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and terms.
 
-    The end tokens include those of the bundle's data. No file contains code or names any. If
+    The end tokens include those of the bundle's data. No file contains code or names code. If
     nothing is quantized, tensors have names and shapes that both transformers and mlx-lm read.
     """
     from mlx_lm.utils import save_model

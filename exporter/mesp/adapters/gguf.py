@@ -28,11 +28,11 @@ def write_gguf(
 ) -> None:
     """Writes `path`, a GGUF file of the type `adapter`.
 
-    For each module, the file has `blk.N.….lora_a` [rank, in] and `….lora_b` [out, rank]; those of
-    experts are stacked. It also has alpha and, if it is known, the licence of `model`. Names, keys
-    and the order of rows are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError if the
-    gguf package is missing, if llama.cpp does not have the architecture, or if adapters have
-    magnitudes, which such a file cannot hold.
+    For each module, the file has `blk.N.….lora_a` [rank, in] and `….lora_b` [out, rank]; the
+    matrices of experts are stacked. The file also has alpha and, if `model` has one, its licence.
+    Names, keys and the order of rows are those of llama.cpp's convert_lora_to_gguf.py. Raises
+    MespError if the gguf package is missing, if llama.cpp does not have the architecture, or if
+    adapters have magnitudes, which such a file cannot hold.
     """
     if adapters.gains:
         raise MespError(
@@ -117,20 +117,20 @@ def write_fused_gguf(
     copy(base, path, changed, GGMLQuantizationType[TYPES[bits]])
 
 
-# The scale, Aᵀ [rank, in], Bᵀ [out, rank], and G [out] or, where it is 1, None.
+# The scale, Aᵀ [rank, in], Bᵀ [out, rank], and G [out]; None if G is 1.
 _Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
     """Returns the changes of each matrix by its name in the GGUF file.
 
-    Columns and rows are in that file's order; experts are stacked.
+    Columns and rows are in that file's order, and the matrices of experts are stacked.
     """
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():
         layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")
         block, down, up = arch.blocks[int(layer)], np.array(a), np.array(b)
-        if a.ndim == 2:  # experts' matrices are already in this order
+        if a.ndim == 2:  # experts' A and B are already [rank, in] and [out, rank]
             down, up = down.T, up.T
         gains = np.array(adapters.gains[path]) if path in adapters.gains else None
         if (rows := names.rows(block, module)) is not None:

@@ -43,7 +43,7 @@ def read_sequences(
     """Yields the sequences of a split that have a counted target.
 
     A sequence consists of int32 ids [n + 1], n ≤ `seq_len`, and of float32 weights [n]. The weight
-    of a target is 1 if it counts, else 0.
+    of a target is 1 if the target counts, else 0.
     """
     tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)
     begin = bundle.begin(split) if examples is None else None

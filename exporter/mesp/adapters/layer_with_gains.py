@@ -15,7 +15,7 @@ class LoRALinearWithGains(LoRALinear):
     def __init__(
         self, linear: nn.Module, a: mx.array, b: mx.array, scale: float, gains: mx.array
     ) -> None:
-        # Not mlx-lm's __init__, which would make another layer and random matrices.
+        # mlx-lm's __init__ is not called, because it would make another layer and random matrices.
         nn.Module.__init__(self)
         self.linear, self.lora_a, self.lora_b = linear, a, b
         self.scale, self.gains = scale, gains

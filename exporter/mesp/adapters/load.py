@@ -49,8 +49,8 @@ class AdapterSum:
     """The change that adapters make to a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B +
     bias.
 
-    A and B are as in `Adapters`. `gains` has G [out] of the modules with magnitudes. G of any other
-    module is 1.
+    A and B are as in `Adapters`. `gains` has G [out] of the modules with magnitudes. For any other
+    module, G is 1.
     """
 
     matrices: dict[str, tuple[mx.array, mx.array]]
@@ -62,9 +62,9 @@ class AdapterSum:
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
     """Reads a folder of adapters that mlx-lm or PEFT wrote.
 
-    Raises MespError if it has a key, a value or a tensor that would not be used (see fields.json),
-    or matrices that are not finite, not the architecture's or not of the configuration's rank. Each
-    file's header is checked before its content is read.
+    Raises MespError if the folder has a key, a value or a tensor that would not be used (see
+    fields.json), or matrices that are not finite, are not the architecture's, or do not have the
+    configuration's rank. Each file's header is checked before its content is read.
     """
     try:
         config = read_config(folder, arch)
@@ -89,9 +89,10 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
 def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module) -> AdapterSum:
     """Returns the weighted sum of the changes that adapters make to a model of mlx-lm.
 
-    Adapters of weight 0 are left out. Several adapters become one set with scale 1, whose rank is
-    the sum of their ranks; it has zeros where one of them lacks a module. DoRA's m becomes g = m /
-    ‖W + s (A B)ᵀ‖ for each output, because such adapters add (g - 1) ∘ W + g ∘ s (A B)ᵀ.
+    Adapters of weight 0 are left out. Several adapters become one set. Its scale is 1, its rank is
+    the sum of the adapters' ranks, and it has zeros for a module that some of the adapters lack.
+    DoRA's m becomes g = m / ‖W + s (A B)ᵀ‖ for each row of W, because adapters with DoRA add
+    (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
 
     Raises MespError naming the folder if the model has no layer for a matrix.
     """
@@ -129,8 +130,8 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
 def _linear(
     modules: dict[str, nn.Module], path: str, a: mx.array, b: mx.array, folder: Path
 ) -> nn.Module:
-    """Returns the linear layer at `path`. Raises MespError unless its sizes are those of A
-    and B.
+    """Returns the linear layer at `path`. Raises MespError unless there is one whose sizes are
+    those of A and B.
     """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -232,7 +233,9 @@ class _Layer:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Returns the shape of each tensor of a file. Raises ValueError if it is damaged."""
+    """Returns the shape of each tensor of a file. Raises ValueError if the file is missing or
+    damaged, or has no tensors of floating-point numbers.
+    """
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{file.name} is not a regular file")
@@ -302,7 +305,9 @@ def _layers(
 
 
 def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterConfig) -> None:
-    """Raises ValueError naming a tensor that belongs to no layer, or that its layer lacks."""
+    """Raises ValueError naming a tensor that belongs to no layer, is missing in a layer, or has a
+    wrong shape.
+    """
     known = {name for layer in layers for name in layer.names}
     for name in sorted(shapes.keys() - known):
         raise ValueError(
@@ -358,7 +363,7 @@ def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
 
 def _shape(linear: nn.Module) -> tuple[int, ...]:
     """Returns (outputs, inputs) of a linear layer, quantized or not, or (experts, outputs, inputs)
-    of stacked ones.
+    of stacked layers.
     """
     *rows, columns = linear.weight.shape
     return *rows, columns * 32 // getattr(linear, "bits", 32)

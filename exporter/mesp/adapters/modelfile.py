@@ -1,6 +1,6 @@
 """Writes a Modelfile for Ollama beside a GGUF file with fused adapters.
 
-It has no TEMPLATE: Ollama uses the chat template in the GGUF file.
+The Modelfile has no TEMPLATE, because Ollama uses the chat template in the GGUF file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _text(file: Path) -> str:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """Returns whether a text can stand between quotes in a Modelfile: no quotes in it end it early.
+    """Returns whether a text can stand between quotes in a Modelfile: no quotes in the text would
+    end it early.
 
     Ollama removes characters that it cannot print, which may join quotes.
     """

@@ -16,7 +16,9 @@ StrPath = str | os.PathLike[str]
 
 
 class WeightedAdapters(NamedTuple):
-    """A folder of adapters, and the factor of its change to the model; 0 leaves it out."""
+    """A folder of adapters, and the factor of the adapters' change to the model; 0 leaves the
+    folder out.
+    """
 
     folder: Path
     weight: float
@@ -27,8 +29,8 @@ def weigh(
 ) -> tuple[WeightedAdapters, ...]:
     """Gives each folder its weight, which is 1 if no weights are given.
 
-    Raises MespError if there are more or fewer weights than folders, or if one is not a number from
-    0 to `MOST_WEIGHT`.
+    Raises MespError if there are more or fewer weights than folders, or if a weight is not a number
+    from 0 to `MOST_WEIGHT`.
     """
     folders, given = list_folders(adapters), [float(weight) for weight in weights]
     if given and not folders:

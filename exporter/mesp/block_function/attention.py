@@ -13,8 +13,8 @@ from mesp.block_function.parts import Parts
 from mesp.block_function.rope import Turn, fast_rope, rope
 from mesp.models.mixers import AttentionMixer
 
-# The values of head_dim for which MLX's fused attention is used. Where Metal has no kernel for a
-# head_dim, fused attention holds all heads·T·T scores, rounded to the dtype. MLX 0.32.2 has kernels
+# The values of head_dim for which MLX's fused attention is used. For a head_dim without a kernel in
+# Metal, fused attention holds all heads·T·T scores, rounded to the dtype. MLX 0.32.2 has kernels
 # for 72 and 96 too.
 FUSED_HEADS = (64, 80, 128)
 
@@ -27,7 +27,8 @@ class Scoring:
 
     scale: float
     cap: float | None
-    # The most keys that a query sees, including that of its own token. None: all up to that key.
+    # The most keys that a query sees, including that of its own token. None: all keys up to that of
+    # its own token.
     window: int | None
     starts: mx.array | None = None  # see `Parts`
 
@@ -36,7 +37,7 @@ def mix_by_attention(
     mixer: AttentionMixer, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
     """Returns [q, k, v, attn_out] of x [1, T, hidden], and the input of o: attn_out, gated if there
-    are gates. Gates follow the queries in q.
+    are gates. In q, the gate of a head follows the head's query.
     """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
@@ -86,7 +87,7 @@ def place_rows(
 def keys_and_values(
     mixer: AttentionMixer, parts: Parts, turn: Turn, k: mx.array, v: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Returns k after the norm and RoPE, and v. Other blocks may use the same k and v."""
+    """Returns k after the norm and RoPE, and v. Other blocks may use the returned arrays too."""
     k = place_rows(mixer, parts, turn, "k", k, slice(0, k.shape[2]))
     if mixer.v_norm:
         v = v.astype(mx.float32)
@@ -141,9 +142,8 @@ def fused_attention(
     fast: ModuleType, q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
     """Returns the result of `attention` by the fused primitive of `fast`, which has no soft cap.
-
-    The primitive gets float32, because the backward pass recomputes the scores in float32: q and k
-    that were rounded to bfloat16 would have other scores in the forward pass.
+    The primitive gets float32, because the backward pass recomputes the scores in float32. If q and
+    k were rounded to bfloat16 here, the forward pass would have other scores.
     """
     everything = slice(0, q.shape[2])
     causal = scoring.window is None and scoring.starts is None

@@ -2,8 +2,8 @@
 
 MLX trusts such a file. It takes the shapes of a primitive's outputs from the file, and when it
 computes, it checks neither these shapes nor the indices of a `Gather`. If a file passes the check
-here, its functions read and write only within their arrays. The check does not tell what they
-compute, or how long that takes.
+here, its functions read and write only within their arrays. The check does not tell what the
+functions compute, or how long they take.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUANTIZATIONS = {
 
 
 def check_functions(file: bytes, device: str) -> list[Function]:
-    """Returns the functions in a file, all of them on `device`, "cpu" or "gpu".
+    """Returns the functions in a file, which must all be for `device`, "cpu" or "gpu".
 
     Raises ValueError if the file is damaged or breaks a rule, or if another MLX wrote it.
     """
@@ -67,7 +67,7 @@ def check_block_functions(
     order.
 
     The functions must have the inputs and outputs that the architecture implies, for packed records
-    or not. Otherwise it raises ValueError. It also raises what `check_functions` raises. `words` is
+    or not. Otherwise ValueError is raised. Errors of `check_functions` are raised too. `words` is
     the length of the block's weight file.
     """
     found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
@@ -367,7 +367,9 @@ def _gather(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int, int]) -> None:
-    """Raises ValueError unless the indices of a `Gather` are known to be within its array."""
+    """Raises ValueError unless the indices of a `Gather` are known to be within the array that it
+    reads.
+    """
     (place,), _ = primitive.state
     size, kind = inputs[0].shape[place], _TYPES[inputs[1].dtype]
     top = greatest.get(primitive.inputs[1], 255 if kind == "uint8" else None)
@@ -375,7 +377,9 @@ def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int
 
 
 def _greatest(function: Function, id: int) -> int | None:
-    """Returns the greatest value of a constant of integers; None if one is negative."""
+    """Returns the greatest value of a constant of integers. None if the constant holds no integers,
+    is empty, or has a negative value.
+    """
     array, data = function.constants[id]
     kind = _TYPES[array.dtype]
     if not data or "int" not in kind:
@@ -462,7 +466,7 @@ def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
-    """Returns whether Metal has a kernel of attention for these sizes, which ALLOWED lists."""
+    """Returns whether Metal has an attention kernel for these sizes; ALLOWED lists the kernels."""
     kernels = ALLOWED["attention"]
     if length > kernels["short"]:
         return head_dim in kernels["long_dims"]

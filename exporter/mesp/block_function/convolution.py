@@ -11,7 +11,7 @@ from mesp.models.mixers import ShortConvolution
 def convolution(x: mx.array, w: mx.array, starts: mx.array | None) -> mx.array:
     """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j}, float32: x [1, T, channels], w [channels, K] float32.
 
-    Inputs before the record of t, which begins at starts_t, count as 0.
+    The record of the token t begins at starts_t. Inputs before this position count as 0.
     """
     length, kernel = x.shape[1], w.shape[1]
     before = mx.zeros((1, kernel - 1, x.shape[2]))

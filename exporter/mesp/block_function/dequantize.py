@@ -15,8 +15,9 @@ def dequantize(
 ) -> mx.array:
     """Returns W [out, in], float32, from its packed words.
 
-    Unlike `mx.dequantize`, it can be exported in every mode, and does not round to bfloat16 if the
-    scales are bfloat16. On the CPU it also takes less memory and fewer nodes of the graph.
+    Unlike `mx.dequantize`, this function can be exported in every mode, and does not round to
+    bfloat16 if the scales are bfloat16. On the CPU this function also takes less memory and fewer
+    nodes of the graph.
     """
     codes = unpack(weight, quantization.bits)
     by_group = partial(mx.reshape, shape=(*scales.shape, -1))
@@ -57,9 +58,9 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 def e2m1(codes: mx.array) -> mx.array:
     """Returns the float32 values of 4-bit floating-point numbers: ±0, ½, 1, 1½, 2, 3, 4, 6.
 
-    Twice each value is a nibble of one integer. Looking the values up by a gather would take some
-    three times as long on the CPU. Reading the codes' bits as a float32 and multiplying it would
-    depend on subnormal numbers.
+    The nibbles of the integer 0xC8643210 are twice the absolute values. Looking the values up by a
+    gather would take about three times as long on the CPU. Reading the codes' bits as a float32 and
+    multiplying it would depend on subnormal numbers.
     """
     halves = (mx.array(0xC8643210, mx.uint32) >> ((codes & 7) << 2)) & 15
     return halves.astype(mx.float32) * (0.5 - (codes >> 3).astype(mx.float32))
@@ -69,8 +70,8 @@ def _e4m3() -> mx.array:
     """Returns the values of 8-bit floating-point numbers by code (4 bits of exponent, 3 of
     mantissa).
 
-    float32 [256]. `mx.from_fp8` cannot be exported. Its NaN, 0x7F and 0xFF, is ±480 here, as in MLX
-    0.32.2; no quantizer writes it.
+    float32 [256]. `mx.from_fp8` cannot be exported. The codes of NaN, 0x7F and 0xFF, are ±480 here,
+    as in MLX 0.32.2; no quantizer writes these codes.
     """
     values = []
     for code in range(256):

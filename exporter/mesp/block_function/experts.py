@@ -1,4 +1,6 @@
-"""A mixture of experts. It cannot be traced: the router's choice decides what is computed."""
+"""A mixture of experts. This code cannot be traced, because the router's choice decides what is
+computed.
+"""
 
 from __future__ import annotations
 

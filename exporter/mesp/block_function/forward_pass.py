@@ -18,13 +18,14 @@ On a CPU the function is made of plain, differentiable operations: MeBP differen
 self-check compares the trainer's forward pass with it. Weights are dequantized and multiplied,
 because `quantized_matmul` is about 50 times slower on a CPU.
 
-A GPU trains with another function. The plain function for a GPU is ``block.plain.T.mlxfn``. MLX is
-lazy: evaluating only ``y`` computes, and holds, only what ``y`` needs. `quantized_matmul` and the
-fused attention make no large arrays. The MLP is cut into tiles of tokens, and so is attention that
-cannot be fused: attention with a soft cap, or with heads of a size that is not in `FUSED_HEADS`.
-`mx.depends` makes each tile wait for the one before.
+A GPU trains with another function, and its plain function is ``block.plain.T.mlxfn``. The rest is
+about the function that a GPU trains with. MLX is lazy: evaluating only ``y`` computes, and holds,
+only what ``y`` needs. `quantized_matmul` and the fused attention make no large arrays. The MLP is
+cut into tiles of tokens, and so is attention that cannot be fused: attention with a soft cap, or
+with heads of a size that is not in `FUSED_HEADS`. `mx.depends` makes each tile wait for the one
+before.
 
-Arithmetic between these arrays is float32; the GPU's fused primitives accumulate in float32.
+Arithmetic between the outputs is float32; the GPU's fused primitives accumulate in float32.
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ MIX = {
 def block_function(
     block: Block, layout: Layout, device: str, plain: bool = False, fast: ModuleType = mx.fast
 ) -> BlockFunction:
-    """Returns the block function for `device` ("cpu" or "gpu"). A GPU has two, the plain one and
-    the one to train with.
+    """Returns the block function for `device` ("cpu" or "gpu"). For a GPU there are two functions,
+    a plain one and one to train with.
 
-    It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32,
-    the inputs in `Block.given_shapes` and, for packed records, starts [T] int32. The arguments tell
-    T, the LoRA rank and the dtype, which is that of x. docs/formats.md has the outputs' shapes. The
-    fused primitives are those of `fast`. It is `mx.fast`, which computes plain operations on a CPU,
-    or `mesp.block_function.fused`, which a CPU can only trace.
+    The function takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words]
+    uint32, the inputs in `Block.given_shapes` and, for packed records, starts [T] int32. The
+    arguments tell T, the LoRA rank and the dtype, which is that of x. docs/formats.md has the
+    outputs' shapes. The fused primitives are those of the module `fast`: of `mx.fast`, which
+    computes plain operations on a CPU, or of `mesp.block_function.fused`, which a CPU can only
+    trace.
     """
     plain = plain or device == "cpu"
 

@@ -1,8 +1,8 @@
 """The fused primitives of `mx.fast` for Metal, which any machine can trace.
 
 On a CPU, `mx.fast` traces plain operations. A function that is imported from a file keeps its
-primitives. So each of these is imported from a file with one primitive, which takes the inputs that
-`mx.fast` gives it. None can be evaluated on a CPU.
+primitives. So each function here imports a file with one primitive, and gives the primitive the
+inputs that `mx.fast` would give it. The results cannot be evaluated on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def rope(
     freqs: mx.array,
 ) -> mx.array:  # fmt: skip
     """Returns `mx.fast.rope` with periods in place of a base; freqs float32 [dims / 2]."""
-    # The base, 1.0, is not used. True rotates forwards.
+    # The base of 1.0 is not used, because there are periods. The last item, True, means to rotate
+    # forwards.
     state = (dims, traditional, 1.0, scale, True)
     return _trace("RoPE", state, [x, mx.array(offset, mx.int32), freqs], x.shape)
 

@@ -20,8 +20,8 @@ def mix_by_gated_delta_net(
     """Returns [qkv, z, ba, o] of x [1, T, hidden], and the input of out. ba is b and a side by
     side.
 
-    Heads don't depend on each other, so they are computed in tiles: some key heads with their value
-    heads.
+    Heads don't depend on each other, so they are computed in tiles. A tile consists of some key
+    heads and their value heads.
     """
     dtype = parts.dtype
     qkv = parts.project("qkv", x).astype(dtype)

@@ -63,8 +63,8 @@ def _heads_output(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, dt: mx.array, B: mx.array, C: mx.array,
     heads: slice,
 ) -> mx.array:  # fmt: skip
-    """Returns o of some heads, side by side: [1, T, heads·head_dim]. B and C are those of their
-    groups.
+    """Returns o of some heads, side by side: [1, T, heads·head_dim]. B and C are those of these
+    heads' groups.
     """
     size = mixer.head_dim
     x = _convolved(mixer, parts, xBC, slice(heads.start * size, heads.stop * size), size)
@@ -80,7 +80,7 @@ def _heads_output(
 def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> mx.array:
     """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], κ [heads, T], B and C [groups, T, N].
 
-    All are float32. It is computed in chunks. S is the state before a chunk, and S₊ the state after
+    All are float32. Y is computed in chunks. S is the state before a chunk, and S₊ the state after
     it:
 
         Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ_C S + (δ ∘ U)ᵀ B

@@ -28,8 +28,8 @@ def mlp_by_tokens(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """Returns the result of `plain_mlp`, computed in tiles of tokens. It is for a GPU: products
-    there read packed weights, so no tile has to unpack them again.
+    """Returns the result of `plain_mlp`, computed in tiles of tokens. This is for a GPU, whose
+    products read packed weights: tiles need not unpack the weights again.
     """
     length, features = x.shape[1], down.a.shape[0]
     ys, gates, ups = [], [], []

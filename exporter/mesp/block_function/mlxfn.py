@@ -32,7 +32,7 @@ ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
 # The first MLX with this layout. Phones have this version.
 MLX = ALLOWED["mlx"]
 DEVICES = {"cpu": 0, "gpu": 1}
-# In the order of MLX's codes.
+# MLX's dtypes, in the order of their codes.
 DTYPES = (
     *(mx.bool_, mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64),
     *(mx.float16, mx.float32, mx.float64, mx.bfloat16, mx.complex64),
@@ -152,8 +152,8 @@ class Function:
 
 
 class _Reader:
-    """A reader of a file. It raises struct.error if the file is too short, and ValueError if it is
-    invalid.
+    """A reader of a file. Its methods raise struct.error if the file is too short, and ValueError
+    if the file is invalid.
     """
 
     def __init__(self, file: bytes):

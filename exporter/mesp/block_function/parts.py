@@ -21,13 +21,13 @@ class Parts:
     dtype: mx.Dtype
     plain: bool
     fast: ModuleType
-    # For each token of packed records, the position at which its record begins: int32 [T].
+    # For each token of packed records, the position at which the token's record begins: int32 [T].
     starts: mx.array | None = None
-    # If the model has embeddings for each layer: this layer's part of the tokens' embeddings [1, T,
-    # size].
+    # This layer's part of the tokens' embeddings for each layer [1, T, size]; None if the model has
+    # no such embeddings.
     per_layer: mx.array | None = None
-    # For a block without keys and values: those of another block [1, kv_heads, T, D], the keys
-    # after norm and RoPE.
+    # For a block without keys and values: the keys, after norm and RoPE, and the values of another
+    # block, [1, kv_heads, T, D] each.
     shared: tuple[mx.array, mx.array] | None = None
     # Returns gate, up and down of an expert, by its number; None in a block without experts.
     expert: Callable[[int], Sequence[Projection]] | None = None
@@ -46,7 +46,8 @@ class Parts:
     ) -> mx.array:
         """Returns the projection `name` of x, plus `plus` if it is given, float32.
 
-        It is computed after the array `after`, except in plain operations, whose order MLX chooses.
+        The projection is computed after the array `after`. In plain operations MLX chooses the
+        order.
         """
         projection = self.p[name]
         if after is not None and not self.plain:

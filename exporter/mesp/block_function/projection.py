@@ -26,7 +26,7 @@ class Projection:
     scale: mx.array
     quantization: Quantization
     device: str
-    dtype: mx.Dtype  # of the matrices that the GPU multiplies
+    dtype: mx.Dtype  # the dtype of x when a GPU multiplies it by W
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         """Returns y, or y + plus: x [1, T, in] -> float32 [1, T, out]."""
@@ -35,8 +35,8 @@ class Projection:
         addends = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
         total = reduce(mx.add, addends) if addends else None
         if self.device == "gpu":
-            # MLX fuses these sums with the operations that follow. `addmm` would need its addend as
-            # a whole array in memory.
+            # MLX fuses the sums below with the operations after them. `addmm` would need its addend
+            # as a whole array in memory.
             product = mx.quantized_matmul(
                 x.astype(self.dtype), *packed, **asdict(self.quantization)
             )

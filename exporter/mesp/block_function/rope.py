@@ -16,8 +16,8 @@ def _periods(mixer: AttentionMixer) -> mx.array:
     """Returns the frequencies in MLX's form, as positions a radian. A pair that is not rotated has
     the largest number.
 
-    Not infinity, whose inverse is undefined in a kernel under fast math. With the largest number, a
-    pair is rotated by less than 1e-32, which changes none of its bits.
+    Infinity is not used, because a kernel under fast math does not define its inverse. The largest
+    number rotates a pair by less than 1e-32, which changes none of the pair's bits.
     """
     most = float(mx.finfo(mx.float32).max)
     return mx.array([min(1 / f, most) if f else most for f in mixer.frequencies])
@@ -26,7 +26,7 @@ def _periods(mixer: AttentionMixer) -> mx.array:
 def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
     """Returns RoPE of the first dimensions in float32, by the fused primitive of `fast`.
 
-    The other dimensions stay.
+    The other dimensions stay unchanged.
     """
     if not mixer.frequencies:
         return lambda x, rows: x

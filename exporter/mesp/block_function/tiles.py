@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-# The numbers in an array of a tile that is as wide as the MLP, divided by the tokens of the
-# sequence. So in longer sequences tiles are longer, not more.
+# An array of a tile, as wide as the MLP, has at most so many numbers for each token of the
+# sequence. So a longer sequence has longer tiles, but not more tiles.
 NUMBERS_A_TOKEN = 2048
 
-# Query rows in a tile of attention. They are few, because a tile reads no key after its last row.
+# Query rows in a tile of attention. The rows are few, because a tile reads no key after its last
+# row: small tiles read fewer keys.
 ATTENTION_ROWS = 32
 
-# Value heads times tokens in a tile of a gated delta net. A tile has at least FEWEST_HEADS: the
-# graph of one head takes as much memory as smaller tiles would save.
+# Value heads times tokens in a tile of a gated delta net. A tile has at least FEWEST_HEADS. With
+# smaller tiles, the graph would grow by as much memory as the tiles save.
 HEADS_BY_TOKENS = 512
 # Heads times tokens in a tile of Mamba-2, whose heads are smaller.
 STATE_SPACE_HEADS_BY_TOKENS = 2048

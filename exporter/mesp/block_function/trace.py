@@ -26,10 +26,11 @@ def export_block(
 ) -> None:
     """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank.
 
-    `packed` tells whether it takes packed records. Traces for both devices are made on the CPU,
-    which every machine has; a file for the GPU differs only in the device of its primitives. Raises
-    RuntimeError or OSError if the file cannot be written, ValueError if `check_block_functions`
-    refuses it, and MespError if no phone could read the files of this MLX.
+    `packed` tells whether `function` takes packed records. Traces for both devices are made on the
+    CPU, which every machine has; a file for the GPU differs only in the device of its primitives.
+    Raises RuntimeError or OSError if the file cannot be written, ValueError if
+    `check_block_functions` refuses the file, and MespError if no phone could read the files of this
+    MLX.
     """
     mlxfn.check_mlx()
     with mx.stream(mx.cpu), mx.exporter(path, function) as trace:

@@ -25,11 +25,12 @@ from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
-# Tokens; no more than a sliding window, because mlx-lm ignores windows for some families.
+# The most tokens of the text. The text is also no longer than a sliding window, because mlx-lm
+# ignores windows for some families.
 LENGTH = 64
-# The relative error that float32 allows for. Its rounding depends on the order of sums: errors are
-# 1e-6 in tiny models, and about 1e-5 after dozens of blocks. A wrong ε of a norm or a wrong angle
-# of a position changes more.
+# The largest relative error of logits that rounding in float32 may explain. Rounding depends on the
+# order of sums. The errors are 1e-6 in tiny models, and about 1e-5 after dozens of blocks. A wrong
+# ε of a norm or a wrong angle of a position changes more.
 TOLERANCE = 1e-3
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
@@ -41,8 +42,8 @@ _ROPE = (
 class SourceComparison:
     """The relative errors of logits in float32, and the loss of quantization."""
 
-    read: float  # the source's weights in the bundle's architecture, against the source
-    written: float  # the bundle's weights in its architecture, against those in mlx-lm
+    read: float  # of the source's weights in the bundle's architecture, against the source
+    written: float  # of the bundle's weights in its architecture, against the bundle in mlx-lm
     loss: QuantizationLoss
 
     def check(self) -> None:
@@ -61,8 +62,8 @@ class SourceComparison:
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
     """Compares logits of a short text; see `SourceComparison`.
 
-    The source's whole model is in memory, in float32, and about one block of each other model.
-    Raises MespError if the bundle is of another model, or mlx-lm does not run it.
+    The source's whole model is in memory, in float32, and about one block of any other model.
+    Raises MespError if the bundle is not of this source, or mlx-lm does not run it.
     """
     if source.gguf or source.folder is None:
         raise MespError(
@@ -131,7 +132,7 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
 
 def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
     """Returns the source's config.json as mlx-lm reads it. If RoPE is in the keys of transformers
-    5, or has long factors, it is converted to mlx-lm's keys.
+    5, or has long factors, RoPE is converted to mlx-lm's keys.
     """
     read = for_mlx_lm(complete(config), length)
     rope = {key: read[key] for key in _ROPE if key in read}

@@ -1,4 +1,4 @@
-"""Writes the data of a bundle, and replaces it."""
+"""Writes the data of a new bundle, and replaces the data of a finished one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, bool]:
 
 
 def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
-    """Writes the list of a folder's tokens that mesp-engine reads."""
+    """Writes data.json, the list of the splits' files in a folder, which mesp-engine reads."""
     with create(folder / "data.json") as file:
         file.write(json.dumps({name: split.to_json() for name, split in data.items()}).encode())
 
@@ -109,9 +109,8 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
 
 
 def _remove_unused(bundle: Path) -> str:
-    """Removes the one of the two data folders that the manifest does not use, if it exists.
-
-    Returns its name.
+    """Removes the data folder that the manifest does not use, if there is such a folder. Returns
+    the folder's name.
     """
     files = read_object(bundle / "manifest.json")["files"]
     used = {file["path"].split("/")[0] for file in files}

@@ -79,7 +79,7 @@ class ExportJob:
     def sequences_to_measure(self, data: str) -> list[list[int]]:
         """Returns some sequences of a text.
 
-        Raises MespError if there is no tokenizer or no text.
+        Raises MespError if there is no tokenizer or no text, and for random weights.
         """
         if isinstance(self.weights, RandomWeights):
             raise MespError("Random weights predict nothing; leave out --measure.")
@@ -120,8 +120,8 @@ def prepare_export(
 ) -> ExportJob:
     """Finds or downloads the model, checks the options and returns the export. Writes no bundle.
 
-    The arguments are those of `export`, which has their defaults. Raises MespError if one cannot be
-    used.
+    The arguments are those of `export`, where they have defaults. Raises MespError if an argument
+    cannot be used.
     """
     device = DEVICE if device in (None, "auto") else device
     _check_choices(
@@ -222,8 +222,8 @@ def export(
         seq_len: The sequence lengths to train with, in tokens.
         rank: The LoRA ranks to train with.
         mode: ``affine`` (the default), ``mxfp4``, ``nvfp4`` or ``mxfp8``.
-        bits: Bits a weight, 4 by default; 5, 6 or 8.
-        group_size: Weights that share a scale, 64 by default; 32 or 128.
+        bits: Bits a weight: 4 (the default), 5, 6 or 8.
+        group_size: The number of weights that share a scale: 32, 64 (the default) or 128.
         head_bits: Bits of the output head, and of an embedding tied to it: 6, or `bits` if that
             is more.
         quantize: ``least-squares``, which changes the outputs of matrices least, or ``nearest``.
@@ -264,8 +264,8 @@ def rewrite(
     """Writes a bundle again with other functions and the same weights and data, and returns it.
 
     Arguments that are not given are the bundle's. `out` may be the bundle itself, with `overwrite`.
-    Raises MespError if the bundle, its data or the disk does not allow it; `bundle` is unchanged
-    then.
+    Raises MespError if the bundle, its data or the disk does not allow the new bundle; then
+    `bundle` is unchanged.
     """
     old = Path(bundle)
     has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
@@ -287,7 +287,7 @@ def rewrite(
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
-    """Returns the different numbers, ascending. Raises MespError if one is below 1."""
+    """Returns the different numbers, ascending. Raises MespError if a number is below 1."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")

@@ -23,8 +23,8 @@ def write_functions(
 
     For a GPU it writes plain functions too and, with `options.pack`, functions for packed records.
     Blocks of one layout, mixer and MLP are a group. Two groups whose functions for a length would
-    be equal share one file. For example, groups that differ only in the sliding window share
-    functions for sequences that are no longer than it.
+    be equal share one file. For example, a group with a sliding window and a group that only lacks
+    the window share functions for sequences no longer than the window.
     """
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):

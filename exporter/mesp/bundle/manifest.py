@@ -23,7 +23,8 @@ from mesp.models.layout import Layout
 from mesp.models.quantization_formats import Quantization
 
 FORMAT = 6
-# The formats of bundles that `mesp-export --from` reads. They differ only in their functions.
+# The formats of bundles that `mesp-export --from` reads. Bundles of these formats differ only in
+# their functions.
 OF_SAME_WEIGHTS = (5, FORMAT)
 PER_LAYER = {
     "per_layer_embedding": PER_LAYER_EMBEDDING,
@@ -37,7 +38,7 @@ _PACKED = {
     "words": int,
     "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
 }
-# The fields of manifest.json that are read, with their types.
+# The fields that a manifest.json must have, with their types.
 READ = {
     "name": str,
     "model": {"id": str},
@@ -82,7 +83,9 @@ def _is_split(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModelName:
-    """The model that a bundle was exported from; `revision` is None if it came from a folder."""
+    """The model that a bundle was exported from; `revision` is None if the model came from a
+    folder.
+    """
 
     id: str
     revision: str | None = None
@@ -104,8 +107,8 @@ class BlockGroup:
     """Blocks of one layout, one mixer and one MLP, and their functions' files by length.
 
     A GPU trains packed records with `packed_functions`, if there are any. Blocks with experts have
-    no functions, and neither have bundles that mesp-export did not write. The trainer computes such
-    blocks by its formulas.
+    no functions, and neither have the blocks of a bundle that mesp-export did not write. The
+    trainer computes blocks without functions by its formulas.
     """
 
     layers: tuple[int, ...]
@@ -155,8 +158,8 @@ class DataSplit:
     """The files of a split of the data. The split has `tokens` ids, which are a packed stream or
     `count` examples.
 
-    `begin` is a token that replaces the first of each window of a packed stream; None: nothing
-    does. With `pack`, short examples share a sequence in training.
+    `begin` is a token that replaces the first token of each window of a packed stream. None: the
+    first token stays. With `pack`, short examples share a sequence in training.
     """
 
     file: str
@@ -201,7 +204,7 @@ class DataSplit:
 
 @dataclass(frozen=True)
 class File:
-    """A file of a bundle; `path` is relative to its folder, `size` in bytes."""
+    """A file of a bundle; `path` is relative to the bundle's folder, and `size` is in bytes."""
 
     path: str
     size: int
@@ -223,10 +226,11 @@ class Manifest:
     blocks: tuple[BlockGroup, ...]
     embedding: Table
     head: Table
-    # The files of the matrices of embeddings for each layer, by their names.
+    # The files with the matrices of embeddings for each layer, by the matrices' names.
     per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
-    # The tokens at which generation stops, ascending: the model's, and those that end the data.
+    # The tokens at which generation stops, ascending: the model's end tokens, and those that end
+    # answers in the data.
     end_tokens: tuple[int, ...] = ()
     # The options, of `ENCODING`, that changed how the text of the data was encoded.
     encoding: Mapping[str, bool] = field(default_factory=dict)
@@ -234,8 +238,8 @@ class Manifest:
 
     @property
     def takes_packed(self) -> bool:
-        """Whether several records may share a sequence. The trainer's formulas allow it; they are
-        used on a CPU, and for blocks without functions.
+        """Whether several records may share a sequence. The trainer's formulas allow this; the
+        trainer uses them on a CPU, and for blocks without functions.
         """
         return self.device == "cpu" or all(
             group.packed_functions or not group.files for group in self.blocks
@@ -245,7 +249,8 @@ class Manifest:
     def of(cls, entries: dict[str, Any]) -> Manifest:
         """Returns the manifest of a JSON object.
 
-        Raises ValueError, TypeError, KeyError or ArithmeticError if it is not valid.
+        Raises ValueError, TypeError, KeyError or ArithmeticError if the object is not a valid
+        manifest.
         """
         data, model = entries.get("data") or {}, entries.get("model")
         encoding = entries.get("encoding", {})
@@ -324,7 +329,7 @@ class Manifest:
 def read_manifest(
     path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
 ) -> Manifest:
-    """Returns the manifest of the bundle at `path`, after checking that this machine can run it.
+    """Returns the manifest of the bundle at `path`, after checks.
 
     Raises MespError if the folder is not a bundle, is of none of the `formats`, or lacks a file or
     part of one. With `to_run`, raises it also if this MLX does not read the bundle's functions, or

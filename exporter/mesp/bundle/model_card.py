@@ -32,8 +32,8 @@ def front_matter(manifest: Manifest, **others: str) -> str:
 
 
 def write_card(manifest: Manifest, folder: Path) -> None:
-    """Writes a README.md with the model and its licence, if they are known and there is no
-    README.md.
+    """Writes a README.md with the model and its licence, if the model or its licence is known, and
+    if there is no README.md.
     """
     path, head = folder / "README.md", front_matter(manifest)
     if not head or os.path.lexists(path):
@@ -50,14 +50,17 @@ Made with MeSP. The terms of {manifest.name} apply to it too.
 def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
     """Copies the files with a bundle's terms into a folder, and writes a card there.
 
-    Raises MespError if one is a link that leads out of the bundle, and OSError.
+    Raises MespError if one is a link that leads out of the bundle, and OSError if a file cannot be
+    written.
     """
     copy_files(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
     write_card(manifest, folder)
 
 
 def write_terms_of_run(bundle: Path, manifest: Manifest, run: Path) -> None:
-    """Writes the terms beside each of a run's adapters, because people share these separately."""
+    """Writes the terms beside each of a run's adapters, because people share adapters without the
+    run.
+    """
     for name in ("adapters", "adapters/peft", "best", "best/peft"):
         if (run / name).is_dir():
             write_terms(bundle, manifest, run / name)

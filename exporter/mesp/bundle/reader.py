@@ -37,7 +37,8 @@ from mesp.models.layout import (
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_there
 
-# The maximum size of a file of functions in bytes, a hundred times that of the largest one.
+# The maximum size of a file of functions in bytes: about a hundred times the largest size that such
+# a file has.
 FUNCTIONS = 64 << 20
 
 
@@ -47,7 +48,7 @@ def block_file(index: int) -> str:
 
 
 def _check_arrays(found: Layout, expected: Layout) -> None:
-    """Raises ValueError unless both hold the same arrays."""
+    """Raises ValueError unless both layouts hold the same arrays."""
     described = [
         {a.name: (a.shape, a.dtype, a.stride is None) for a in layout.arrays}
         for layout in (found, expected)
@@ -57,7 +58,7 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
 
 
 class Bundle:
-    """A bundle, read from its folder. Files of weights are mapped into memory, and copied where MLX
+    """A bundle, read from its folder. Files of weights are mapped into memory, and copied when MLX
     arrays are made from them.
     """
 
@@ -141,8 +142,8 @@ class Bundle:
         return files
 
     def layouts_in(self, dtype: str) -> dict[str, Layout]:
-        """Returns the layouts of `weight_files` with the same architecture and quantization in a
-        dtype.
+        """Returns the layouts that the weight files would have in `dtype`, with the same
+        architecture and quantization.
 
         Raises ValueError or KeyError if a matrix is missing, or has no known quantization.
         """
@@ -196,8 +197,8 @@ class Bundle:
         return self._table(self.manifest.embedding)
 
     def head(self) -> dict[str, mx.array]:
-        """Returns the output projection's arrays, as `embedding` does, and ``norm``, the final
-        RMSNorm's.
+        """Returns the head's arrays, with the names that `embedding` uses, and ``norm``, the weight
+        of the final RMSNorm.
         """
         return self._table(self.manifest.head)
 
@@ -262,7 +263,7 @@ class Bundle:
     def checkpoint(self) -> dict[str, mx.array]:
         """Returns the weights with the names and shapes of Hugging Face's checkpoints.
 
-        Matrices stay quantized. Checkpoints may join several matrices; here they are separate.
+        Matrices stay quantized. Matrices that a checkpoint may join are separate.
         """
         arch = self.architecture
         head = self.head()
@@ -291,7 +292,7 @@ class Bundle:
         arch = self.architecture
         wanted = {
             "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
-            # Without this key, mlx-lm builds some default number.
+            # Without this key, mlx-lm builds a default number of blocks.
             "num_hidden_layers": arch.num_hidden_layers,
         }
         if not any(entry.path == "config.json" for entry in self.manifest.files):
@@ -322,8 +323,8 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Returns block `index`'s function, or its plain one: (x, lora, scale, weights) to its
-        arrays.
+        """Returns the function of block `index`, or its plain function. It takes (x, lora, scale,
+        weights) and returns the block's arrays.
 
         The function for packed records also takes starts. Raises MespError if there is no such
         function, or if `check_block_functions` refuses its file.
@@ -374,8 +375,8 @@ class Bundle:
         return self._data(split).pack
 
     def begin(self, split: str) -> int | None:
-        """Returns the token that replaces the first of each window of a packed stream; None:
-        nothing does.
+        """Returns the token that replaces the first token of each window of a packed stream. None:
+        the first token stays.
         """
         return self._data(split).begin
 

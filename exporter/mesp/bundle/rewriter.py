@@ -28,8 +28,8 @@ def rewrite_bundle(
 
     Functions are traced again. Weights are written again if the dtype changes, and configurations
     are written without the code that they name. Other files are hard links, or copies if links are
-    not possible. Raises MespError if the bundle, its data or the disk does not allow it; then
-    nothing is left, and `source` is whole.
+    not possible. Raises MespError if the bundle, its data or the disk does not allow the new
+    bundle; then nothing of it is left, and `source` is whole.
     """
     in_place = options.out.resolve() == source.resolve()
     another = f"mesp-export or mesp data is writing to {source}"

@@ -29,8 +29,8 @@ from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
 from mesp.source_model.calibration import Moments
 
-# The files of the matrices of embeddings for each layer. A GPU keeps the whole of a file in memory
-# even if it reads a part. Only some rows of the table are read, so the table has a separate file.
+# The files of the matrices of embeddings for each layer. A GPU keeps a whole file in memory even if
+# it reads only a part. Only some rows of the table are read, so the table has a separate file.
 PER_LAYER = {
     PER_LAYER_EMBEDDING: "per_layer_embedding.bin",
     PER_LAYER_PROJECTION: "per_layer_projection.bin",
@@ -46,8 +46,8 @@ def weight_files(
 ) -> WeightFiles:
     """Returns the layout of every weight file and, if `weights` are given, its content.
 
-    With `moments`, matrices are quantized with the least loss; without, each weight to the nearest
-    value. The contents must be read in order.
+    With `moments`, matrices are quantized with the least loss. Without moments, each weight becomes
+    the nearest value. The contents must be read in order.
     """
     quantizations = options.quantizations
     files: WeightFiles = {}

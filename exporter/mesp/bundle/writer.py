@@ -58,7 +58,8 @@ def write_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out` and returns its manifest.
 
-    Raises MespError if the disk, the weights or the data do not allow it; nothing is left then.
+    Raises MespError if the disk, the weights or the data do not allow the bundle; then nothing of
+    it is left.
     """
     check_quantizations(arch, options.quantizations)
     check_lengths(source.config, options.seq_lens)
@@ -149,8 +150,8 @@ def tokenize(
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """Returns the moments for quantizing. None with --quantize nearest, and for a model that is
-    already quantized.
+    """Returns the moments for quantizing. None with --quantize nearest, for random weights, and for
+    a model that is already quantized.
     """
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None
@@ -185,7 +186,8 @@ def write_config_and_tokenizer(
     for key in ("layer_types", "no_rope_layers"):  # keys with one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]
-    # Mlx-lm reads the keys there; others, such as those of end tokens, are read above.
+    # mlx-lm reads the keys of the text in `text_config`, and keys such as those of end tokens
+    # outside of it.
     if family.texts:
         text = source.config.get("text_config", {}).get("model_type", family.texts[0])
         config["text_config"] = config | {"model_type": text}

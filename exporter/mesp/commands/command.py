@@ -25,7 +25,7 @@ class Failed(click.ClickException):
     """An error of the package, printed as ``Error: <sentence>``.
 
     The exit code is 2 for an error that the user can fix, 1 for a failure of mesp-engine, and 128
-    plus the first signal's number if a second one has ended the command.
+    plus the first signal's number if a second signal has ended the command.
     """
 
     def __init__(self, error: MespError) -> None:
@@ -40,7 +40,7 @@ class Failed(click.ClickException):
 
 
 class Command(click.Command):
-    """A command that prints errors as a sentence: those of the package, and those of the system
+    """A command that prints an error of the package as a sentence, and so an error of the system
     about a path.
     """
 

@@ -54,8 +54,8 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
             )
         if value is None:
             continue
-        # Values become text, as if typed: click refuses the text 2.5 as a count, but takes the
-        # number 2.5 as 2.
+        # Values become text, as if typed. click refuses the text 2.5 for a count, but would round
+        # the number 2.5 down to 2.
         listed = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int | float) for each in listed):
             raise MespError(f"{path} sets {key} to {value}, which must be a plain value or a list.")

@@ -175,8 +175,8 @@ def describe_loss(loss: QuantizationLoss) -> str:
 
 
 def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = None) -> None:
-    """Prints a summary of the bundle and, of a GGUF file, its quantization. Uploads it to `repo`,
-    if any.
+    """Prints a summary of the bundle and `gguf`, a description of its GGUF file. Uploads the bundle
+    to `repo`, unless that is None.
     """
     click.echo(summary(out, manifest))
     if gguf is not None:
@@ -188,7 +188,7 @@ def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = Non
 
 
 def check_options_of_from(out: Path | None, overwrite: bool) -> None:
-    """Raises MespError unless the given options are those that --from needs, and no others."""
+    """Raises MespError if --from does not take a given option, or has no bundle to write."""
     context = click.get_current_context()
     given = [
         parameter.opts[0]
@@ -227,8 +227,8 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """Returns a description of the quantization. If some matrices have another one, it says so; if
-    only the head has, it names the head's.
+    """Returns a description of the main quantization, and says whether some matrices have another.
+    If only the head has another, its quantization is described too.
     """
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {

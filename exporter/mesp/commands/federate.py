@@ -1,6 +1,7 @@
 """`mesp federate`: many people train one bundle's adapters, and their texts stay with them.
 
-It simulates them on this machine with Flower, or writes the app that Flower runs on real machines.
+The command simulates these people on this machine with Flower, or writes the app that Flower runs
+on real machines.
 """
 
 from __future__ import annotations
@@ -91,13 +92,13 @@ def main(
         click.echo(
             f"Stopped; to resume: mesp federate --resume --out {federation.folder}", err=True
         )
-        # Flower's server thread would wait for its clients first.
+        # An ordinary exit would wait for Flower's server thread, which waits for its clients.
         os._exit(128 + (interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT))
     click.echo(summary(federation))
 
 
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
-    """Returns a federation with the command's options, or the one to resume.
+    """Returns a federation with the command's options, or the federation to resume.
 
     The federation's folder gets its settings, the held-out tokens and, in a simulation, the tokens
     of all clients. Raises MespError if something cannot be used.
@@ -174,7 +175,8 @@ def read_resumed(
             f"A resumed run keeps its settings: BUNDLE is {path} and cannot become {bundle}."
         )
     refuse_changes(settings, own, list_settings(FederationSettings))
-    # A federation's result depends on the number of a round's steps.
+    # Unlike a run's, a federation's number of steps may not change: they are the steps of a round,
+    # and the result depends on them.
     fixed = {name: replace(each, may_change=False) for name, each in TRAINED.items()}
     refuse_changes(trained, training, fixed)
     return path, replace(settings, **own), trained
@@ -183,7 +185,10 @@ def read_resumed(
 def write_tokens(
     federation: Federation, manifest: Manifest, data_options: DataOptions, simulated: bool
 ) -> None:
-    """Writes the held-out tokens, and those of simulated clients. Raises MespError if it cannot."""
+    """Writes the held-out tokens and, with `simulated`, the clients' tokens.
+
+    Raises MespError if the data cannot be used or written.
+    """
     options, bundle = federation.options, Path(federation.options["bundle"])
     topics, held_out = read_topics(options["data"], data_options.selection, data_options.hold_out)
     documents = {"valid": held_out}

@@ -103,7 +103,8 @@ def main(
         save(folder, model, opened, quantized)
         if gguf_base is not None:
             write_modelfile(folder, FUSED_GGUF, opened)
-        # The model has the weights as they are written, and computes as in the other measurements.
+        # The fused model has the weights that were written. It computes in float32, as in the other
+        # two measurements.
         model.set_dtype(mx.float32)
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
@@ -158,7 +159,7 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
-    """Returns a description of the three losses, and of the loss by quantizing."""
+    """Returns a description of the three losses, and a warning if quantizing loses much."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."

@@ -68,7 +68,7 @@ class TrainingProgress:
         elif kind == "stopping":
             self.task.description = "stopping"
         elif kind == "plan" and not self.recent:
-            # Printed before the first evaluation, which can take as long as many steps.
+            # The plan is printed before the first evaluation, which can take as long as many steps.
             peak = megabytes(record.get("predicted_peak_bytes"))
             self.console.print(f"started, with a predicted peak of {peak} MB")
             if kept := describe_kept(record):
@@ -82,7 +82,7 @@ class TrainingProgress:
             )
         elif (
             kind == "event" and record.get("event") != "error"
-        ):  # an error, which ends the run and is printed at its end
+        ):  # an error ends the run, and is printed at its end
             self.console.print(
                 printable(f"{record.get('event')}: {record.get('message')}"),
                 markup=False,
@@ -92,7 +92,7 @@ class TrainingProgress:
     def show_step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
         step = record["step"]
-        # The loss on replayed texts does not fall.
+        # The loss on replayed texts does not fall, so it is left out of the mean.
         learning = [each["loss"] for each in self.recent if not each.get("replayed")]
         loss = sum(learning) / len(learning) if learning else record["loss"]
         speed = Speed.of(self.recent).words("tok/s")
@@ -120,7 +120,7 @@ def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
 
         def report(progress: Progress) -> None:
             if progress.task not in tasks:
-                # The name may be that of a stranger's bundle.
+                # A stranger may have chosen the name, if it is a bundle's.
                 task = bars.add_task(printable(progress.task), total=progress.total)
                 tasks[progress.task] = task
             bars.update(tasks[progress.task], completed=progress.done)

@@ -25,7 +25,7 @@ def show_records(path: Path, count: int) -> None:
     """Prints the first `count` records of the train split of the bundle at `path`.
 
     The part in the loss is between ⟦ and ⟧, in colour on a terminal. The tokens at which generation
-    stops follow. A packed text is one record, of which the first sequence is shown.
+    stops follow. A packed text is one record, and only its first sequence is shown.
     """
     bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
     tokenizer = load_bundle_tokenizer(path)
@@ -55,8 +55,8 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
         edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), length]
         shown = 0
         for first, stop in pairwise(edges):
-            # The text that these tokens add to the tokens before: some tokenizers decode a space
-            # only after another token.
+            # The piece is what these tokens add to the text of all tokens before, because some
+            # tokenizers decode a space only after another token.
             piece = tokenizer.decode(ids[:stop])[len(tokenizer.decode(ids[:first])) :]
             piece = printable(piece)[: LONGEST - shown].replace("\n", "↵\n")
             shown += len(piece)

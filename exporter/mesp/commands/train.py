@@ -97,7 +97,7 @@ def main(
 
 def resume_command(job: TrainingJob) -> str:
     """Returns the command that continues a stopped run. The command names a reward function again,
-    because naming it in a run's folder imports no code.
+    because the code of a reward that only the run's folder names is not imported.
     """
     command = ["mesp", "train", "--resume", "--out", str(job.folder)]
     if job.settings.reward is not None:

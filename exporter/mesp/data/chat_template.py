@@ -1,7 +1,7 @@
 """Renders a conversation with its chat template, and finds each of its texts in the result.
 
 A template is a program: it can reorder messages, rewrite them, or leave them out. So a conversation
-is rendered twice, as it is and with a mark in place of each of its texts. If the two renderings
+is rendered twice: as it is, and with a mark in place of each of its texts. If the two renderings
 differ only in the marks and their texts, every text is there, and its place is known exactly:
 
     marked    <|im_start|>user\\nM0<|im_end|>\\n<|im_start|>assistant\\nM1<|im_end|>\\n
@@ -27,11 +27,11 @@ from mesp.data.records import Conversation
 from mesp.data.special_tokens import special_pattern
 from mesp.errors import MespError
 
-# The tags around a thought that is part of an answer's content. Templates look for them, so they
-# are not replaced by marks.
+# The tags around a thought that is part of an answer's content. Templates look for these tags, so
+# no mark replaces a tag.
 TAGS = re.compile(r"(</?think>)")
-# The keys of a message. The last four identify a message. Leaving them out changes no text, so a
-# template need not use them.
+# The keys of a message that a template may leave unused. Other checks look for the texts of the
+# first keys. The last four keys identify a message and have no text.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
 # A text without the white space around it and without the flags at its end, such as /no_think. The
 # flags switch reasoning on or off. A template may leave them out of its rendering.
@@ -48,7 +48,8 @@ MEANT = {
 class Text(NamedTuple):
     """A text of the message with the index `message`.
 
-    `kind` is `content`, `reasoning`, the name of a `call`, or a string in its `arguments`.
+    `kind` is `content`, `reasoning`, `call` for the name of a tool call, or `arguments` for a
+    string in the call's arguments.
     """
 
     message: int
@@ -57,9 +58,10 @@ class Text(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A mark, the number of its text, and its bounds in the marked and the rendered conversation.
+    """The number of a text, its mark's bounds in the marked rendering, and the text's bounds in the
+    rendering.
 
-    `start` is the first character, `stop` the one after the last.
+    A `start` is the first character, a `stop` the one after the last.
     """
 
     text: int
@@ -136,7 +138,8 @@ class Rendering:
     def render_marked(self, count: int, asks: bool = False) -> str:
         """Returns the first `count` messages in the template, with marks in place of texts.
 
-        If the template needs a question and there is none, one is added before them.
+        If the template fails on messages without a question, a question is put before them, but
+        after a system message.
         """
         messages = self._marks[0][:count]
         try:
@@ -203,8 +206,8 @@ class Rendering:
     def _check_tools(self) -> None:
         """Raises MespError if the template leaves out a tool, or a value in a tool call."""
         tools = self.conversation.tools or []
-        # Marks of texts have the same numbers as these marks, so the occurrences of each number are
-        # counted.
+        # Each tool's name becomes a mark. A text may have the same mark. So a tool is missing if
+        # its mark is not more frequent with the tools renamed.
         renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
         rendered = self._render(template_messages(self._marks[0], self.with_text), False, renamed)
         for number, tool in enumerate(tools):
@@ -257,8 +260,9 @@ class Rendering:
         return self._places(self.marked, self.text)
 
     def _places(self, marked: str, text: str) -> list[Place]:
-        """Returns the places of texts in the rendering `text`, which is `marked` with texts in
-        place of marks.
+        """Returns the places of texts in the rendering `text`.
+
+        Raises MespError unless it is `marked` with texts in place of marks.
         """
         found, at = [], 0
         bounds = [(0, 0), *((m.start(), m.end()) for m in MARKS.finditer(marked))]
@@ -286,8 +290,9 @@ class Rendering:
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
         """Returns the bounds of the special tokens in people's texts, which are to become text.
 
-        `text` is a rendering, and `marked` the same with marks in place of texts. Raises MespError
-        if these tokens cannot be told from the template's.
+        There are none without `split_special`. `text` is a rendering, and `marked` the same
+        rendering with marks in place of texts. Raises MespError if the tokens in texts cannot be
+        told from the template's.
         """
         if not self.split_special:
             return []
@@ -330,8 +335,8 @@ class Rendering:
         )
 
     def to_rendered(self, position: int) -> int:
-        """Returns the place in the rendering that corresponds to a place in the marked rendering,
-        outside of marks.
+        """Returns the position in the rendering that corresponds to a `position` in the marked
+        rendering. The position must be outside of marks.
         """
         shift = 0
         for place in self.places:

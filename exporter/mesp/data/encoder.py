@@ -65,7 +65,7 @@ class Encoder:
             return self.joined(document.content["prompt"], document.content["completion"])
 
     def conversation(self, conversation: Conversation) -> Encoded:
-        """Returns the ids of a conversation. Raises MespError if it cannot be trained on."""
+        """Returns the ids of a conversation. Raises MespError if no training on it is possible."""
         encoded = encode_conversation(
             self.tokenizer, conversation, self.loss_on, self.split_special
         )
@@ -86,7 +86,7 @@ class Encoder:
         return self._noted(Encoded(ids, mask), prompt, answer)
 
     def _noted(self, encoded: Encoded, *texts: str) -> Encoded:
-        """Returns the encoding of these texts, with a note if one has control tokens inside.
+        """Returns the encoding of these texts, with a note if a text has control tokens inside.
 
         Control tokens that neither begin nor end a text are seldom intended.
         """
@@ -117,11 +117,12 @@ def named(document: Document) -> Iterator[None]:
 def encode_joined(
     tokenizer: Any, prompt: str, answer: str, split_special: bool = False
 ) -> tuple[list[int], int]:
-    """Returns the ids of a prompt, the answer right after it and the end-of-text token, and the
-    number of the prompt's ids.
+    """Returns the ids of a prompt with the answer and the end-of-text token right after it, and the
+    number of ids that are the prompt's.
 
-    With `split_special`, special tokens in both become text. The prompt is encoded without the
-    answer, as at inference. So no token has parts of both.
+    With `split_special`, special tokens in prompt and answer become text. The prompt is encoded
+    without the answer, as at inference, so that no token has parts of both. If the ids would not
+    decode to both texts, prompt and answer are encoded as one text.
     """
     end = tokenizer.eos_token or ""
     ends: list[int] = []
@@ -133,7 +134,7 @@ def encode_joined(
     asked = encode_plain_prompt(tokenizer, prompt, split_special)
     # The answer is encoded after a line feed, because SentencePiece puts a space before the
     # beginning of a text. If the answer would share a token with the line feed, another character
-    # takes its place.
+    # replaces the line feed.
     for feed in ("\n", ":", ""):
         before, after = (encode(text) for text in (feed, feed + answer))
         if after[: len(before)] == before:
@@ -165,10 +166,10 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: bool) -> list[int]:
-    """Returns the ids of a record as mlx-lm's TextDataset does. Unlike that, takes an empty record.
+    """Returns the ids of a text as mlx-lm's TextDataset does, but accepts an empty text.
 
     A file is encoded in pieces. A text that has the begin or end token gets no second one, unless
-    `split_special` makes it text.
+    `split_special` turns the text's token into ordinary text.
     """
     text = content if isinstance(content, str) else content["text"]
     if isinstance(content, str):
@@ -196,15 +197,17 @@ def _has_end(tokenizer: Any, text: str) -> bool:
 
 
 def begin_of_text(tokenizer: Any) -> int | None:
-    """Returns the token that the tokenizer puts before a text; None if it puts none."""
+    """Returns the token that the tokenizer puts before a text; None if there is no such token."""
     begin = tokenizer.bos_token_id
     return begin if begin is not None and tokenizer.encode("")[:1] == [begin] else None
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cuts a long text at starts of lines, because encoding it whole takes much memory.
+    """Cuts a long text at starts of lines, because encoding the whole text at once takes much
+    memory.
 
-    Byte-level BPE cuts there too; at most the white space before a cut is encoded differently.
+    Byte-level BPE cuts at starts of lines too. At most the white space before a cut is encoded
+    differently.
     """
     start = 0
     while start < len(text):

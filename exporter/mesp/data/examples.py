@@ -1,4 +1,4 @@
-"""Makes splits for training from token ids: one stream, or one example a sequence."""
+"""Makes splits for training from token ids: one stream, or an example for each sequence."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Split:
-    """A split, tokenized: `tokens` uint32 [N], and unless it is a stream `examples` uint32 [M, 2].
+    """A tokenized split: `tokens` uint32 [N] and, unless it is a stream, `examples` uint32 [M, 2].
 
     An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 if the
-    prediction of a token is in the loss, else 0. Without a mask, all predictions are. Nothing
-    predicts the first token of an example, whatever its mask; at least one later token counts.
-    `labels` uint8 [M] are people's labels of the examples, if they have any. `begin` is a token
-    that replaces the first of each window; None: nothing does. With `pack`, short examples share a
-    sequence in training, but do not see each other's tokens. `ends` are the tokens at which
-    generation stops, ascending: the tokenizer's, and those that end the examples. `encoding` has
-    the options that changed the encoding of texts. `too_long` is the number of records that were
-    cut or split, and `left_out` of those without a prediction.
+    prediction of a token is in the loss, else 0. Without a mask, all predictions are in the loss.
+    Nothing predicts the first token of an example, whatever its mask. At least one later token of
+    each example is in the loss. `labels` uint8 [M] are people's labels of the examples, or None.
+    `begin` is a token that replaces the first token of each window, or None. With `pack`, short
+    examples share a sequence in training, but do not see each other's tokens. `ends` are the tokens
+    at which generation stops, ascending: the tokenizer's, and those that end the examples.
+    `encoding` has the options that changed the encoding of texts. `too_long` is the number of
+    records that were cut or split, and `left_out` the number of records with nothing to predict.
     """
 
     tokens: np.ndarray
@@ -52,8 +52,9 @@ def as_examples(
     """Returns examples of at most `seq_len` tokens and the token after; `pack` is as in `Split`.
 
     A longer example is cut, or split into successive examples. Each of these begins with the last
-    token of the one before, as nothing predicts an example's first token. So each token that counts
-    does so once. Examples in which nothing counts are left out.
+    token of the one before, because nothing predicts an example's first token. So each token in the
+    loss is predicted once. Examples without a token in the loss are left out. Raises MespError if
+    none is left.
     """
     longest = seq_len + 1
     parts, examples = [], []
@@ -87,8 +88,8 @@ def as_examples(
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], or None if all tokens
-    count.
+    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N]. The mask is None if
+    all tokens are in the loss.
     """
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])

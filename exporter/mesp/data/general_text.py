@@ -19,7 +19,8 @@ SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
     """Returns the tokens of `file`, or of the page that comes with MeSP, as a stream.
 
-    Raises MespError if the file cannot be read, has no text or has fewer than two tokens.
+    Raises MespError if the file cannot be read, has fewer than two tokens, or has a token that the
+    model does not know.
     """
     if file is None:
         text = (files("mesp.data") / "general.txt").read_text("utf-8")

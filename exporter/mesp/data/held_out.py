@@ -12,8 +12,8 @@ HELD_OUT = 0.1  # the default part of the data
 
 
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
-    """Returns how many of `count` are held out: a `fraction` of them, but no fewer than `least`. If
-    `fraction` is 0, none are.
+    """Returns how many of `count` records or tokens are held out: the given `fraction`, but no
+    fewer than `least`. If `fraction` is 0, none are.
 
     Raises MespError if `fraction` is not a valid fraction.
     """

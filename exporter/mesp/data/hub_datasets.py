@@ -19,7 +19,8 @@ from mesp.errors import MespError
 from mesp.files import root_of
 from mesp.hub_download import download
 
-# The keys of a dataset's configuration that name its files, and not how to read them.
+# The keys of a dataset's configuration that identify it or its files. All other keys say how to
+# read the files.
 OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 
 
@@ -28,11 +29,12 @@ def read_dataset(
 ) -> dict[str, list[Row]]:
     """Returns the records of a dataset by MeSP's names of splits.
 
-    `data` is a file, a folder or a name on the Hugging Face Hub, `subset` its configuration.
-    `splits` has the source of each split in the spelling of `datasets`: a name, or part of one, as
-    in ``train[:1000]``. If it is empty, splits with known names are taken. The library tells the
-    files of each split, and `read_file` reads these files. Raises MespError if the library is
-    missing or fails, if one of the files `names` is in no split, or if a split has an unknown name.
+    `data` is a file, a folder or a name on the Hugging Face Hub, and `subset` the name of a
+    configuration. `splits` has the source of each split in the spelling of `datasets`: a name, or
+    part of a split, as in ``train[:1000]``. If `splits` is empty, splits with known names are
+    taken. The library says which files a split has, and `read_file` reads them. Raises MespError if
+    the library is missing or fails, if one of the files `names` is in no split, or if a split has
+    an unknown name.
     """
     try:
         import datasets
@@ -70,8 +72,8 @@ def read_dataset(
 
 
 def refuse_scripts(datasets: ModuleType) -> None:
-    """Raises MespError if the library would run the Python scripts of a dataset, as it did before
-    version 4.
+    """Raises MespError if the library would run the Python scripts of a dataset, as its versions
+    before 4 do.
     """
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise MespError(
@@ -83,7 +85,7 @@ def refuse_scripts(datasets: ModuleType) -> None:
 def _find_files(
     datasets: ModuleType, data: str, subset: str | None, names: Sequence[str]
 ) -> dict[str, Callable[[], Iterator[Row]]]:
-    """Returns a function for each of the library's splits that reads it."""
+    """Returns, by the library's name of each split, a function that reads the split."""
     path = Path(data)
     if path.exists() and not path.is_dir():
         if subset is not None:
@@ -134,8 +136,8 @@ def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
 
 
 def _refuse_ways_of_reading(data: str, config: Any, names: Iterable[str]) -> None:
-    """Raises MespError if a dataset's README.md says how to read its files, which only the library
-    does.
+    """Raises MespError if a dataset's README.md says how to read its files, because MeSP's readers
+    would ignore that. Only a tab as the separator of .tsv files is accepted.
     """
     usual = type(config)()
     ways = [
@@ -157,8 +159,9 @@ def _is_tsv(name: str) -> bool:
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
-    """Returns the configuration to read. Raises MespError if it must be named, or does not
-    exist.
+    """Returns the name of the configuration to read.
+
+    Raises MespError if a dataset has several and `subset` names none, or one that does not exist.
     """
     if subset is None and (len(there) == 1 or "default" in there):
         return "default" if "default" in there else there[0]

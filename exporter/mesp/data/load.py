@@ -1,8 +1,8 @@
 """Loads data in mlx-lm's formats, as token ids and examples.
 
-A split of the data is one stream of token ids. If it is packed, training takes windows of the
-stream. Otherwise it takes one example a sequence, and the split has each example's place in the
-stream.
+A split of the data is one stream of token ids. If the text is packed, training takes windows of the
+stream. Otherwise a sequence has one example, or several short ones, and the split has the place of
+each example in the stream.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ log = logging.getLogger(__name__)
 class DataOptions:
     """The options for reading data.
 
-    `pack`: text as one stream, and several other records in a sequence (None: only text).
-    `loss_on`: the part in the loss, one of `LOSS_ON` (None: the answers; of text, all). `long`:
+    `pack`: whether text becomes one stream, and short records of other kinds share a sequence
+    (None: only text is packed). `loss_on`: the part in the loss, one of `LOSS_ON` (None: ``all``
+    for text, ``answers`` for other kinds). `long`:
     whether examples longer than the longest sequence are ``cut`` or ``split``. `selection`: the
     part of a dataset that is read. `chat`: whether prompts and answers that are strings go through
     the chat template (None: they do if the tokenizer has one). `hold_out`: the part to hold out if
@@ -68,7 +69,7 @@ def load(
     """Returns the splits train and, if they exist, valid and test of `data`, tokenized.
 
     `data` is one of `SOURCES`; an existing file or folder takes precedence over a name. `tokenizer`
-    is that of `load_tokenizer`. Records are encoded as in mlx-lm's datasets; the text of a file
+    comes from `load_tokenizer`. Records are encoded as in mlx-lm's datasets; the text of a file
     ends with the end-of-text token. Without a valid split, the end of the data is held out, as the
     options say. Logs how many examples were cut, split or left out. Raises MespError if the data
     cannot be read or used, if a packed split is shorter than one sequence of `seq_len` tokens and
@@ -84,8 +85,8 @@ def load_additional(
 ) -> Split:
     """Returns the train split of data that is used beside a bundle's, with nothing held out.
 
-    It is encoded with the bundle's `encoding` (see `DataOptions.encoding`). Raises MespError as
-    `load` does.
+    The data is encoded with the bundle's `encoding` (see `DataOptions.encoding`), but messages
+    always go through the chat template. Raises MespError as `load` does.
     """
     documents = read_documents(data, Selection())
     has_messages = any(each.has_messages for split in documents.values() for each in split)
@@ -320,7 +321,9 @@ def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
 def _notes(
     documents: dict[str, list[Document]], encoded: dict[str, Any], weightless: int
 ) -> list[str]:
-    """Returns sentences on what a reader of the records would not expect of their tokens."""
+    """Returns sentences on records that were left out, columns that were not read, and the notes of
+    the encoder.
+    """
     sentences = []
     if weightless:
         sentences.append(

@@ -1,4 +1,4 @@
-"""Finds a conversation's answers among its token ids, as its chat template writes them."""
+"""Encodes a conversation in its chat template, and finds the tokens of its answers."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ def encode_conversation(
 
     With `split_special`, special tokens in its texts are encoded as text. An answer is what the
     template writes for an assistant's message after the generation prompt, with the token that ends
-    it, as in TRL's `assistant_only_loss`. Some templates mark answers by `{% generation %}`. For
-    others, an answer is found by rendering the conversation's beginnings. If the template ends an
-    answer with no token at which generation could stop, the tokenizer's end token is added.
+    it, as in TRL's `assistant_only_loss`. Some templates mark answers by `{% generation %}`. With
+    other templates, the conversation is rendered up to each answer to find the answer. If the
+    template ends an answer with no token at which generation could stop, the tokenizer's end token
+    is added.
 
     Raises MespError, without the record's name, if the template leaves out part of the
     conversation, or if an answer cannot be located, is empty or contains an end token.
@@ -116,7 +117,8 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
 def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
     """Returns the ids of a rendering and their bounds; special tokens within `written` become text.
 
-    Raises MespError unless its other special tokens are those of the `marked` rendering.
+    With `split_special`, raises MespError unless the special tokens of the result are those of the
+    `marked` rendering.
     """
     encoded = tokens(rendering.tokenizer, text, written)
     if rendering.split_special:
@@ -141,8 +143,8 @@ def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
 
 
 def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
-    """Raises MespError unless the text before the answer in message `index` begins with
-    `prompt`.
+    """Raises MespError unless the rendering that asks for the answer in message `index` begins with
+    the tokens `prompt`.
     """
     if index and rendered_tokens(rendering, index, asks=True)[: len(prompt)] != prompt:
         raise MespError(
@@ -156,8 +158,10 @@ def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> Non
 
 
 def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> list[Span]:
-    """Returns the places in the rendering of the answers, which are the messages of these
-    indices.
+    """Returns the place of each answer in the rendering. `answers` are the indices of their
+    messages.
+
+    Raises MespError if the place of an answer is not clear.
     """
     said = {
         index: [p for p in rendering.places if rendering.texts[p.text].message == index]
@@ -198,7 +202,7 @@ def _not_found(index: int) -> MespError:
 def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
     """Returns the bounds of the characters that the template marks by `{% generation %}`.
 
-    Marks of one answer that touch are joined. None if the template marks nothing.
+    Marks of one answer that touch are joined. Returns None if the template has no such marks.
     """
     tokenizer, conversation = rendering.tokenizer, rendering.conversation
     template = tokenizer.chat_template
@@ -206,7 +210,7 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    thinking = tokenizer._thinking_kwarg  # some templates have another name for it
+    thinking = tokenizer._thinking_kwarg  # the template's name for enable_thinking
     options = {
         thinking if key == "enable_thinking" else key: value
         for key, value in conversation.options.items()
@@ -236,9 +240,9 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
 
 
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
-    """Returns where the answer in message `index` begins. Its first text begins at `first`.
+    """Returns where the answer in message `index` begins. Its first text is at `first`.
 
-    It begins where the rendering stops agreeing with the rendering that asks for the answer.
+    The answer begins where the rendering first differs from the rendering that asks for it.
     """
     marked = rendering.marked
     asked = _asked(rendering, index)
@@ -267,8 +271,9 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
         before = [found.end() for found in MARKS.finditer(marked, 0, first.marked_start)]
         anchor = before[-1] if before else 0
         gap = marked[anchor : first.marked_start]
-    # The turn before ends differently here, or there is none. A template may write less of the
-    # header than it asks with, but at least one of its special tokens.
+    # The turn before the answer ends differently in the two renderings, or there is no such turn.
+    # So the answer's header is looked for: what the template adds to ask for an answer. The
+    # rendering may have only the header's beginning, but at least one of its special tokens.
     opened = tokens(rendering.tokenizer, header)
     special = special_tokens(rendering.tokenizer)
     for count in range(len(opened["input_ids"]), 0, -1):
@@ -295,7 +300,8 @@ def _asked(rendering: Rendering, index: int) -> str:
 def _stop(rendering: Rendering, index: int) -> int:
     """Returns where the answer in message `index` ends.
 
-    It ends where the rendering stops agreeing with the rendering of the messages up to it.
+    The answer ends where the rendering first differs from the rendering that has only the messages
+    up to and including the answer.
     """
     if index == len(rendering.conversation.messages) - 1:
         return len(rendering.text)
@@ -306,13 +312,14 @@ def _stop(rendering: Rendering, index: int) -> int:
 
 
 def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
-    """Returns the end of the last text that a rendering of the beginning shares with the whole one.
+    """Returns the end of the last text that a beginning's rendering shares with the whole one.
 
     Returns two numbers: the text's end in the whole rendering, and its end in the rendering of the
     beginning. Both are 0 if the two renderings share no text.
     """
     for found in reversed(list(MARKS.finditer(beginning))):
-        # A template may write the name of a tool again before the tool's answer.
+        # A template may write the name of a tool again before the tool's answer. So a mark may
+        # occur several times, and its occurrences are counted.
         before = beginning.count(found[0], 0, found.start())
         there = [each.end() for each in re.finditer(found[0], rendering.marked)]
         if len(there) > before:
@@ -349,8 +356,8 @@ def _with_ends(
         if not _ends(tokenizer, tail):
             following = next((start for start, _ in written if start >= stop), len(text))
             after = _next_token(tokenizer, text[stop:following])
-            # The template's marks leave the end token out, or the end token also opens the next
-            # turn.
+            # An end token right after the answer is counted to the answer. The template's marks may
+            # leave it out, or it may also open the next turn.
             if after:
                 stop += len(after)
             else:
@@ -374,14 +381,18 @@ def _with_ends(
 
 
 def _ends(tokenizer: Any, tail: str) -> bool:
-    """Returns whether the template's text after an answer ends it, except for white space."""
+    """Returns whether the template's text after an answer ends with an end token, apart from white
+    space.
+    """
     ids = tokenizer.encode(tail.rstrip(), add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
 
 
 def _next_token(tokenizer: Any, text: str) -> str:
-    """Returns the end token that a text begins with, after white space; empty if it begins with
-    none.
+    """Returns the beginning of a text, up to and including an end token.
+
+    Only white space may come before this token. Returns an empty string if the text begins
+    otherwise.
     """
     encoded = tokens(tokenizer, text[:200])
     ends = end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
@@ -396,8 +407,8 @@ def _next_token(tokenizer: Any, text: str) -> str:
 def end_tokens(tokenizer: Any) -> set[int]:
     """Returns the tokens at which generation stops.
 
-    They are the tokenizer's, which may be the model's, and those that end an answer in the chat
-    template.
+    They are the tokenizer's end tokens, which may come from the model's files, and the tokens that
+    end an answer in the chat template.
     """
     return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
 
@@ -432,7 +443,8 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
     )
     if not ends:
         return [], []
-    # The token that ends each message, unless it is the one that begins the next.
+    # The first special token after an answer, if it is also the first after a question. It ends
+    # every message, or begins the next one.
     turn = others[:1] if others[:1] == after_question[:1] else []
     return [ends[-1], *shared[-1:]], shared[-1:] or turn
 

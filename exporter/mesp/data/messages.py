@@ -25,8 +25,8 @@ PART_KEYS = (
     "annotations",
     "cache_control",
 )  # the last ones are not text
-# Fields that say whether an answer or a record is trained, with the value for yes: Mistral's and
-# OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`, torchtune's `masked`.
+# Fields that say whether an answer or a record is trained, and the value that means yes: Mistral's
+# and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`, torchtune's `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
@@ -43,7 +43,7 @@ def read_messages(
 ) -> list[Message]:
     """Returns the messages of the record called `where`, without the `ignored` keys.
 
-    Raises MespError if one has no role, no content, or content that is not text.
+    Raises MespError if a message has no role, no content, or content that is not text.
     """
     return [
         _read(f"{where} has a message {number}", message, ignored)
@@ -206,7 +206,7 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
 
 
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
-    """Removes the field that says whether a message or a record is trained from it.
+    """Removes from `entries` the fields that say whether a message or a record is trained.
 
     Returns 1 if the message or record is trained, 0 if not, and None if there is no such field.
     Raises MespError, whose message begins with `where`, for other values.
@@ -216,7 +216,7 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
         value = as_truth(entries.pop(key, None))
         if value is None:
             continue
-        if value not in (0, 1):  # true and false are in it
+        if value not in (0, 1):  # True equals 1, and False equals 0
             raise MespError(
                 f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
                 f"to train it and 0 not to, or leave the field out with --ignore {key}."

@@ -1,10 +1,10 @@
 """Encodes preference data as token ids, as TRL's trainers do.
 
-A record is a pair, with a `chosen` and a `rejected` answer to a `prompt`, or a single answer, with
-a `completion` to a `prompt` and a `label`, which is true for a good answer. Prompts and answers are
-strings or lists of messages, and go through the chat template. If a pair has no prompt, its prompt
-is the common beginning of its answers. If such answers are strings, they do not go through the
-template: each is joined to the common beginning as text.
+A record is a pair or a single answer. A pair has a `chosen` and a `rejected` answer to a `prompt`.
+A single answer has a `prompt`, a `completion` and a `label`, which is true for a good answer.
+Prompts and answers are strings or lists of messages, and go through the chat template. If a pair
+has no prompt, its prompt is the common beginning of its answers. If the answers of such a pair are
+strings, they do not go through the template: each is joined to the common beginning as text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LabelledAnswer(NamedTuple):
 
 
 def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]:
-    """Returns the answers of a record. Raises MespError if it cannot be used."""
+    """Returns the answers of a record. Raises MespError if the record cannot be used."""
     prompt, answers = _answers(document)
     found = []
     for answer, label in answers:
@@ -51,11 +51,12 @@ def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]
 def as_preference_data(
     data: str, split: str, answers: Iterable[LabelledAnswer], seq_len: int
 ) -> Split:
-    """Returns an example for each answer, with its prompt, of at most `seq_len` tokens and the next
-    one.
+    """Returns one example for each answer: its prompt and the answer, cut to `seq_len` tokens and
+    the token after.
 
-    Only the answer counts. Raises MespError if a prompt leaves no room for an answer, or if all
-    labels of single answers are alike.
+    Only the answer is in the loss. Raises MespError if an answer has no token, if a prompt leaves
+    no room for an answer, if the answers of a pair are equal, or if all labels of single answers in
+    the train split are alike.
     """
     longest = seq_len + 1
     parts, examples, masks, labels = [], [], [], []
@@ -146,7 +147,8 @@ def _alike(chosen: Said, rejected: Said) -> Said:
 
 def _encode(document: Document, encoder: Encoder, prompt: Said, answer: Said) -> Encoded:
     """Returns the ids of a prompt with an answer. The loss covers only the answer."""
-    # The place where two strings begin to differ need not be the end of a message.
+    # Strings without a prompt are divided where they begin to differ, which need not be the end of
+    # a message. So they are joined without the chat template.
     is_conversation = encoder.chat and "prompt" in document.content
     if isinstance(prompt, str) and isinstance(answer, str) and not is_conversation:
         return encoder.joined(prompt, answer)

@@ -54,8 +54,8 @@ def encode_in_template(
 ) -> list[int]:
     """Returns the token ids of a conversation in the chat template, up to where the answer begins.
 
-    They are made as in `encode_prompt`. Raises MespError if the template refuses the conversation
-    or leaves something out.
+    `split_special` is as in `encode_prompt`. Raises MespError if the template refuses the
+    conversation or leaves something out.
     """
     rendering = render_checked(tokenizer, conversation, split_special)
     return rendered_tokens(rendering, len(conversation.messages), asks=True)
@@ -64,7 +64,7 @@ def encode_in_template(
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
     """Returns a conversation in the chat template.
 
-    Raises MespError if the template refuses it or leaves something out.
+    Raises MespError if the template refuses the conversation or leaves something out.
     """
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")

@@ -6,7 +6,7 @@ import re
 
 from mesp.data.records import Document
 
-HELD_OUT = 10  # of this many sections, one is held out
+HELD_OUT = 10  # one section of this many is held out
 
 
 def python_docs() -> dict[str, list[Document]]:

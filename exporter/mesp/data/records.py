@@ -23,10 +23,11 @@ RECORDS = (
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
 COLUMNS = "Name other columns with --columns, as in prompt=question,completion=answer."
-# The keys of a record that are read. --columns can give them columns of other names.
+# The keys of a record that are read. --columns can name another column for each key.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 OPTIONS = "chat_template_kwargs"  # the key of TRL's records with options of the chat template
-# Arguments that every chat template gets, or that would replace it.
+# Options that a record must not set: arguments that every chat template gets, or that would replace
+# the template.
 FIXED_OPTIONS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
@@ -49,7 +50,7 @@ class Conversation:
     """Messages that go through the chat template.
 
     Messages before the index `prompt` are never trained. From this index on, the assistant's
-    messages are trained, unless their weight is 0. `options` are those of the template.
+    messages are trained, unless their weight is 0. `options` are arguments of the template.
     """
 
     messages: list[Message]
@@ -73,7 +74,7 @@ class Conversation:
 
 
 class Document(NamedTuple):
-    """A text that is encoded as a whole: a file's or a record's. `where` is its place, for
+    """A text that is encoded as a whole: a file's or a record's. `where` is its place, for error
     messages.
     """
 
@@ -82,7 +83,7 @@ class Document(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of record, one of mlx-lm's, found as mlx-lm finds it, or of TRL's."""
+        """The kind of record: TRL's preference data, or a kind of mlx-lm's, told as mlx-lm does."""
         if isinstance(self.content, str):
             return "text"
         for kind in (PAIRS, LABELS):
@@ -126,7 +127,7 @@ def as_messages(role: str, said: Said) -> list[Message]:
 
 
 def read_utf8(name: str, read: Callable[[], bytes]) -> str:
-    """Returns the text from `read`, with line ends as in Python; `name` is its name.
+    """Returns the text from `read`, with a line feed for each line end; errors call it `name`.
 
     Raises MespError if reading fails, or if the bytes are not text.
     """
@@ -141,8 +142,8 @@ def read_utf8(name: str, read: Callable[[], bytes]) -> str:
 def read_value(where: str, text: str) -> Any:
     """Returns the value of a JSON text.
 
-    Raises MespError if it is not valid, has a key twice, a number that JSON lacks, or a string that
-    a tokenizer cannot take.
+    Raises MespError if the text is not valid JSON, or has a key twice, a number that JSON lacks, or
+    a string that a tokenizer cannot take.
     """
     try:
         return parse_json(text, strict=True)
@@ -224,8 +225,8 @@ def read_record(
 
 
 def refuse_unusable(where: str, record: dict[str, Any]) -> None:
-    """Raises MespError if a record has a field that its answer depends on, but that cannot be used
-    here.
+    """Raises MespError if a record has a field that its answer depends on, but that MeSP cannot
+    use.
     """
     for key in UNUSABLE:
         if record.get(key) not in (None, "", [], {}):

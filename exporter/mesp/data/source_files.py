@@ -31,12 +31,12 @@ SIZE = 4 << 30  # the maximum size of a file's text in bytes
 UNPACKED, TIMES = 16 << 20, 200
 ROWS = 4096  # rows of a parquet file that are read at once
 
-Row = tuple[str, str | dict[str, Any]]  # the item's place, for messages, and a text or a record
+Row = tuple[str, str | dict[str, Any]]  # a place, for error messages, and a text or a record
 
 
 class FileName(NamedTuple):
-    """A file's name: its `stem`, its ending `kind` in lower case, and whether gzip compressed the
-    file.
+    """A file's name: its `stem`, its ending `kind`, both in lower case, and whether gzip compressed
+    the file (`packed`).
     """
 
     stem: str
@@ -52,7 +52,7 @@ class FileName(NamedTuple):
 
     @property
     def is_read(self) -> bool:
-        """Whether there is a reader of its kind."""
+        """Whether there is a reader of this kind of file."""
         return self.kind in READERS and bool(self.stem)
 
     @property
@@ -62,7 +62,7 @@ class FileName(NamedTuple):
 
     @property
     def split(self) -> str | None:
-        """The split that the name means; None if it means none."""
+        """The split that the file's name means; None if the name means no split."""
         shard = SHARD.fullmatch(self.stem)
         return SPLIT_OF.get(shard["stem"] if shard else self.stem) if self.is_read else None
 
@@ -74,12 +74,12 @@ SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-
 def read_file(
     path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
 ) -> Iterator[Row]:
-    """Yields the records of a file, one by one, or its one text; messages call it `name`.
+    """Yields the records of a file, one by one, or its one text; errors call the file `name`.
 
-    A file in a folder, whose `root_of` is `root`, must not be a link that leads out of the folder.
+    If `root` is the `root_of` a folder, the file must not be a link that leads out of that folder.
     Raises MespError if the file cannot be read, is damaged or not regular, is of a kind without a
-    reader, or has more than `size` bytes of text. A compressed file may have at most `TIMES` its
-    own bytes.
+    reader, or has more than `size` bytes of text. The text of a compressed file must also have at
+    most `UNPACKED` bytes, or `TIMES` as many bytes as the file.
     """
     name, parts = name or str(path), FileName.of(path.name)
     with _plain_errors(name):
@@ -101,7 +101,10 @@ def read_file(
 
 
 def read_text(path: Path, size: int = SIZE) -> str:
-    """Returns the text of a file. Raises MespError if it has records, and as `read_file` does."""
+    """Returns the text of a file.
+
+    Raises MespError as `read_file` does, and if the file has records.
+    """
     for _, content in read_file(path, size=size):
         if isinstance(content, str):
             return content
@@ -178,7 +181,8 @@ def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
 def _read_json(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
     """Yields the records of a list or of JSON lines."""
     text = io.TextIOWrapper(file, "utf-8-sig")
-    # Not str.splitlines, which also splits at characters that JSON allows in a string.
+    # The file yields its lines. str.splitlines would also split at characters that JSON allows in a
+    # string.
     lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
     number, first = next(lines, (0, ""))
     if first.lstrip().startswith("["):
@@ -301,9 +305,7 @@ def _decoded_size(array: Any) -> int:
 
 
 def _parsed(where: str, value: Any, type: Any) -> Any:
-    """Returns a value of a parquet file; a string of Arrow's JSON type becomes the value in the
-    JSON.
-    """
+    """Returns a value of a parquet file. A string of Arrow's JSON type is parsed."""
     from pyarrow import types
 
     if value is None:

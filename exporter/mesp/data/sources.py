@@ -24,7 +24,7 @@ SOURCES = (
 BUILT_IN = {"python-docs": python_docs, "python-docs-pairs": python_docs_pairs}
 MOST_FILES = 10_000  # the most files in a folder of data
 HIDDEN = (".", "__")  # beginnings of the names of files that are not data
-# Files beside data that change nothing.
+# The names of files that may be beside data, and are not read.
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog)([-_]\w+)*(\.(md|txt|rst|cff|bib))?"
     r"|dataset_infos?\.json|.*\.(py|png|jpe?g|gif|svg|webp)"
@@ -35,9 +35,9 @@ NO_DATA = re.compile(
 class Selection:
     """The part of a dataset that is read.
 
-    `subset` is the configuration, and `splits` has the source of each split of ours in the datasets
-    library's spelling. `columns` has the column for each key of a record, and `ignored` the fields
-    of records and messages to leave out.
+    `subset` is the configuration. `splits` has the source of each of MeSP's splits, in the spelling
+    of the datasets library. `columns` has the column for each key of a record. `ignored` are the
+    fields of records and messages to leave out.
     """
 
     subset: str | None = None
@@ -47,12 +47,12 @@ class Selection:
 
     @property
     def is_of_dataset(self) -> bool:
-        """Whether it selects among a dataset's files."""
+        """Whether the selection names a configuration or splits, as only datasets have them."""
         return self.subset is not None or bool(self.splits)
 
 
 def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
-    """Returns the documents of `data`, one of `SOURCES`, by split. Raises MespError if it is
+    """Returns the documents of `data`, one of `SOURCES`, by split. Raises MespError if the data is
     invalid.
     """
     path = Path(data)
@@ -225,7 +225,7 @@ def _of_dataset(
 
 
 def _has_configs(folder: Path) -> bool:
-    """Returns whether the README.md of a dataset names its files."""
+    """Returns whether the README.md of a dataset lists the files of its configurations."""
     readme = folder / "README.md"
     if not readme.is_file():
         return False

@@ -1,10 +1,10 @@
 """Encodes special tokens in people's texts: as themselves, or split into ordinary text.
 
-They are split as transformers splits them. A text outside of a conversation is encoded with
+Special tokens are split as in transformers. A text outside of a conversation is encoded with
 transformers' option `split_special_tokens`. In a conversation, the template's special tokens stay,
 and each in a person's text is encoded separately, as `apply_chat_template` with
 `sanitize_control_tokens` does for the tokens that the tokenizer marks as special. transformers may
-add SentencePiece's leading space to such a text; this module adds none.
+put SentencePiece's leading space before a token that it encodes separately; this module puts none.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def special_pattern(tokenizer: Any) -> re.Pattern[str]:
 
 
 def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Returns the ids of a person's text.
+    """Returns the ids of a person's text, with its special tokens split into ordinary text.
 
-    With `add_special_tokens`, they include the tokens that the tokenizer puts around a text. Raises
-    MespError if they include other special tokens.
+    With `add_special_tokens`, the ids include the tokens that the tokenizer puts around a text.
+    Raises MespError if the ids include other special tokens.
     """
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=True)
     check_special(tokenizer, ids, tokenizer.encode("") if add_special_tokens else [])
@@ -66,8 +66,9 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
     """Returns the ids of a text, and the bounds of each token's characters.
 
     The bounds exclude white space that a token absorbs. The parts in `written`, in order, are
-    special tokens that are encoded as text. The text between two of them is encoded separately, so
-    that no token has parts of both. Raises MespError if the tokenizer makes special tokens of text.
+    special tokens that are encoded as text. The text between two such parts is encoded separately,
+    so that no token belongs to a part and to the text beside it. Raises MespError if the tokenizer
+    makes special tokens of a part.
     """
     ids: list[int] = []
     bounds: list[tuple[int, int]] = []
@@ -87,8 +88,8 @@ def _piece(
     """Returns the ids of a piece of a text and their bounds.
 
     A piece that is not the first is encoded after a line feed, as SentencePiece puts a space before
-    the beginning of a text. If it would share a token with the line feed, it is encoded after
-    another character.
+    the beginning of a text. If the piece would share a token with the line feed, it is encoded
+    after a colon.
     """
     for feed in () if is_first else ("\n", ":"):
         before = tokenizer.encode(feed, add_special_tokens=False)

@@ -15,11 +15,10 @@ ROUND_TRIP_TEXT = "A text of 2 lines,\nwhich comes back."
 
 
 def load_checked_tokenizer(folder: Path, model: str) -> Any:
-    """Returns the tokenizer in a model's folder, if it decodes a text to itself; None if there is
-    none.
+    """Returns the tokenizer in a model's folder; None if the folder has none.
 
-    `model` is its name, for messages. Raises MespError if it cannot be loaded, or if a text is
-    decoded differently.
+    `model` is the model's name, for error messages. Raises MespError if the tokenizer cannot be
+    loaded, or does not decode an encoded text to the same text.
     """
     if not _has_tokenizer(folder):
         return None
@@ -64,9 +63,10 @@ def load_tokenizer(
 ) -> Any:
     """Returns the tokenizer in a model's folder or a bundle, in mlx-lm's wrapper.
 
-    It has the end tokens of the model, its own, and those that end an answer in its chat template.
-    Code in the folder is never run: tokenizers are those of transformers. Raises MespError if it
-    cannot be loaded, or if there is none; then the message includes `without`.
+    Its end tokens are those of its files and of the model's, and the tokens that end an answer in
+    its chat template. Code in the folder is never run: only transformers' own classes are used.
+    Raises MespError if the tokenizer cannot be loaded, or if the folder has none. In the second
+    case the message includes `without`.
     """
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
@@ -75,7 +75,7 @@ def load_tokenizer(
 
     failed = f"The tokenizer in {folder} cannot be loaded"
     root = root_of(folder)
-    # Files that transformers may open.
+    # transformers may open these files.
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if file.suffix in (".json", ".jinja", ".txt", ".model") and not (
             file.is_file() and file.resolve().is_relative_to(root)

@@ -21,7 +21,7 @@ from mesp.errors import MespError
 def main() -> None:
     """Builds mesp-engine, or mesp-count if it is named, and prints its path.
 
-    With --mlx, only prints the folder of the mlx package that they are built with.
+    With --mlx, only prints the folder of the mlx package that the programs are built with.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

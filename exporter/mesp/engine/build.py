@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The folder that `setup.py` copies the Swift package into, laid out as in a checkout.
 SOURCES = Path(__file__).with_name("sources")
-# The folder that `setup.py` copies a built engine into, with `mlx-version`, the MLX that it needs.
+# The folder that `setup.py` copies a built engine into. Its file `mlx-version` has the version of
+# MLX that the engine needs.
 CARRIED = Path(__file__).with_name("programs")
 # The path from CARRIED to the `mlx` package that is installed beside this one, in the notation of
 # the program loader.
@@ -85,8 +86,8 @@ def has_engine(carried: Path) -> bool:
 def misfit(carried: Path) -> str:
     """Returns why the engine in the package cannot be used here; empty if it can.
 
-    It is compiled with the headers of one version of MLX, and works only with that version's
-    library.
+    The engine is compiled with the headers of one version of MLX, and works only with that
+    version's library.
     """
     wanted = (carried / "mlx-version").read_text(encoding="utf-8").strip()
     if wanted != (installed := metadata.version("mlx")):
@@ -100,7 +101,7 @@ def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
 
     It is the one beside the engine that MESP_ENGINE names, the checkout's, or the one in the user's
     cache. The last two are built first if they are missing or old. Raises MespError if the build
-    fails, or if this machine cannot count.
+    fails, or if this system is not Linux.
     """
     if sys.platform != "linux":
         raise MespError("mesp-count counts on Linux only.")
@@ -121,7 +122,7 @@ def _find(program: Program, checkout: Path, sources: Path) -> Path:
 
 
 def engine_path() -> Path:
-    """Returns the path of the engine, which `find_engine` builds."""
+    """Returns the path at which `find_engine` finds or puts the engine. Builds nothing."""
     if named := os.environ.get("MESP_ENGINE"):
         return Path(named)
     if has_sources(CHECKOUT):
@@ -146,7 +147,7 @@ def is_older_than_sources(program: Path, checkout: Path) -> bool:
     built = program.stat().st_mtime
     sources = [checkout / "Package.swift"]
     for folder, folders, files in os.walk(checkout / "ios"):
-        # The folders of tests that run at the same time.
+        # Tests that run at the same time may change these folders of compiled files.
         folders[:] = [name for name in folders if name != ".build"]
         sources += [Path(folder, name) for name in files]
     return any(source.stat().st_mtime > built for source in sources)
@@ -158,7 +159,10 @@ def expected_version(program: Program = ENGINE) -> str:
 
 
 def version_of(program: Path) -> str:
-    """Returns the last line that `PROGRAM --version` prints, on standard output or error."""
+    """Returns the last line that `PROGRAM --version` prints, on standard output or error.
+
+    If the program cannot be started, returns the system's reason.
+    """
     try:
         done = subprocess.run(
             [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -171,7 +175,8 @@ def version_of(program: Path) -> str:
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
     """Returns the user's program, built first if it is missing or no longer starts.
 
-    The program needs the libraries of the Swift version that built it.
+    A program needs the libraries of the Swift version that built it, and does not start without
+    them.
     """
     if not has_sources(sources):
         raise MespError(
@@ -207,9 +212,10 @@ def _set_engine(program: Program) -> str:
 
 def _require_own(path: Path) -> None:
     """Raises MespError if `path` is a program that another user could have put there, or a folder
-    that another user could put one into.
+    that another user could put a program into.
     """
-    with suppress(FileNotFoundError, NotADirectoryError):  # `alone` names what cannot be created
+    # If `path` cannot be created, `lock_folder` raises the error.
+    with suppress(FileNotFoundError, NotADirectoryError):
         status = path.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
             raise MespError(
@@ -251,9 +257,9 @@ def prune(newest: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Creates a folder, and lets one process in at a time.
+    """Creates a folder, and lets one process at a time use it in this context.
 
-    When a process ends for any reason, the next one may enter.
+    If the process ends for any reason, the next process may use the folder.
     """
     with plain_os_errors(f"Cannot keep the engine in {folder} (XDG_CACHE_HOME moves it)"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,9 +290,9 @@ def build_program(
 ) -> Path:
     """Builds a program for release and returns its path. Only changed files are compiled.
 
-    `checkout`: the folder of the first Package.swift; `scratch`: the compiler's folder, by default
-    the package's .build; `for_wheel`: whether the program runs without Swift, and finds MLX from
-    the folder CARRIED.
+    `checkout`: the folder of a checkout, or of a copy of its Swift package; `scratch`: the
+    compiler's folder, by default the package's .build; `for_wheel`: whether the program runs
+    without Swift, and finds MLX from the folder CARRIED.
     """
     swift = shutil.which("swift")
     if swift is None:
@@ -310,8 +316,8 @@ def build_program(
         *(["--scratch-path", str(scratch)] if scratch else []),
     ]
     if not scratch or program == COUNTER:
-        # The same options as those of the tests in `make`, so that the tests use the same compiled
-        # files. mesp-count is in another package than the parts of the trainer that it uses.
+        # The tests in `make` have the same options, and so use the same compiled files. mesp-count
+        # needs the option because it uses parts of the trainer, which is another package.
         command += ["-Xswiftc", "-enable-testing"]
     # MLX comes from the wheel on macOS too, because the wheel has compiled Metal shaders, which
     # SwiftPM does not compile.

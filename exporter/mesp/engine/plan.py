@@ -19,7 +19,7 @@ def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
     """Returns, for each sequence length, the plan of a run with mesp-train's defaults and the
     bundle's first rank.
 
-    Raises MespError if the engine has not been built, or if it refuses.
+    Raises MespError if the engine has not been built, or if it refuses such a run.
     """
     size = {"bundle": str(bundle.resolve()), "rank": manifest.ranks[0]}
     size["optimizer"] = choose_optimizer("mesp")
@@ -30,8 +30,8 @@ def predicted_memory(out: Path, manifest: Manifest) -> str | None:
     """Returns a description of the predicted peak for each length, and the lowest memory limit of a
     run.
 
-    The peak is that of the default plan. The limit is the least peak with a margin. None if the
-    engine has not been built, because exporting does not need it.
+    The predicted peak is that of the default plan. Returns None if the engine has not been built,
+    because exporting does not need the engine, or if the engine refuses such a run.
     """
     try:
         plans = find_plans(out, manifest)
@@ -73,7 +73,7 @@ def describe_plan(plan: Record) -> str:
 
 def describe_kept(plan: Record) -> str:
     """Returns a sentence on the intermediates that are kept for speed, up to the memory limit; an
-    empty one where none are."""
+    empty string if none are kept."""
     if not plan.get("kept_blocks"):
         return ""
     return (
@@ -93,8 +93,8 @@ def describe_count(count: Record) -> str:
 
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
-    """Returns a description of the memory of a run with each optimizer, without a limit and
-    offloading.
+    """Returns a description of a run's memory with each optimizer, if there is no memory limit and
+    nothing is kept on disk.
     """
     # The settings are those of a new run, because a resumed run keeps its optimizer.
     free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}

@@ -60,7 +60,7 @@ class Engine:
     def interrupting(self) -> Iterator[None]:
         """Makes the signal that kills the engine raise KeyboardInterrupt in this context.
 
-        It is for computations in this process that the engine waits for.
+        The context is for computations in this process whose results the engine waits for.
         """
         self.is_waiting = True
         try:
@@ -202,7 +202,7 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
     """Forwards signals to the engine, and records those that ask for an end.
 
     The engine has a session of its own. So any Ctrl-C arrives only at this process, and is
-    forwarded to the engine exactly once. The second one kills the engine.
+    forwarded to the engine exactly once. A second signal that asks for an end kills the engine.
     """
     process = engine.process
 
@@ -359,8 +359,9 @@ class Evaluator:
         and each token.
 
         A text ends when `go_on` returns false, or before a token of `stop`. Tokens are the
-        likeliest ones or, with a `temperature`, drawn by `seed` and the index. `at_once` prompts,
-        from 1 to 16, run together. Yields the index of each prompt whose text has ended.
+        likeliest ones or, with a `temperature`, drawn at random; the seed of a text is `seed` plus
+        the prompt's index. `at_once` prompts, from 1 to 16, run together. Yields the index of each
+        prompt when its text has ended.
         """
         how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": 1}
         requests = [

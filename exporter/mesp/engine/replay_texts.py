@@ -19,8 +19,8 @@ from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
 MOST_TEXTS = 64
-# The number of steps that use each text, if a run is long enough: writing a text takes longer than
-# a step
+# Each text is used in this many steps, if a run is long enough, because writing a text takes longer
+# than a step.
 TIMES = 2
 LENGTH = 128  # tokens of a text after its opening, if sequences are long enough
 AT_ONCE = 8

@@ -77,7 +77,7 @@ class TrainingJob:
         finally:
             try:
                 write_terms_of_run(self.bundle, self.manifest, self.folder)
-            except (MespError, OSError) as error:  # the adapters exist already
+            except (MespError, OSError) as error:  # no failure, because the adapters exist
                 log.warning("The licence could not be put beside the adapters: %s", error)
 
     def _train(self, progress: Callable[[Record], None] | None) -> RunLog:
@@ -95,8 +95,8 @@ class TrainingJob:
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
                     if path != written:
-                        # The engine continues with these settings. If it refuses the run, nothing
-                        # changes.
+                        # The engine has accepted the settings of the resumed run. Only now they
+                        # replace the old ones.
                         path = written
                         with plain_os_errors(f"Cannot write the run to {self.folder}"):
                             write_whole(written, settings)
@@ -110,8 +110,8 @@ class TrainingJob:
                         progress(record)
                         if engine.signals:
                             progress({"type": "stopping"})
-            # Reads the log, not the printed records: the log of a resumed run also has the records
-            # from before it was resumed.
+            # The result is read from the log and not from the printed records, because the log of a
+            # resumed run also has the records from before the run was resumed.
             has_log = (self.folder / LOG_NAME).exists()
             run = RunLog.load(self.folder) if has_log else RunLog()
             if engine.process.returncode == 0 and run.end:
@@ -233,8 +233,8 @@ def train(
 ) -> RunLog:
     """Fine-tunes a bundle's model with LoRA, and returns the run.
 
-    Ctrl-C ends it after the current step, with its adapters saved. The returned run's `state` says
-    so, and `resume` continues it.
+    Ctrl-C ends the run after the current step and saves its adapters. Then the `state` of the
+    returned run is ``stopped``, and `resume` continues the run.
 
     Args:
         bundle: A bundle or its folder; a resumed run has it.
@@ -392,7 +392,7 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
         yield path, made
     except BaseException:
         if not (home / LOG_NAME).exists():
-            for file in (path, home / ".lock"):  # the engine's lock; it has ended
+            for file in (path, home / ".lock"):  # the lock of the engine, which has ended
                 with suppress(OSError):
                     file.unlink()
             for folder in made:

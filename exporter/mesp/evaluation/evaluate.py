@@ -26,7 +26,7 @@ from mesp.progress import ProgressCallback, Task
 if TYPE_CHECKING:
     from mesp.evaluation.harness import Tasks
 
-# The default for the tokens that a model sees at once, whose keys and values are held in memory.
+# The default for the most tokens that a model sees at once. Memory holds their keys and values.
 MAX_LENGTH = 2048
 MAX_TOKENS = 256  # of an answer
 
@@ -37,7 +37,7 @@ class Evaluation:
 
     `samples` has each model's results for each record, in the order of the rows. `max_length` is
     the most tokens that a model saw at once, and `cut` the number of prompts whose beginning was
-    cut off. As a text it is a table.
+    cut off. `str` of an evaluation is a table.
     """
 
     rows: tuple[Row, ...]
@@ -71,10 +71,10 @@ def evaluate(
 ) -> Evaluation:
     """Measures how good a bundle's model is, with adapters and without.
 
-    Records with ``text`` measure its perplexity, records with ``prompt``, ``choices`` and
+    Records with ``text`` measure the model's perplexity, records with ``prompt``, ``choices`` and
     ``answer`` the accuracy of choosing, and records with ``prompt`` and ``completion``, or
-    ``messages``, the share of right answers. Intervals are those of 95% of a bootstrap over the
-    records.
+    ``messages``, the share of right answers. An interval holds 95% of the draws of a bootstrap over
+    the records.
 
     Args:
         bundle: A bundle or its folder.
@@ -87,8 +87,8 @@ def evaluate(
         limit: The number of records, from the first.
         max_length: The tokens that the model sees at once; the beginning of longer prompts is cut
             off. None: the model's, at most 2,048.
-        chat: Whether prompts go into the chat template; None: for answers to write, if the
-            tokenizer has one.
+        chat: Whether prompts go into the chat template; None: only if answers are written and the
+            tokenizer has a template.
         max_tokens: The most tokens of an answer; 256 by default.
         stop: Texts that end an answer, and are not part of it.
         extract: A regular expression; an answer is its first match, or its group if it has one.
@@ -133,7 +133,8 @@ def evaluate(
 
     tokenizer = load_bundle_tokenizer(path)
     max_length = max_length or min(read_context_length(path), MAX_LENGTH)
-    # Loads the others first, so that an error appears before hours of work.
+    # All models but the first are loaded once here, so that an error in adapters appears before
+    # hours of work.
     for weighted in models[1:]:
         with running_model(path, weighted, tokenizer, max_length):
             pass
@@ -153,7 +154,7 @@ def evaluate(
 
 
 def check_unused(options: dict[str, Any], why: str) -> None:
-    """Raises MespError if one of the options was given."""
+    """Raises MespError if one of the options was given; `why` says that it has no use."""
     for name, value in options.items():
         if value not in (None, (), []) and value is not False:
             raise MespError(f"{name} {why}.")
@@ -167,7 +168,10 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def read_context_length(bundle: Path) -> int:
-    """Returns the longest sequence that the model was made for, in tokens."""
+    """Returns the tokens of the longest sequence that the model was made for.
+
+    Returns `MAX_LENGTH` if config.json does not have this number.
+    """
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")
     except (OSError, ValueError) as error:

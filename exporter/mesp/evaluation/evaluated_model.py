@@ -39,10 +39,10 @@ class EvaluatedModel:
     def encode_pair(
         self, prompt: str, continuation: str, special: bool = True, encode: Encode | None = None
     ) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a prompt and its continuation, cut as in lm-evaluation-harness.
+        """Returns the token ids of a prompt and of its continuation, as lm-evaluation-harness does.
 
-        White space at the end of the prompt moves to the continuation, and both are encoded
-        together, by `encode` or else the tokenizer.
+        White space at the end of the prompt moves to the continuation. Then prompt and continuation
+        are encoded together, by `encode` or else the tokenizer.
         """
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
@@ -56,7 +56,7 @@ class EvaluatedModel:
     def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
         """Returns the log-likelihood of each continuation of the same prompt.
 
-        Raises MespError if one has no tokens, or more than `max_length`.
+        Raises MespError if a continuation has no tokens, or more than `max_length`.
         """
         longest = max(map(len, continuations))
         if not all(continuations):

@@ -31,7 +31,7 @@ except ImportError as error:
 refuse_scripts(datasets)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
-# In place of the harness's function, which asks git: git prints an error if there is no repository.
+# The harness's own function asks git, which prints an error if there is no repository.
 lm_eval.evaluator.get_git_commit_hash = lambda: None
 
 DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
 
 @dataclass(frozen=True)
 class Tasks:
-    """An evaluation; its options have the harness's names."""
+    """The tasks to evaluate on, with options that have the harness's names."""
 
     names: tuple[str, ...]
     include_path: Path | None = None
@@ -50,7 +50,7 @@ class Tasks:
     def manager(self) -> TaskManager:
         """Returns a manager of the harness's tasks and those in `include_path`.
 
-        Raises MespError if a task is not among them.
+        Raises MespError if one of `names` is not among these tasks.
         """
         include = None if self.include_path is None else str(self.include_path)
         manager = TaskManager(include_path=include)
@@ -160,13 +160,13 @@ def run(
             num_fewshot=tasks.num_fewshot,
             limit=tasks.limit,
             apply_chat_template=tasks.chat,
-            bootstrap_iters=0,  # `compare` makes its own, paired bootstrap
+            bootstrap_iters=0,  # `mesp.evaluation.metrics.compare` makes a paired bootstrap
         )
     except BrokenPipeError:  # the engine has ended, and its error says why
         raise
     except MespError as error:
         raise MespError(f"{', '.join(tasks.names)}: {error.message.rstrip('.')}.") from error
-    except Exception as error:  # a task consists of YAML and Python of its own
+    except Exception as error:  # a task's own YAML and Python can raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MespError(
             f"lm-evaluation-harness cannot run {', '.join(tasks.names)}: {reason}"
@@ -199,8 +199,8 @@ def _negated_exponential(value: float) -> float:
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
     """Returns a metric of the harness, with its `value` and the documents' `values`.
 
-    The documents' values are numbers, or pairs of a log-likelihood and its divisor. The way of
-    combining them is the one that results in `value`.
+    The documents' values are numbers, or pairs of a log-likelihood and its divisor. They are
+    combined in the way that results in `value`. If no known way does, the metric has only `value`.
     """
     try:
         columns = np.asarray(values, float)

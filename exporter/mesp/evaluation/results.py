@@ -39,7 +39,7 @@ def make_rows(
 ) -> tuple[Row, ...]:
     """Returns a row for each metric of each model. A model is named by its adapters.
 
-    If the first model has none, the others are compared with it.
+    If the first model has no adapters, the other models are compared with it.
     """
     return tuple(
         Row(

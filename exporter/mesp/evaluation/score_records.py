@@ -108,7 +108,8 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
     pairs = [model.encode_pair(prompt, c, not options.chat, encode) for c in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
-    # lm-evaluation-harness divides by characters too.
+    # For acc_norm, the log-likelihood is divided by the choice's characters, as in
+    # lm-evaluation-harness.
     by_length = [v / len(c.strip()) for v, c in zip(values, record.choices, strict=True)]
     chosen = [max(range(len(each)), key=each.__getitem__) for each in (values, by_length)]
     return {
@@ -120,7 +121,7 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of `text`, a `prompt` in the chat template and a choice after it.
+    """Returns the ids of `text`. It is `prompt`, in the chat template, with a choice after it.
 
     The only special tokens in the ids are those of the template.
     """

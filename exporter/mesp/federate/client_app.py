@@ -20,7 +20,8 @@ from mesp.federate.flower_messages import in_float32, to_numpy, to_record
 from mesp.federate.local_training import Client, Trained, train
 from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
-# Keys of a --node-config: those for noise that the client adds itself, and the other keys.
+# Keys of a --node-config: those for noise that the client adds to its answers, and those that name
+# the client, its bundle and its data.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
 # Keys of a --node-config for DP-SGD in the client's training.
@@ -34,8 +35,8 @@ KEPT, KEPT_STEPS = "privacy", "private-steps"
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
     """Returns an app that trains as the client that `find` returns.
 
-    A failure is answered with a sentence. If it `tells`, the server learns the reason, which may
-    name files.
+    A failure is answered with a sentence. With `tells`, the sentence has the reason, which may name
+    the client's files.
     """
     app = ClientApp(mods=[in_float32, with_own_noise])
 
@@ -73,7 +74,8 @@ def log_privacy(
     """Logs the ε of all of a client's steps of DP-SGD in this `flwr run` since its node was
     started.
 
-    A server may change the number of a round's steps and their batch size.
+    The client keeps the number of steps and the sampling probability of each round, because a
+    server may change both.
     """
     sampled = config["batch_size"] / trained.examples
     counts, probabilities = [config["steps"]], [sampled]
@@ -166,5 +168,5 @@ def _of_node(context: Context) -> Client:
 
 
 # The app that `flower-supernode` runs. It trains with the bundle that --node-config names, on the
-# `data` that it names or, if none, the bundle's data.
+# `data` that --node-config names. Without `data`, it trains on the bundle's data.
 app = client_app(_of_node, tells=False)

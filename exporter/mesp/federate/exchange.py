@@ -2,11 +2,12 @@
 blocks.
 
 `self_attn.q_proj.lora_b` [blocks, rank, out] is the B of that module in each trained block that has
-it. So there are few arrays; each costs a phone some requests. A client gets the round's arrays and
-returns the trained ones. With `freeze_a` only each B travels: every client makes the same A from
-the run's seed. In `bfloat16` the server sends rounded arrays, and a client returns its change, also
-rounded: the server adds it to its own arrays, so that rounding a large number loses no small
-update. In `float32` both send arrays unrounded.
+it. So there are few arrays, which saves requests: each array costs a phone several. A client gets
+the round's arrays and returns the trained ones. With `freeze_a` only each B travels: every client
+makes the same A from the run's seed. In `bfloat16` the server sends rounded arrays. A client then
+returns the change that it made to them, also rounded, and the server adds the change to its own
+arrays. So rounding a large number loses no small update. In `float32` server and clients send
+arrays unrounded.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def read_arrays(folder: Path) -> Arrays:
 def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Architecture) -> None:
     """Writes matrices as a folder of adapters that mesp-engine can start from.
 
-    They are those of the last blocks of the model that have the module. Raises MespError if the
-    model has no such module, or fewer blocks with it.
+    The matrices of a module belong to the model's last blocks that have this module. Raises
+    MespError if the model has too few blocks with the module.
     """
     blocks: dict[str, list[int]] = {}
     for index, block in enumerate(arch.blocks):
@@ -74,7 +75,7 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
 
 
 def select_exchanged(arrays: Arrays, freeze_a: bool) -> Arrays:
-    """Returns the matrices that are trained, which are those that are sent."""
+    """Returns the matrices that are trained and sent: with `freeze_a` only each B."""
     return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
 
 
@@ -125,9 +126,9 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 
 
 def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
-    """Returns the change from `start`, scaled down to the norm `norm` if its norm is larger."""
+    """Returns `arrays`. If their change from `start` is longer than `norm`, it is scaled down."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
-    # In float64, because in float32 the squares of small numbers are 0.
+    # The sum is in float64, because in float32 the squares of small numbers are 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))
     if own <= norm:
         return arrays
@@ -135,9 +136,10 @@ def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
 
 
 def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """Returns the distance of clients from each other, relative to the change of their mean.
+    """Returns the distance of clients from their mean, relative to the change of the mean.
 
-    √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ; 0 if no client changed.
+    It is √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ and the arrays w of `start`. Returns 0 if
+    the mean has not changed.
     """
     apart = moved = 0.0
     for name, before in start.items():
@@ -152,8 +154,8 @@ def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) 
     """Returns the error of averaging A and B separately, relative to the change of the clients'
     products.
 
-    ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 if only B is sent. No product is
-    computed: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
+    It is ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules. Returns 0 if only B is sent. No
+    product AB is computed: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
     """
     wrong = moved = 0.0
     for name in start:

@@ -18,7 +18,7 @@ from mesp.files import create, read_object, read_settings, remove_link, sync, wr
 from mesp.settings.declaration import Setting, Settings, setting
 
 RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
-# Flower's strategies, by their names here.
+# Names of --strategy -> names of Flower's classes.
 STRATEGIES = {
     "fedavg": "FedAvg",
     "fedadam": "FedAdam",
@@ -100,7 +100,7 @@ class Rounds:
     """The rounds in `folder`.
 
     `training` are settings of mesp-engine for the adapters. `evaluation` are the settings of a run
-    that only evaluates: the bundle, the data and how much of it.
+    that only evaluates: the bundle, the data and the number of sequences.
     """
 
     folder: Path
@@ -140,8 +140,8 @@ class Rounds:
         """Evaluates the averaged matrices and keeps them; returns the round's record.
 
         Without `arrays`, the initial matrices are kept. `state` is what the strategy needs to
-        continue. A run of the engine without steps writes the adapters in the forms of mlx-lm and
-        PEFT.
+        continue. The engine evaluates them in a run without steps, which also writes the adapters
+        in the forms of mlx-lm and PEFT.
         """
         partial = self.folder / "partial"
         remove_link(partial)
@@ -213,14 +213,14 @@ class Federation:
         return self.folder / "held-out"
 
     def client(self, number: int) -> Client:
-        """Returns a simulated client, from 0, with the folder of its tokens."""
+        """Returns the simulated client with this number, counted from 0."""
         name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
         return Client(name, Path(self.options["bundle"]), self.folder / "clients" / name[7:])
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration of a client in each round, without its number: see
-        docs/federation.md.
+        """The configuration that a client gets in each round, without the round's number (see
+        docs/federation.md).
         """
         return {
             "model": str(read_manifest(Path(self.options["bundle"])).model),

@@ -14,8 +14,8 @@ from mesp.federate.exchange import Arrays, pack, unpack
 def to_numpy(record: ArrayRecord) -> Arrays:
     """Returns the arrays of a record.
 
-    Raises MespError if an array is an archive, which NumPy would open, and NumPy's errors if it is
-    not a NumPy file.
+    Raises MespError if an array is an archive, which NumPy would open. Raises NumPy's errors if an
+    array is not a NumPy file.
     """
     arrays = {name: array.numpy() for name, array in record.items()}
     for name, array in arrays.items():
@@ -32,7 +32,7 @@ def in_float32(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
     """A mod of Flower: the mods after this one and the app get float32 arrays, whatever the dtype
-    in the message.
+    in the message. If that is bfloat16, the reply has the change of each array, in bfloat16.
     """
     if message.content["config"]["exchange"] == "float32":
         return call_next(message, context)

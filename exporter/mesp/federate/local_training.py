@@ -41,7 +41,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Trained:
-    """A client's answer to a round's matrices, after training on `targets` counted targets.
+    """A client's answer to a round's matrices, after training on `targets` tokens in the loss.
 
     `examples`: the number of records that DP-SGD draws from; None without it.
     """

@@ -65,9 +65,9 @@ def read_topics(
     """Returns the units of each topic, and the held-out documents.
 
     `data` is a folder with one file for each topic and perhaps a file called valid, or any data
-    that `mesp data` takes, of which the part `selection` is read. Test data is not used. Without
-    held-out data, the last part of each topic is held out, the fraction `hold_out`. There may be no
-    topics. Raises MespError if the data cannot be read.
+    that `mesp data` takes. `selection` is the part of it that is read. Test data is not used. If
+    the data has no valid split, the fraction `hold_out` at the end of each topic is held out. If it
+    has one, there may be no topics. Raises MespError if the data cannot be read.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)
@@ -102,8 +102,8 @@ def _read_splits(data: str, selection: Selection) -> Topics:
 
 
 def _read_files(data: str, selection: Selection) -> Topics | None:
-    """Returns the topics of a folder with one file for each topic, and its held-out documents. None
-    for other data.
+    """Returns the topics of a folder with one file for each topic, and its held-out documents.
+    Returns None for other data.
     """
     folder = Path(data)
     if selection.is_of_dataset or not folder.is_dir():

@@ -28,8 +28,8 @@ class RoundsProgress:
         self.status.stop()
 
     def show(self, record: dict[str, Any]) -> None:
-        """Shows a round's record. The first record is that of the round before those that are
-        shown, or of the initial adapters.
+        """Shows a round's record. The first record must be that of the last round before this run,
+        or of the initial adapters.
         """
         number = record["round"]
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
@@ -41,7 +41,7 @@ class RoundsProgress:
                 soft_wrap=True,
             )
         for sentence in record.get("left_out", ()):
-            # The sentence may be a client's.
+            # A client may have written the sentence.
             said = printable(f"  left out: {sentence}")
             self.console.print(said, markup=False, soft_wrap=True)
         self.before = record

@@ -25,7 +25,7 @@ Show = Callable[[dict[str, Any]], None]
 
 
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
-    """Runs all missing rounds; keeps each at its end, and passes it to `show`.
+    """Runs all missing rounds. At the end of each round, keeps it and passes its record to `show`.
 
     After `timeout` seconds a round continues without the clients that have not answered.
     """
@@ -49,8 +49,9 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
             try:
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:
-                # Adapters that cannot be evaluated must not be trained further. If this machine has
-                # failed, the adapters before them cannot be evaluated either.
+                # Adapters that cannot be evaluated must not be trained further. So this round keeps
+                # the adapters of the round before. If they cannot be evaluated either, then this
+                # machine has failed, and the error ends the rounds.
                 arrays, before = rounds.arrays(number - 1), rounds.path(number - 1) / STATE_NAME
                 restore(inner, before)
                 report = report | {"discarded": error.message}

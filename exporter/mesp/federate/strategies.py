@@ -31,7 +31,7 @@ from mesp.federate.flower_messages import to_numpy, to_record
 
 # FedAdam's state: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
-# A metric that is 1 for all clients; as a weight, it makes all count equally.
+# A metric that is 1 for all clients. With this metric as the weight, all clients count equally.
 ONE = "client"
 MOST_CHARACTERS = 500  # of a name or a reason
 HEADER = 256  # more bytes than NumPy writes before an array's numbers
@@ -41,7 +41,7 @@ Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
-    """Returns Flower's strategy with these options. Raises MespError if it does not take one."""
+    """Returns Flower's strategy with these options. Raises MespError if an option is refused."""
     kind = getattr(strategy, STRATEGIES[options["strategy"]])
     given = dict(options["strategy_options"])
     numbers = {
@@ -75,7 +75,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
             )
     clients = {"min_available_nodes": options["clients"], "min_train_nodes": 1}
     private = options["noise"] is not None
-    # The noise can hide any one client only if all count equally.
+    # The noise can hide every client only if all clients count equally.
     weight = {"weighted_by_key": ONE if private else "num-examples"}
     try:
         inner = kind(**{**clients, **weight, **given})
@@ -119,10 +119,10 @@ def _innermost(inner: Strategy) -> Strategy:
 class Screened(Strategy):
     """A strategy that receives only valid answers.
 
-    An answer has float32 matrices of the model, no number larger than `MOST`, and no update longer
-    than `clip`. Clients that fail, stay silent or send anything else are left out of the round, and
-    named in `report`. `first` is the number of the round before the strategy's first. `keep` is
-    called with the result of the strategy.
+    A valid answer has matrices of the model, and no number larger than `MOST`. The strategy gets
+    its matrices in float32, with the update scaled down to `clip`. Clients that fail, stay silent
+    or send anything else are left out of the round, and named in `report`. `first` is the number of
+    rounds that were done before. `keep` is called with the result of the strategy.
     """
 
     def __init__(
@@ -191,7 +191,8 @@ class Screened(Strategy):
                 f"Round {number} has adapters of {len(taken)} clients and needs {self.needed}: "
                 + " ".join(sorted(left_out))
             )
-        # In a fixed order: sums of float32 depend on it, and answers arrive in any order.
+        # The answers are sorted, because sums of float32 depend on the order, and answers arrive in
+        # any order.
         taken.sort(key=lambda each: each[:2])
         replies = [reply for *_, reply in taken]
         self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
@@ -204,7 +205,7 @@ class Screened(Strategy):
         return to_record(self.keep(number, arrays, self.report)), metrics
 
     def _screened(self, reply: Message) -> Message:
-        """Returns an answer with what a strategy uses of it, matrices in float32 and metrics.
+        """Returns an answer with only what a strategy uses: matrices in float32 and metrics.
 
         Raises MespError, or any other error, if it is not a valid answer.
         """
@@ -222,7 +223,7 @@ class Screened(Strategy):
             raise MespError("its metrics do not follow docs/federation.md")
         expected = self.sent if self.exchange == "float32" else pack(self.sent)
         wanted = sum(array.nbytes + HEADER for array in expected.values())
-        # Arrays that may have another dtype are read, so that the error can name it.
+        # Arrays up to 4 times larger are read: they may have another dtype, which the error names.
         if (size := _size(reply.content["arrays"])) > 4 * wanted:
             raise MespError(f"it sends {size} bytes, more than the {wanted} needed")
         arrays = to_numpy(reply.content["arrays"])

@@ -1,4 +1,4 @@
-"""The description of a model's blocks, the same for every family."""
+"""The description of a model's blocks, in one form for all families."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class Architecture:
     def from_config(cls, config: dict[str, Any], length: int = 1) -> Architecture:
         """Returns the description of the model of a Hugging Face ``config.json``.
 
-        It is for sequences of `length` tokens, because LongRoPE has other frequencies in long
-        sequences. Raises MespError if the architecture, or a variant of it, is not supported.
+        The description is for sequences of `length` tokens, because LongRoPE has other frequencies
+        in long sequences. Raises MespError if the architecture, or a variant of it, is not
+        supported.
         """
         try:
             return cls._from_complete(complete(config) | {"sequence_length": length})
@@ -97,8 +98,8 @@ class Architecture:
         check_numbers(config)
         by_layer = mixers_by_layer(config)
         # Some models multiply what a block adds by m: x + m·out(…). A norm's output does not depend
-        # on the scale of its input. So the model computes the same with x/m in place of x: x/m +
-        # out(…), with ε/m² in the norms.
+        # on the scale of its input. So the model's outputs stay the same if a block takes x/m in
+        # place of x, adds out(…) to it, and has ε/m² in its norms.
         residual = config.get("residual_multiplier") or 1.0
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
@@ -194,8 +195,9 @@ class Architecture:
         return self
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
-        """Returns whether a block has keys and values, or takes those of an earlier block
-        that has.
+        """Returns whether a block's keys and values exist. If the block takes those of another
+        block, this must be an earlier block that computes its own, of the same sizes, and `mixer`
+        has no gates.
         """
         if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True
@@ -265,8 +267,8 @@ class Architecture:
 
     @property
     def is_tied_in_mlx_lm(self) -> bool:
-        """Whether mlx-lm uses the embedding as head. If it does not, its head may still be a copy
-        of the embedding.
+        """Whether mlx-lm uses the embedding as head. If not, mlx-lm's head may still be a copy of
+        the embedding.
         """
         return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
 
@@ -362,16 +364,16 @@ class Block:
 
     @property
     def keys_of(self) -> int | None:
-        """The block whose keys and values this block takes. None if it has keys and values, or
-        needs none.
+        """The block whose keys and values this block takes. None if this block has keys and values,
+        or needs none.
         """
         return self.mixer.keys_of if isinstance(self.mixer, AttentionMixer) else None
 
     def given_shapes(self, length: int) -> list[tuple[int, ...]]:
         """Returns the shapes of a block's inputs besides the output of the block before.
 
-        These are the block's part of the tokens' embeddings for each layer, and the keys and values
-        of another block.
+        Such inputs are the block's part of the tokens' embeddings for each layer, and the keys and
+        values of another block.
         """
         shapes: list[tuple[int, ...]] = []
         if self.arch.per_layer:
@@ -417,7 +419,9 @@ class Block:
         return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the other weights outside of linear layers, by name."""
+        """Returns the shapes of the weights that are neither in linear layers nor in `norms`, by
+        name.
+        """
         found = self.mixer.vectors(self.arch.hidden_size)
         found |= self.mlp.experts.vectors() if self.mlp.experts else {}
         return found | ({"layer_scalar": (1,)} if self.arch.per_layer else {})
@@ -428,21 +432,21 @@ class Block:
         return self.mlp.experts.num_experts if self.mlp.experts else 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the (output size, input size) of every quantized matrix, and of each
-        stacked one.
+        """Returns the (output size, input size) of every quantized matrix; of stacked matrices, the
+        size of one.
         """
         return self.sizes() | self.frozen() | self.stacked()
 
     def frozen(self) -> dict[str, tuple[int, int]]:
         """Returns the (output size, input size) of the linear layers that cannot have adapters.
 
-        These are the router, and the layer that weighs the MLP beside the experts.
+        Such layers are the router, and the layer that weighs the MLP beside the experts.
         """
         return self.mlp.experts.linears(self.arch.hidden_size) if self.mlp.experts else {}
 
     def stacked(self) -> dict[str, tuple[int, int]]:
         """Returns the (output size, input size) of one expert's matrices, by the names of the
-        stacked matrices. Empty in a block without experts.
+        stacked matrices. Returns an empty dictionary for a block without experts.
         """
         return self.mlp.experts.stacked(self.arch.hidden_size) if self.mlp.experts else {}
 
@@ -450,8 +454,8 @@ class Block:
         """Returns the shape of each weight that can have adapters, in the order of the flat LoRA
         vector.
 
-        Modules are [out, in]. If experts are trained, their stacked matrices are [experts, out,
-        in].
+        Modules are [out, in]. The stacked matrices of experts, which are among them only if experts
+        are trained, are [experts, out, in].
         """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
         stacked = self.stacked() if trained else {}

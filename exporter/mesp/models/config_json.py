@@ -12,9 +12,10 @@ from mesp.models.families import FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The largest values of some keys. They are checked before lists of these lengths are made.
+# The largest values of some keys. They are checked first, because lists become as long as these
+# values say.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-# Keys whose values must be numbers above 0. A missing key and 0 both mean none.
+# Keys whose values must be numbers above 0. A value of 0 means the same as a missing key.
 _POSITIVE = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
@@ -89,8 +90,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_scaling"] = None if kind == "default" else complete_scaling(named, config)
     if family.rope_by_type:
         config["rope_parameters"] = by_type
-    # For some families, mlx-lm reads these keys only in `rope_parameters`, unless there are two
-    # bases.
+    # For some families, mlx-lm reads RoPE's keys only in `rope_parameters`, except in models with
+    # two bases.
     if (rope or family.texts) and "rope_local_base_freq" not in config:
         keys = ("rope_theta", "partial_rotary_factor")
         turning = {key: config[key] for key in keys if key in config}
@@ -110,14 +111,14 @@ def _plain(value: Any) -> Any:
 
 
 def check_numbers(config: dict[str, Any]) -> None:
-    """Raises ValueError for a number that no model has. RoPE's numbers and sizes are checked
-    elsewhere.
+    """Raises ValueError for a number that no model has. The numbers of RoPE and the sizes are
+    checked where they are used.
     """
     refuse_unsound({key: is_positive(config[key]) for key in _POSITIVE if config.get(key)})
 
 
 def _check_scaling(scaling: dict[str, Any], key: str) -> None:
-    """Raises MespError for a type or a key that no formula reads."""
+    """Raises MespError if RoPE's scaling has an unknown type, or a key that no formula reads."""
     kind = type_of(scaling)
     if kind not in SCALINGS:
         raise unsupported(key, scaling)
@@ -127,7 +128,8 @@ def _check_scaling(scaling: dict[str, Any], key: str) -> None:
 
 
 def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
-    """Raises MespError if the blocks do not describe sequences of all `lengths`, in tokens.
+    """Raises MespError unless one description of the blocks fits sequences of all `lengths`, in
+    tokens.
 
     Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below
     the limit. LongRoPE has other factors in sequences beyond a limit.
@@ -155,7 +157,8 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
 
 def find_positions(config: dict[str, Any]) -> int | None:
     """Returns the number of positions that a model was trained for, from its complete config.json.
-    With YaRN, it is the original number times YaRN's factor. None if config.json does not say.
+    With YaRN, this is at least the original number times YaRN's factor. None if config.json does
+    not state the number.
     """
     most = config.get("max_position_embeddings")
     if type(most) is not int or most < 1:

@@ -61,7 +61,7 @@ def short(module: str) -> str:
     return module.split(".")[-1].removesuffix("_proj")
 
 
-EXPERTS = "experts"  # the short name of the experts' matrices together
+EXPERTS = "experts"  # the short name of all experts' matrices together
 # The short names of all modules of all models, in the order of the projections.
 TRAINABLE = (
     "q", "k", "v", "qkv", "g", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in",
@@ -91,22 +91,23 @@ class Family:
     rope_by_type: bool = False  # whether mlx-lm reads `rope_parameters` by the type of a layer
     post_norms: bool = False
     norm_offset: int = 0  # is added to a norm's weight in a checkpoint
-    # The names of norms and linear layers here -> their names in checkpoints, where the two differ.
+    # MeSP's names of norms and linear layers -> their names in checkpoints, where the two differ.
     names: dict[str, str] = field(default_factory=dict)
     # The `model_type`s of the text, in a model that is published with several modalities.
     texts: tuple[str, ...] = ()
-    mlx_type: str | None = None  # mlx-lm's `model_type`, if it differs
-    # Whether mlx-lm ties the head of a tied model; if not, it copies the embedding
+    mlx_type: str | None = None  # mlx-lm's `model_type`, if it differs from Hugging Face's
+    # Whether mlx-lm ties the head of a tied model; if not, mlx-lm makes the head a copy of the
+    # embedding
     mlx_ties: bool = True
-    # Linear layers of Hugging Face's checkpoints that each hold several of our layers, in equal
-    # parts of their rows. The second tuple has such layers of experts' matrices.
+    # Linear layers of Hugging Face's checkpoints that each hold several of MeSP's layers, in equal
+    # parts of their rows. `hf_experts` has such layers for experts' matrices.
     hf_modules: Modules = ()
     hf_experts: Modules = ()
     mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm and for PEFT
     hf_prefix: str = "model"
     activation: str = "silu"
-    full_every: float = 1  # the distance of layers with full attention; inf: none has it
-    other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
+    full_every: float = 1  # one of so many layers has full attention; inf: no layer has it
+    other_layers: str = "sliding_attention"  # the `layer_types` of layers without full attention
     has_no_rope_layers: bool = False  # whether a config.json may name blocks without RoPE
     embedding_factor: EmbeddingFactor = "one"
     takes: tuple[str, ...] = ()  # keys of VARIANTS that the family reads
@@ -115,8 +116,8 @@ class Family:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its blocks are attention and one MLP, described by the config.json's standard
-        keys.
+        """Whether the family's blocks consist of attention and one MLP, which the standard keys of
+        config.json describe.
 
         The app reads such a config.json without this package.
         """
@@ -131,10 +132,10 @@ class Family:
 
 
 def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that LFM2 names differently, the width of its MLP, and keys that mlx-lm
-    needs.
+    """Returns keys that LFM2's config.json has under other names, the width of LFM2's MLP, and keys
+    that mlx-lm needs.
 
-    The keys are the norms' ε, the tied head and the layers.
+    The other names are those of the norms' ε, the tied head and the layers.
     """
     found = {"rms_norm_eps": config["norm_eps"], "block_dim": config["hidden_size"]}
     if config.get("tie_embedding") is not None:
@@ -153,13 +154,14 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns LFM2's keys. The width of layers without experts has its usual key."""
+    """Returns the keys of `_read_lfm2`. MLPs without experts have the width `intermediate_size`."""
     width = {"block_ff_dim": config["intermediate_size"], "block_auto_adjust_ff_dim": False}
     return _read_lfm2({**config, **width})
 
 
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that LFM3 names differently, the norms' ε and the layers, and its RoPE.
+    """Returns the norms' ε and the layers, for which LFM3's config.json has other keys, and its
+    RoPE.
 
     The published config.json calls the RoPE of full attention "default", with a share of 0.5;
     Liquid AI's own code rotates half of the pairs, with the frequencies of the whole head.
@@ -184,7 +186,8 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the widths of Granite 4's MLPs in mlx-lm's keys, its layers, and whether it has RoPE.
 
-    transformers uses RoPE only for "rope"; mlx-lm uses it unless the value is "nope".
+    transformers uses RoPE only if `position_embedding_type` is "rope"; mlx-lm uses it unless the
+    value is "nope".
     """
     if not config.get("layer_types"):
         raise KeyError("layer_types")
@@ -205,8 +208,8 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the head size of Gemma 4's full attention, which transformers 5 states for each
-    layer.
+    """Returns the attention scale and the layers of Gemma 4, and the head size of its full
+    attention, which transformers 5 states for each layer.
 
     The last layer has full attention, whatever the config.json says.
     """
@@ -568,8 +571,8 @@ FAMILIES = {
     ),
 }
 
-# Keys that some families read, each with the value that changes nothing. For other families, a key
-# must have this value.
+# Keys that some families read, each with the value that changes nothing. In the config.json of any
+# other family, a key must have this value or be missing.
 VARIANTS = {
     "use_sliding_window": False,
     "attention_bias": False,
@@ -613,7 +616,7 @@ VARIANTS = {
     "use_double_wide_mlp": False,
 }
 
-# Other models that mlx-lm can run, by `model_type`, and why the trainer cannot.
+# Other models that mlx-lm can run, by `model_type`, and why MeSP cannot train them.
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),

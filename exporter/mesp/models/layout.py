@@ -25,8 +25,9 @@ DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # a bundle's default dtype, by
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
-# Arrays that are float32 whatever the bundle's dtype. A_log is exponentiated. Δ's bias and D have
-# only one number for each head. Rounding the experts' bias may change which scores are the highest.
+# Arrays that are float32 whatever the bundle's dtype. A_log is exponentiated, which enlarges a
+# rounding error. dt_bias and D are small: they have one number for each head. Rounding the experts'
+# bias may change which scores are the highest.
 KEPT_WIDE = (
     "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",
 )  # fmt: skip
@@ -34,10 +35,10 @@ KEPT_WIDE = (
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The place of an array in a weight file: `offset` in 32-bit words.
+    """The place of an array in a weight file. `offset` counts 32-bit words.
 
-    Each of stacked matrices starts `stride` words after the one before it, so that all arrays of an
-    expert lie together.
+    A stacked matrix starts `stride` words after the matrix before it. So all arrays of an expert
+    lie together.
     """
 
     name: str
@@ -48,12 +49,12 @@ class ArraySpec:
 
     @property
     def words(self) -> int:
-        """The words of the array's numbers; for stacked matrices, the words of one matrix."""
+        """The number of words that the array takes or, if it has stacked matrices, one of these."""
         shape = self.shape if self.stride is None else self.shape[1:]
         return math.ceil(math.prod(shape) * DTYPES[self.dtype].size / 4)
 
     def is_within(self, words: int) -> bool:
-        """Returns whether the array lies within a file of `words` words, and its matrices don't
+        """Returns whether the array lies within a file of `words` words, and stacked matrices don't
         overlap.
         """
         if self.stride is None:
@@ -62,8 +63,8 @@ class ArraySpec:
         return apart and self.offset + (self.shape[0] - 1) * self.stride + self.words <= words
 
     def place(self, row: int) -> int:
-        """Returns the byte of the file at which a row begins. Rows are counted through stacked
-        matrices.
+        """Returns the byte of the file at which a row begins. The count of rows goes on from one
+        stacked matrix to the next.
         """
         shape, start = self.shape, 4 * self.offset
         if self.stride is not None:
@@ -167,8 +168,8 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
 
 
 def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
-    """Returns the layout of ``embedding.bin`` or ``head.bin``. With `norm`, for the file that is
-    used as head, it includes the final norm.
+    """Returns the layout of ``embedding.bin`` or ``head.bin``. With `norm`, the layout includes the
+    final norm; the file that is used as head has it.
     """
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
@@ -181,7 +182,8 @@ def per_layer_layout(
 ) -> Layout:
     """Returns the layout of a file with one of the matrices of embeddings for each layer.
 
-    In the file of the projection, the weight of the norm of its output follows.
+    The file of the projection ends with the weight of a norm, which is applied to the projection's
+    output.
     """
     arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
     if arch.per_layer and name == PER_LAYER_PROJECTION:
@@ -190,5 +192,5 @@ def per_layer_layout(
 
 
 # The name of an array of the layout, the index of a row in it, and the contents of that row and the
-# rows after it. Rows are counted through stacked matrices.
+# rows after it. The count of rows goes on from one stacked matrix to the next.
 Piece = tuple[str, int, mx.array]

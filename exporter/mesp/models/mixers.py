@@ -1,5 +1,5 @@
-"""The kinds of mixers, the part of a block that mixes tokens. A class has the numbers that the
-formulas of its kind read.
+"""The kinds of mixers. A mixer is the part of a block that mixes tokens. Each class has the numbers
+that the formulas of one kind read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Shape = tuple[int, int]  # (outputs, inputs) of a projection
 
 @dataclass(frozen=True)
 class AttentionMixer:
-    """Attention. A model may have one such mixer with sliding windows and one without."""
+    """Attention. A model may have one mixer of this kind with a sliding window and one without."""
 
     type: ClassVar[str] = "attention"
     out: ClassVar[str] = "o"  # the projection of its result
@@ -27,13 +27,13 @@ class AttentionMixer:
     output_gate: bool  # whether q_proj computes each head's query, then the gate of its output
     attention_scale: float
     attn_logit_softcapping: float | None
-    # The frequency of each pair that RoPE rotates, in radians a position; 0: not rotated. Empty: no
-    # RoPE.
+    # RoPE's frequency for each pair of dimensions, in radians a position. 0: the pair is not
+    # rotated. Empty: the mixer has no RoPE.
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
     v_norm: bool = False  # whether v goes through an RMSNorm without a weight
-    # The block whose keys and values this one takes. None: it computes its own.
+    # The block whose keys and values this block takes. None: this block computes its own.
     keys_of: int | None = None
 
     @property
@@ -43,11 +43,11 @@ class AttentionMixer:
 
     @property
     def gate_dim(self) -> int:
-        """The size of a head's gate, which follows its query in `q`."""
+        """The size of a head's gate, which follows the head's query in `q`."""
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """Returns the mixer for sequences of `length` tokens. A window of that many tokens or more
+        """Returns the mixer for sequences of `length` tokens. A window of `length` tokens or more
         is left out, because it limits nothing.
         """
         unlimited = self.sliding_window is None or self.sliding_window >= length
@@ -74,7 +74,7 @@ class AttentionMixer:
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of its other weights outside of linear layers."""
+        """Returns nothing: all weights of attention are in linear layers or in `norms`."""
         return {}
 
     def check(self) -> None:
@@ -139,7 +139,7 @@ class GatedDeltaNet:
         }
 
     def norms(self) -> dict[str, int]:
-        """Returns nothing: no family stores its norm minus 1, so the norm is one of `vectors`."""
+        """Returns nothing. The norm is in `vectors`, because no family stores this norm minus 1."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -219,7 +219,7 @@ class Mamba2Mixer:
     modules: Modules
     num_heads: int
     head_dim: int
-    num_groups: int  # groups of heads; each group shares B and C
+    num_groups: int  # groups of heads; the heads of a group share B and C
     state_size: int  # the numbers of B, and of C
     kernel_size: int  # tokens that the convolution sees
     norm_eps: float  # the ε of the output's norm, which no residual factor changes
@@ -244,7 +244,7 @@ class Mamba2Mixer:
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 
     def norms(self) -> dict[str, int]:
-        """Returns nothing: no family stores its norm minus 1, so the norm is one of `vectors`."""
+        """Returns nothing. The norm is in `vectors`, because no family stores this norm minus 1."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -283,8 +283,8 @@ _TYPES = {
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
-    """Returns the mixer of a manifest's entry. Raises ValueError, TypeError or KeyError if it is
-    damaged.
+    """Returns the mixer of a manifest's entry. Raises ValueError, TypeError or KeyError if the
+    entry is damaged.
     """
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     if "frequencies" in fields:

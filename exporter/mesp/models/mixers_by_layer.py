@@ -39,8 +39,8 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"The model's config.json is not valid: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
-    # Each of the last `num_kv_shared_layers` blocks takes the keys and values of the last block of
-    # its type before all of these.
+    # The last `num_kv_shared_layers` blocks compute no keys and values. Among the blocks before
+    # them, each takes those of the last block that has its own type.
     owners = types[: max(count - (config.get("num_kv_shared_layers") or 0), 0)]
     if lacking := set(types) - set(owners):
         raise MespError(

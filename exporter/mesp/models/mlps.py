@@ -15,7 +15,7 @@ from mesp.models.mixers import (
     refuse_unsound,
 )
 
-MOST_EXPERTS = 1 << 12  # the largest number in a block
+MOST_EXPERTS = 1 << 12  # the largest number of experts in a block
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Experts:
     """Gated MLPs of one width; a router chooses some of them for each token.
 
     y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over the `num_experts_per_tok` experts with the
-    highest scores, with w_e = scaling · s_e / Σ s. The output of an MLP beside them may be
+    highest scores, with w_e = scaling · s_e / Σ s. The output of an MLP beside the experts may be
     multiplied by sigmoid(x gᵀ). The router and g are frozen.
     """
 
@@ -142,8 +142,8 @@ class PerLayerEmbedding:
 
 
 def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
-    """Returns the MLP of a manifest's entry. Raises ValueError, TypeError or KeyError if it is
-    damaged.
+    """Returns the MLP of a manifest's entry. Raises ValueError, TypeError or KeyError if the entry
+    is damaged.
     """
     experts = entry.get("experts")
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
@@ -151,7 +151,7 @@ def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
 
 
 def per_layer_from_manifest(entry: dict[str, Any] | None) -> PerLayerEmbedding | None:
-    """Returns the embedding of a manifest's entry, if it has one.
+    """Returns the embedding that a manifest's entry describes; None for None.
 
     Raises ValueError, TypeError or KeyError if the entry is damaged.
     """

@@ -24,8 +24,8 @@ class Arrays(Protocol):
 class Quantization:
     """One of MLX's formats: `bits` a weight, and a scale for each `group_size` weights.
 
-    ``affine`` has a bias for each group too. In the other modes, weights are small floating-point
-    numbers, and so are the scales, of a `uint8` each.
+    ``affine`` has a bias for each group too. In the other modes, weights and scales are
+    floating-point numbers of few bits. A scale takes a `uint8`.
     """
 
     bits: int = 4
@@ -36,8 +36,8 @@ class Quantization:
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
         """Returns the quantization of a matrix with this many columns, or of stacked matrices.
 
-        It follows from the shapes of `prefix`weight, `prefix`scales and, if there are any,
-        `prefix`biases. Raises ValueError if these shapes fit no format.
+        The quantization follows from the shapes of `prefix`weight, `prefix`scales and, if there are
+        biases, `prefix`biases. Raises ValueError if these shapes fit no format.
         """
         weight, scales = (arrays[prefix + part].shape[-1] for part in ("weight", "scales"))
         bits, group_size = 32 * weight // columns, columns // scales
@@ -50,16 +50,15 @@ class Quantization:
 
     @property
     def is_of_mlx(self) -> bool:
-        """Whether MLX supports it."""
+        """Whether MLX supports this format."""
         if self.mode == "affine":
             return self.bits in AFFINE[0] and self.group_size in AFFINE[1]
         return MODES.get(self.mode) == (self.bits, self.group_size)
 
     @property
     def in_bundle(self) -> Quantization:
-        """The quantization of the matrix in a bundle, with the same values: scale · code + bias.
-
-        The two differ only for 1 bit.
+        """The quantization that a matrix of this quantization gets in a bundle. Its values, scale ·
+        code + bias, stay the same. The two quantizations differ only for 1 bit.
         """
         return replace(self, bits=2) if self.bits == ONE_BIT else self
 

@@ -12,10 +12,12 @@ from mesp.models.mixers import is_positive, refuse_unsound
 def rope_frequencies(
     config: dict[str, Any], head_dim: int, local: bool = False
 ) -> tuple[tuple[float, ...], float]:
-    """Returns the frequencies of the rotated pairs, in radians a position, and the pairs' factor.
+    """Returns the frequencies of the rotated pairs, in radians a position, and the factor of all
+    pairs.
 
     They are θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, changed by `rope_scaling`.
-    Sliding windows may have another base θ (`local`); then D = head_dim, and nothing is scaled.
+    With `local`, for attention in a sliding window, the base θ may be another; then D = head_dim,
+    and nothing is scaled.
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
     share = config.get("partial_rotary_factor") or 1.0
@@ -55,7 +57,7 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
         _check_numbers(scaling)
     if kind == "yarn":
         scaling["attention_factor"] = _yarn_attention_factor(scaling)
-        # mlx-lm has no attention_factor: 0.1 · mscale · ln factor + 1 is the same.
+        # mlx-lm has no attention_factor, but computes it as 0.1 · mscale · ln factor + 1.
         slower = 0.1 * math.log(scaling["factor"]) if scaling["factor"] > 1 else math.inf
         scaling["mscale"] = (scaling["attention_factor"] - 1) / slower
         scaling["mscale_all_dim"] = 0
@@ -67,7 +69,7 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
 
 
 def _check_numbers(scaling: dict[str, Any]) -> None:
-    """Raises ValueError for a number that is not above 0, unless it is one that may be 0."""
+    """Raises ValueError for a number that is not above 0. Only beta_fast and beta_slow may be 0."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
     refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k) is not None})
     keys = ("beta_fast", "beta_slow")
@@ -89,7 +91,7 @@ def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[
 
 def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
     """Divides the frequencies of slow pairs by `factor`, keeps those of fast pairs, and
-    interpolates between them.
+    interpolates those of pairs between.
     """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     length = scaling["original_max_position_embeddings"]
@@ -113,8 +115,8 @@ def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[floa
 
 
 def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides the frequencies of fast pairs by 1 and of slow pairs by `factor`, and those between
-    them by numbers on a ramp.
+    """Divides the frequencies of fast pairs by 1 and of slow pairs by `factor`, and the frequencies
+    of pairs in between by numbers on a ramp.
     """
     factor, size = scaling["factor"], 2 * len(base)
     length = scaling["original_max_position_embeddings"]
@@ -159,10 +161,10 @@ class Scaling(NamedTuple):
     # A function of the unscaled frequencies, the `rope_scaling` and the config.json that returns
     # the scaled frequencies, and the factor of the rotated part of q and k.
     frequencies: Callable[[list[float], dict, dict], tuple[list[float], float]]
-    keys: frozenset[str] = frozenset()  # its keys besides `COMMON`
+    keys: frozenset[str] = frozenset()  # the keys that it reads besides `COMMON`
 
 
-# Keys that any `rope_scaling` may have, because other code reads them or they change nothing.
+# Keys that any `rope_scaling` may have. Some are read by other code, and the others change nothing.
 # `mrope_section` divides a head between three positions, which are equal in a text. transformers
 # does not read the last two keys.
 COMMON = frozenset(

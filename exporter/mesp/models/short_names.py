@@ -204,11 +204,11 @@ _PHI4_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _PH
 
 
 def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
-    """Returns a model's id and the id of its variant for chats."""
+    """Returns a model's id, and the id with a suffix, which is another variant of the model."""
     return repo, repo + suffix
 
 
-# The changes of Qwen2.5 from 7B on.
+# The keys in which Qwen2.5 from 7B on differs from smaller Qwen2.5.
 _UNTIED = {"vocab_size": 152064, "tie_word_embeddings": False}
 
 # Ids on the Hugging Face Hub, the licence in their cards, and their common config.json.

@@ -1,4 +1,4 @@
-"""The names of tensors in checkpoints, and their names here, which are the same for every
+"""The names of tensors in checkpoints, and MeSP's names of them, which are the same for every
 family.
 """
 
@@ -9,10 +9,11 @@ import re
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
 
-# Prefixes of the text's tensors in a model of several modalities, in Hugging Face's form and in
-# mlx-lm's.
+# Prefixes of the text's tensors in a model of several modalities -> MeSP's prefixes. The first one
+# is Hugging Face's, and the second one mlx-lm's.
 TEXT = {"model.language_model.": "model.", "language_model.": ""}
-# Prefixes of such a model's other parts, and of layers that predict more than the next token.
+# Prefixes of the other parts of a model of several modalities, and of layers that predict more than
+# the next token.
 UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
@@ -31,13 +32,13 @@ BUFFERS = (
 )  # fmt: skip
 # The beginnings of names in the checkpoint of a model without its head.
 HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
-# A pattern for the name of one expert's matrix, in checkpoints that store each separately. LFM2 has
-# other names for the matrices.
+# A pattern for the name of one expert's matrix, in checkpoints that store each separately.
+# `_MATRICES` translates LFM2's names of the matrices.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(.*\.switch_mlp)\.(\d+)\.(.*)")
-# Matrices that are [channels, kernel] here, and [channels, 1, kernel] in checkpoints.
+# Matrices that are [channels, kernel] in MeSP, and [channels, 1, kernel] in checkpoints.
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 
@@ -61,8 +62,8 @@ def name_here(name: str, model_type: str) -> str | None:
 def changes_nothing(name: str, arch: Architecture) -> bool:
     """Returns whether no model of the family computes with a checkpoint's tensor.
 
-    Such tensors are buffers, and the weights for keys and values in a block that takes those of
-    another block.
+    Such tensors are buffers, and weights for keys and values in a block that takes the keys and
+    values of another block.
     """
     if name.endswith(BUFFERS):
         return True
@@ -73,8 +74,9 @@ def changes_nothing(name: str, arch: Architecture) -> bool:
 
 
 def names_here(name: str, arch: Architecture) -> list[str]:
-    """Returns MeSP's names of the tensors that a checkpoint's tensor holds. They are equal parts of
-    its rows, in order. Empty if training does not use the tensor.
+    """Returns MeSP's names of the tensors that a checkpoint's tensor holds. These tensors are equal
+    parts of the checkpoint tensor's rows, in order. The list is empty if training does not use the
+    tensor.
     """
     ours, family = name_here(name, arch.model_type), FAMILIES[arch.model_type]
     if ours is None:
@@ -101,10 +103,8 @@ def name_of_expert(name: str, number: int) -> str:
 
 
 def name_of_stacked(name: str) -> tuple[str, int | None]:
-    """Returns the name of the stacked matrices, and the expert's number, from the name of one of
-    them.
-
-    Any other name is returned as it is, with None.
+    """Returns the name of the stacked matrices, and the expert's number, from the name of one
+    expert's matrix. Any other name is returned as it is, with None.
     """
     found = _STACKED.fullmatch(name)
     return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)

@@ -21,7 +21,7 @@ class Weights(Protocol):
 
     @property
     def is_converted(self) -> bool:
-        """Whether norms and convolutions are stored as the formulas use them. They are in models
+        """Whether norms and convolutions are stored as the formulas use them. This is so in models
         that mlx-lm or llama.cpp converted.
         """
 

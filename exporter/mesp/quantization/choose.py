@@ -27,7 +27,8 @@ class Quantizations:
     """The quantizations of a model's matrices: the main one, and those of modules that differ, by
     name.
 
-    They are the quantizations in the model's files. A module with None is not quantized there.
+    The quantizations are those in the model's files. A module with None is not quantized in the
+    files.
     """
 
     main: Quantization
@@ -35,7 +36,7 @@ class Quantizations:
     config: dict[str, Any] | None = None  # the model's own ``quantization``
 
     def of(self, module: str) -> Quantization:
-        """Returns the quantization of a module in a bundle. Raises MespError if it is not
+        """Returns the quantization of a module in a bundle. Raises MespError if the module is not
         quantized.
         """
         return self.in_files(module).in_bundle
@@ -50,8 +51,8 @@ class Quantizations:
         return self.main, *self.others.values()
 
     def in_files(self, module: str) -> Quantization:
-        """Returns a module's quantization in the model's files. Raises MespError if it is not
-        quantized.
+        """Returns a module's quantization in the model's files. Raises MespError if the module is
+        not quantized.
         """
         quantization = self.others.get(module, self.main)
         if quantization is None:
@@ -59,8 +60,8 @@ class Quantizations:
         return quantization
 
     def to_config(self, arch: Architecture) -> dict[str, Any]:
-        """Returns ``quantization`` of mlx-lm's config.json: the main one, and the modules that
-        differ, by path.
+        """Returns ``quantization`` of mlx-lm's config.json: the main quantization, and that of each
+        module that differs, by path.
         """
         prefix = arch.mlx_prefix.removesuffix("model")
         others = {f"{prefix}{name}": each and asdict(each) for name, each in self.others.items()}
@@ -100,8 +101,8 @@ def _check_sections(name: str, config: dict[str, Any]) -> None:
     """Raises MespError if a config.json states a property of the quantization that is not read
     here.
 
-    An example is a rotation of the weights' basis. In a model of several modalities, the text's
-    part may state it too.
+    An example is a rotation of the weights' basis. In a model of several modalities, text_config
+    may state the quantization too.
     """
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
@@ -148,8 +149,8 @@ def find_quantizations(
     """Returns the quantization asked for (None: the default), or the one that the model already
     has.
 
-    `name` is the model's, for messages, and `config` its config.json. Raises MespError if MLX lacks
-    the quantization, or if the model already has another one than the one asked for.
+    `name` is the model's name, for messages, and `config` is its config.json. Raises MespError if
+    MLX lacks the quantization, or if the model is already quantized in another way than asked for.
     """
     given = config.get("quantization")
     _check_sections(name, config)

@@ -12,8 +12,8 @@ from mesp.models.quantization_formats import Quantization
 from mesp.quantization.least_squares import damp
 
 SWEEPS = 2  # passes over all codes; more change little
-# The share by which mean products of two different inputs are reduced. From few tokens, they are
-# estimated less well than mean squares.
+# The share by which mean products of two different inputs are reduced. Few tokens give worse
+# estimates of these products than of mean squares.
 SHRINKAGE = 0.2
 
 
@@ -29,10 +29,11 @@ def descend(
     matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
     quantization: Quantization, last: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """Returns better codes of W [out, in], packed; its scales and biases stay.
+    """Returns better codes of W [out, in], packed. The scales and biases of W stay.
 
-    With all other codes fixed, each in turn becomes the code that minimizes eᵀ P e, where e are its
-    row's errors and P the `products`. `last` is the highest code; None: the highest of the bits.
+    One code after another becomes the code that minimizes eᵀ P e, with all other codes fixed. e are
+    the errors of the code's row, and P is `products`. `last` is the highest code; None: the highest
+    of the bits.
     """
     size, levels = quantization.group_size, last or 2**quantization.bits - 1
     squares = np.diagonal(products)

@@ -10,14 +10,15 @@ import mlx.core as mx
 from mesp.block_function.dequantize import pack
 from mesp.models.quantization_formats import Quantization
 
-# The grids that are searched. Each is a number of steps from a group's smallest to its largest
-# weight, minus the number of steps between all codes. Below 0, the last codes stay unused; above 0,
-# the largest weights are clipped. Twice as many grids would reduce the error by 1%.
+# The grids that are searched. A grid has as many steps from a group's smallest to its largest
+# weight as there are steps from the first to the last code, plus one of these numbers. Below 0, the
+# last codes stay unused; above 0, the largest weights are clipped. Twice as many grids would reduce
+# the error by 1%.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
 # How often the best grid is fitted again, each time with the codes that the last scale and bias
 # give
 REFITS = 2
-# A share of the mean moment that is added to each, so that an unseen channel counts a little.
+# A share of the mean moment. It is added to each moment, so that an unseen channel counts a little.
 DAMPING = 1e-3
 ROUNDER = 1.5 * 2**23  # float32: adding and subtracting it rounds to whole numbers
 
@@ -25,11 +26,10 @@ ROUNDER = 1.5 * 2**23  # float32: adding and subtracting it rounds to whole numb
 def quantize(
     matrix: mx.array, quantization: Quantization, moments: mx.array | None, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the packed codes, scales and biases of W [out, in], which are stored as `dtype`.
-
-    In each group they minimize the sum over its weights of m (W - scale · code - bias)². m are the
-    `moments` [in], the mean squares of W's inputs; None: all equal. The error is at most that of
-    MLX's scales and biases.
+    """Returns the packed codes, scales and biases of W [out, in], where scales and biases have the
+    dtype `dtype`. In each group, codes, scale and bias minimize the sum over its weights of m (W -
+    scale · code - bias)². m are the `moments` [in], the mean squares of W's inputs; None: all are
+    equal. This sum is at most as large as with MLX's scales and biases.
     """
     size, levels = quantization.group_size, 2**quantization.bits - 1
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)
@@ -45,8 +45,8 @@ def quantize(
     per_range = _reciprocal(high - low)
 
     def fit(start: mx.array, inverse: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Returns the scale and bias that best fit a grid's codes, and the variance that these
-        explain.
+        """Returns the scale and bias that best fit a grid's codes, and the variance that scale and
+        bias explain.
         """
         q = _codes(x, start, inverse, levels)
         mean_q, with_x = (m * q).sum(axis=0), (mx_ * q).sum(axis=0)

@@ -110,8 +110,8 @@ def read_rows(
 def _on_every_core(
     compute: Callable[[slice], tuple[mx.array, ...]], tiles: Iterable[slice]
 ) -> Iterator[tuple[slice, tuple[mx.array, ...]]]:
-    """Yields each tile and its result, in order, computed on all cores: a CPU's stream has one
-    thread.
+    """Yields each tile and its result, in order. Tiles are computed on all cores, by several
+    streams, because a CPU's stream has one thread.
     """
     pending: deque[tuple[slice, tuple[mx.array, ...]]] = deque()
     for tile, stream in zip(tiles, cycle(_streams()), strict=False):

@@ -3,16 +3,22 @@
 Each formula is followed by its derivative, the backward pass. In a backward pass, `dy` is the
 gradient of the loss by `y`. The modules are
 
-- `pieces`: shared formulas, such as a linear layer with LoRA; `dropout`: its masks; - `attention`,
-`gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block; - `experts`: a mixture of
-experts; - `per_layer`: embeddings for each layer; - `block`, and `head` with the loss; - `methods`:
-MeSP, which differentiates a block by hand, from its input and its intermediates; MeBP, the same
-loop over blocks with `mx.vjp`; MeZO, two forward passes with a seeded perturbation; -
-`preferences`, `rewards`, `adamw8bit` and `private` (DP-SGD); `model` has the weights.
+- `pieces`: shared formulas, such as a linear layer with LoRA
+- `dropout`: the masks of LoRA dropout
+- `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block
+- `experts`: a mixture of experts
+- `per_layer`: embeddings for each layer
+- `block`: a whole block; `head`: the head and the loss
+- `methods`: MeSP, which differentiates a block by hand, from its input and its intermediates; MeBP,
+  the same loop over blocks with `mx.vjp`; MeZO, two forward passes with a seeded perturbation
+- `preferences`, `rewards`: the objectives of preference data and of rewards
+- `adamw8bit`: an optimizer; `private`: DP-SGD
+- `model`: the weights
 
-Everything is float32, whatever the bundle's dtype. Nothing is tiled or tuned for speed. A formula
-leaves out what a family of models lacks (QK-norm, a soft cap, …). Sizes: T tokens, heads (of
-queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the elementwise product.
+All arithmetic is float32, whatever the bundle's dtype. Nothing is tiled or tuned for speed. A
+formula leaves out what a family of models lacks (QK-norm, a soft cap, …). Sizes: T tokens, heads
+(of queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the elementwise
+product.
 """
 
 from mesp.reference.adamw8bit import *

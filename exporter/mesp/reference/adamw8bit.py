@@ -21,8 +21,8 @@ def dynamic_map(signed: bool) -> mx.array:
 
     The values are 0, 1 and some numbers for each power of ten p from 10⁻⁶ to 1. The interval from
     0.1 p to p is cut into equal parts, and the middle of each part is a value. Each power has twice
-    as many parts as the one below it: 1 to 64 if `signed`, and 2 to 128 if not. If `signed`, the
-    negatives of the values are values too.
+    as many parts as the next lower power: from 1 to 64 if `signed`, and from 2 to 128 if not. If
+    `signed`, the negatives of the values are values too.
     """
     numbers = [0.0, 1.0]
     for power in range(7):
@@ -37,8 +37,8 @@ def quantize(x: mx.array, signed: bool) -> Quantized:
     """Returns x [P] in codes. A number is divided by the largest absolute value of its block, and
     gets the code of the nearest value.
 
-    The lower of two equally near values is taken: the code is the number of midpoints between
-    neighbouring values that are below the fraction.
+    The lower of two equally near values is taken. So a code is the number of midpoints between
+    neighbouring values that are below the divided number.
     """
     numbers = dynamic_map(signed)
     middles = (numbers[:-1] + numbers[1:]) / 2
@@ -67,7 +67,7 @@ def adamw8bit(
 ) -> tuple[mx.array, Quantized, Quantized]:
     """Returns w [P], m and v after a step of `mlx.optimizers.AdamW` with the gradient g [P].
 
-    w is updated with m and v before these are rounded to 8 bits.
+    w is updated with the new m and v before m and v are rounded to 8 bits.
     """
     new_m = betas[0] * dequantize_moment(m, signed=True) + (1 - betas[0]) * g
     new_v = betas[1] * dequantize_moment(v, signed=False) + (1 - betas[1]) * mx.square(g)

@@ -33,7 +33,8 @@ def _turn(x: mx.array, mixer: AttentionMixer, direction: int) -> mx.array:
 def rope(x: mx.array, mixer: AttentionMixer) -> mx.array:
     """Returns y_t = m R(t) x_t: dimensions i and i + n turn by the angle t f_i, i < n.
 
-    x, y [..., T, D]. f are the mixer's n frequencies and m its scale. Dimensions from 2n on stay.
+    x, y [..., T, D]. f has the mixer's n frequencies, and m is its `rope_scale`. Dimensions from 2n
+    on stay unchanged.
     """
     return _turn(x, mixer, 1)
 
@@ -51,7 +52,7 @@ def _by_group(q: mx.array, kv_heads: int) -> mx.array:
 
 
 def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, mx.array]:
-    """Returns S = cap(a q kᵀ) and P = softmax(S) over the keys s that t sees: t - window < s ≤ t.
+    """Returns S = cap(a q kᵀ) and its softmax P over the keys s that t sees: t - window < s ≤ t.
 
     q [1, kv_heads, group, T, D], k [1, kv_heads, 1, T, D]; a is the attention scale.
     """
@@ -138,8 +139,8 @@ def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixe
 def keys_and_values_backward(
     k: mx.array, v: mx.array, dy: Shared, parts: Parts, mixer: AttentionMixer
 ) -> Shared:
-    """Returns dk and dv from the gradients by k̂ and v̂, which are sums over all blocks that use
-    them.
+    """Returns dk and dv from the gradients by k̂ and v̂. These gradients are sums over all blocks
+    that use k̂ and v̂.
     """
     _, vector, eps = parts
     dk = place_backward(k, dy[0], vector.get("self_attn.k_norm.weight"), eps, mixer)
@@ -156,9 +157,10 @@ def mix_by_attention(
 ) -> list[mx.array]:
     """Returns [q, k, v, attn_out] of x [1, T, hidden].
 
-    attn_out = attention(place(q(x)), k̂, v̂). In each head of q, the gate of the head's output
-    follows the query: D numbers of q(x) with an output gate, or one of g(x) with a head gate. A
-    block without keys and values takes those of another block, `shared`, as k and v.
+    attn_out = attention(place(q(x)), k̂, v̂). If the mixer has gates, each head of the returned q
+    is a query and, after it, the gate of the head's output. An output gate is D numbers of q(x),
+    and a head gate is one number of g(x). A block without keys and values takes those of another
+    block, `shared`, as k and v.
     """
     p, vector, eps = parts
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
@@ -180,7 +182,7 @@ def mix_by_attention(
 def output_of_attention(
     intermediates: list[mx.array], parts: Parts, mixer: AttentionMixer
 ) -> mx.array:
-    """Returns attn_out ∘ sigmoid(gate), or attn_out: the input of o.   [1, T, heads·D]
+    """Returns the input of o [1, T, heads·D]: attn_out ∘ sigmoid(gate), or attn_out without gates.
 
     A gate [1, heads, T, 1 or D] multiplies each head of attn_out.
     """
@@ -200,10 +202,10 @@ def mix_by_attention_backward(
     mixer: AttentionMixer,
     d_shared: Shared | None = None,
 ) -> tuple[mx.array, Matrices, Shared | None]:
-    """Returns dx, dA and dB of q, k, v and g, and the gradient by `shared`.
+    """Returns dx, dA and dB of q, k, v and g, and the gradient by `shared`; None without `shared`.
 
-    `intermediates` are the result of `mix_by_attention`. dy is the gradient by the input of o. With
-    a gate, and s = sigmoid(gate),
+    `intermediates` are the result of `mix_by_attention`. dy is the gradient by the input of o. If
+    there is a gate, let s = sigmoid(gate):
 
     d_attn_out = dy ∘ s        d_gate = dy ∘ attn_out ∘ s ∘ (1 - s)
 
@@ -213,8 +215,8 @@ def mix_by_attention_backward(
 
     d_k̂ += d_shared[0]        d_v̂ += d_shared[1]
 
-    A block that uses another block's k̂ and v̂ returns the gradients by these, and no dA and dB of
-    k and v.
+    A block that uses another block's k̂ and v̂ returns the gradients by k̂ and v̂, and no dA and dB
+    of k and v.
     """
     p, vector, eps = parts
     q, k, v, attn_out = intermediates

@@ -45,7 +45,8 @@ from mesp.reference.short_convolution import (
     output_of_short_convolution,
 )
 
-# The intermediates of each mixer: the outputs of its projections, and the result of its formula.
+# The intermediates of each mixer: the outputs of the mixer's projections, and the result of its
+# formula.
 MIXER_INTERMEDIATES = {
     AttentionMixer: ("q", "k", "v", "attn_out"),
     GatedDeltaNet: ("qkv", "z", "ba", "o"),
@@ -55,7 +56,7 @@ MIXER_INTERMEDIATES = {
 POST_NORMED = ("mixer_out", "mlp_out")  # more intermediates of a block with post norms
 
 # For each mixer, three functions: one that returns its intermediates, one that makes the output
-# projection's input from the intermediates, and their derivative.
+# projection's input from the intermediates, and the derivative of both.
 MIXERS = {
     AttentionMixer: (mix_by_attention, output_of_attention, mix_by_attention_backward),
     GatedDeltaNet: (
@@ -104,9 +105,9 @@ def block_forward(
 
     w is 1 except in some mixtures of experts: see `weigh_mlp`.
 
-    With post norms, the outputs of out and down are normed before they are added. Then mixer_out
-    and mlp_out, the inputs of the post norms, are returned too. Gate and up are recomputed when
-    they are needed, so `stored` is not applied to them.
+    With post norms, the outputs of out and down are normed before they are added. The inputs of the
+    post norms, mixer_out and mlp_out, are returned too. `stored` is not applied to gate and up,
+    because the backward pass recomputes them.
 
     The records of a packed sequence begin at the positions `starts`. In a block only the mixer
     relates tokens to each other, so it runs on each record separately.
@@ -167,8 +168,8 @@ def block_forward(
 
 
 def _of_record(shared: Shared | None, record: slice) -> list[Shared]:
-    """Returns a record's part of keys and values, or of the gradients by them; [] if `shared` is
-    None.
+    """Returns a record's part of the keys and values in `shared`, or of the gradients by keys and
+    values; [] if `shared` is None.
     """
     return [] if shared is None else [(shared[0][..., record, :], shared[1][..., record, :])]
 
@@ -180,8 +181,8 @@ def shared_keys_and_values(
     block: Block,
     starts: Sequence[int] = (0,),
 ) -> Shared:
-    """Returns k̂ and v̂ [1, kv_heads, T, D] from a block's intermediates; other blocks use them
-    too.
+    """Returns a block's k̂ and v̂ [1, kv_heads, T, D], which other blocks use too, from its
+    intermediates.
     """
     parts = Parts.of(weights, lora, block)
     _, _, k, v, *_ = intermediates

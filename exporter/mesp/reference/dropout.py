@@ -1,7 +1,7 @@
 """LoRA dropout: which inputs of a LoRA layer a training step drops.
 
 A mask follows from the seed, the step, the sequence, the block and the layer, and from the indices
-of a token and an input. It is never stored, but recomputed wherever it is needed.
+of a token and an input. A mask is never stored, but recomputed wherever it is needed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Dropout(NamedTuple):
         """Returns the masks of all linear layers of a block that can have an adapter, trained or
         not.
 
-        Each expert has a mask with a row for every token. It uses only the rows of the tokens that
-        chose it.
+        Each expert has a mask with a row for every token. An expert uses only the rows of the
+        tokens that chose it.
         """
         masks = {}
         for layer, (name, (*stack, _, in_size)) in enumerate(described.adapted().items()):
@@ -43,7 +43,7 @@ class Dropout(NamedTuple):
     def key(self, block: int, layer: int) -> int:
         """Returns the key of a LoRA layer's mask, 64 bits.
 
-        It is s(s(s(s(s(seed) + step) + sequence) + block) + layer), where s is `scattered`.
+        The key is s(s(s(s(s(seed) + step) + sequence) + block) + layer), where s is `scattered`.
         """
         key = scattered(self.seed)
         for number in (self.step, self.sequence, block, layer):

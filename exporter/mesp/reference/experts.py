@@ -10,8 +10,8 @@ from mesp.reference.dropout import Masks
 from mesp.reference.model import Matrices, Weights, dequantize
 from mesp.reference.pieces import Projection, gated, gated_backward, linear, linear_backward
 
-# The weights w are divided by a sum. As in LFM2, this number is added to the sum, so that a sum of
-# sigmoids is above 0. A softmax needs none.
+# The numbers ε that are added to the sum by which weights are divided. A sum of sigmoids may be 0,
+# and LFM2 adds 1e-6 to it. The sum of a softmax is never 0.
 EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
 
 
@@ -39,8 +39,9 @@ def weigh(z: mx.array, experts: Experts) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def weigh_backward(z: mx.array, dw: mx.array, experts: Experts) -> mx.array:
-    """Returns dz = dp ∘ p',   dp = (c dw - Σ w dw) / (Σ p + ε).   p' = p (1 - p) of a sigmoid, p of
-    exp
+    """Returns dz = dp ∘ p',   dp = (c dw - Σ w dw) / (Σ p + ε).
+
+    p' is p (1 - p) for a sigmoid, and p for exp.
     """
     w, p, total = weigh(z, experts)
     dp = (experts.scaling * dw - mx.sum(w * dw, axis=-1, keepdims=True)) / total
@@ -60,7 +61,7 @@ def mix_by_experts(
 
     x, y [1, T, hidden]. Each expert computes only the tokens that chose it. If the experts are
     trained, `lora` has A [experts, in, rank] and B [experts, rank, out] of each stacked matrix.
-    With dropout, `masks` has M [experts, T, in] of each.
+    With dropout, `masks` has M [experts, T, in] of each stacked matrix.
     """
     x = x[0]
     chosen, w = _route(x, weights, experts)
@@ -88,11 +89,11 @@ def mix_by_experts_backward(
     For each expert, let X be the rows of its tokens, H = act(gate(X)) ∘ up(X), and dY the gradient
     of its output:
 
-    Q = the gradient of down's input, if that of its output is dY
+    Q = the gradient by down's input, if dY is the gradient by down's output
     dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = gate's gradient by X + up's gradient by X
 
-    So the output of down is not recomputed. The router adds dz R to dx. An expert without tokens
-    has the gradient 0.
+    So the output of down is not recomputed. The router, whose matrix is R, adds dz R to dx. An
+    expert without tokens has the gradient 0.
     """
     x, dy = x[0], dy[0]
     chosen, w = _route(x, weights, experts)
@@ -143,7 +144,7 @@ def weigh_mlp_backward(
 
 
 def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
-    """Returns g [1, hidden], float32: see `Experts`. None if the MLP has none."""
+    """Returns g [1, hidden], float32: see `Experts`. None if the MLP has no g."""
     name = mlp.experts and mlp.experts.mlp_gate
     return dequantize(weights, f"{name}.", hidden) if name else None
 
@@ -158,8 +159,8 @@ def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, m
 
 
 def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
-    """Returns each expert that some token chose, the indices of these tokens, and the expert's
-    place in the list of each.
+    """Returns each expert that some token chose, with the indices of the tokens that chose it and
+    with its place in each of these tokens' lists.
     """
     found = []
     for e in range(experts.num_experts):

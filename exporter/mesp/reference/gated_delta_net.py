@@ -1,7 +1,7 @@
 """The gated delta net (Yang et al., arXiv:2412.06464), a mixer with a state instead of scores.
 
-A value head h has a state S [key_dim, value_dim], and q, k of key head h // (value heads / key
-heads). A token multiplies the state by g = exp(κ), κ ≤ 0, and then moves Sᵀ k towards v by β:
+A value head h has a state S [key_dim, value_dim], and uses q and k of key head h // (value heads /
+key heads). A token multiplies the state by g = exp(κ), κ ≤ 0, and then moves Sᵀ k towards v by β:
 
     S ← g S        S ← S + k (β (v - Sᵀ k))ᵀ        o = Sᵀ q
 
@@ -10,9 +10,9 @@ C tokens, a chunk, are computed at once. In a chunk that begins with the state S
     d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_j · k_i) d_j)
     o_i = γ_i Sᵀ q_i + Σ_{j≤i} Γ_ij (k_j · q_i) d_j
 
-where Γ_ij = exp(κ_{j+1} + … + κ_i) is the decay between two of its tokens, and γ_i = exp(κ_1 + … +
-κ_i) the decay since the chunk began. This is a linear system in the rows of D. docs/method.md
-derives the rest.
+Here Γ_ij = exp(κ_{j+1} + … + κ_i) is the decay from token j to token i of the chunk, and γ_i =
+exp(κ_1 + … + κ_i) is the decay since the chunk began. The first line is a linear system for the
+d_i, the rows of D. docs/method.md derives the rest.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def unit_inverse(E: mx.array) -> mx.array:
 
 
 def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the decays Γ [Hv, C, C], 0 above the diagonal; γ, since the start, and δ, until the
-    end.
+    """Returns the decays Γ [Hv, C, C] between tokens, 0 above the diagonal; γ, the decays since the
+    chunk's start; and δ, the decays until its end.
 
     γ and δ are [Hv, C, 1]. Each sum of κ is computed separately, because differences of one running
     sum would lose digits.
@@ -87,7 +87,7 @@ def _products(c: Chunk, Gamma: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
     """Returns O [Hv, C, value_dim] and the state after a chunk.
 
-    S [Hv, key_dim, value_dim] is the state before it.
+    S [Hv, key_dim, value_dim] is the state before the chunk.
 
     D = M β (V - γ K S)        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
     """
@@ -149,8 +149,8 @@ def chunk_backward(
 
 
 def _chunks(c: Chunk) -> list[Chunk]:
-    """Cuts T tokens into chunks. The last chunk is padded with tokens of k = β = κ = 0. These don't
-    change the state, and their outputs are not used.
+    """Cuts T tokens into chunks. The last chunk is padded with tokens of k = β = κ = 0. Such tokens
+    don't change the state, and their outputs are not used.
     """
     T = c.q.shape[1]
     padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in c]
@@ -216,7 +216,9 @@ def gated_delta_rule_backward(
 
 
 def log_decay(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
-    """Returns κ = -exp(A_log) ∘ softplus(a + dt_bias), a, κ [..., Hv], as g = exp(κ) underflows."""
+    """Returns κ = -exp(A_log) ∘ softplus(a + dt_bias), of a's shape. The decay exp(κ) could
+    underflow.
+    """
     return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, 0)
 
 
@@ -235,7 +237,7 @@ def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.arr
 def gated_norm_backward(
     x: mx.array, z: mx.array, dy: mx.array, weight: mx.array, eps: float
 ) -> tuple[mx.array, mx.array]:
-    """Returns dx = RMSNorm's of dy ∘ silu(z) and dz = dy ∘ RMSNorm(x) ∘ silu'(z)."""
+    """Returns dx = rms_norm_backward(x, dy ∘ silu(z)) and dz = dy ∘ RMSNorm(x) ∘ silu'(z)."""
     dx = rms_norm_backward(x, dy * silu(z), weight, eps)
     return dx, dy * rms_norm(x, weight, eps) * silu_derivative(z)
 

@@ -36,8 +36,8 @@ def cross_entropy_backward(
 ) -> mx.array:
     """Returns dx. W is frozen, and w_t = 1 / T if there are no weights.
 
-    dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target)),   d_normed = dz W,   dx = RMSNorm's of
-    d_normed
+    dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target)),   d_normed = dz W,   dx = rms_norm_backward(x,
+    d_normed)
     """
     z = _logits(x, head, arch)
     onehot = mx.arange(z.shape[-1]) == targets[:, None]

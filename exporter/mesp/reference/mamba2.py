@@ -1,13 +1,13 @@
 """Mamba-2 (Dao & Gu, arXiv:2405.21060): a mixer with a state for each head, in Granite 4.0-H.
 
-A head has a state S [P, N], and B, C of its group (heads / groups heads share them). A token
+A head has a state S [P, N], and uses B and C of its group, which has heads / groups heads. A token
 multiplies the state by exp(κ), κ = a Δ with a = -exp(A_log) and the time step Δ, and then adds Δ x
 Bᵀ:
 
     S ← exp(κ) S + (Δ x) Bᵀ        y = S C + D x
 
-A chunk of tokens is computed at once, as in the gated delta rule. With Γ, γ and δ of `decays`, the
-state S before the chunk and U = Δ ∘ X, of one head,
+A chunk of tokens is computed at once, as in the gated delta rule. For one head, let Γ, γ and δ be
+the result of `decays`, S the state before the chunk, and U = Δ ∘ X:
 
     Π = Γ ∘ C Bᵀ        Y = γ ∘ (C Sᵀ) + Π U + D X        S₊ = γ_last S + (δ ∘ U)ᵀ B
 """
@@ -54,7 +54,8 @@ def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.arr
 def state_space_chunk_backward(
     c: StateSpaceChunk, S: mx.array, dY: mx.array, dS_after: mx.array
 ) -> tuple[StateSpaceChunk, mx.array]:
-    """Returns the gradients by the chunk's arrays, B and C for each head, and by S.
+    """Returns the gradients by the chunk's arrays and by S. Each head has its own gradients by B
+    and C.
 
     dΠ = dY Uᵀ        dU = Πᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
 
@@ -153,7 +154,7 @@ def state_space_backward(
 
 
 class Mamba2(NamedTuple):
-    """The weights between the two projections. All are frozen. heads·P is the size of all heads
+    """The frozen weights between the projections `in` and `out`. heads·P is the size of all heads
     together.
     """
 
@@ -219,7 +220,7 @@ def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mam
     """Returns d_projected. o is stored, and the inputs of `state_space` are recomputed. With M = o
     ∘ silu(z),
 
-    dM by RMSNorm        do = dM ∘ silu(z)        dz = dM ∘ o ∘ silu'(z)
+    dM = rms_norm_backward(M, dy)        do = dM ∘ silu(z)        dz = dM ∘ o ∘ silu'(z)
 
     d_dt = dΔ ∘ sigmoid(dt + dt_bias)
     """

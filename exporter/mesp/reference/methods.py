@@ -35,8 +35,8 @@ def forward(
     """Returns the input of each block and the output of the last, [1, T, hidden] each.   tokens [T]
     int
 
-    The records of a packed sequence begin at the positions `starts`. `dropout` is for training; an
-    evaluated loss has none.
+    The records of a packed sequence begin at the positions `starts`. `dropout` is for training;
+    evaluation has no dropout.
     """
     return forward_with_shared(model, lora, tokens, scale, starts, dropout)[0]
 
@@ -49,7 +49,7 @@ def forward_with_shared(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
-    """Returns the block inputs, as `forward` does, and the shared keys and values, by the block
+    """Returns the result of `forward`, and the shared keys and values, by the index of the block
     that computes them.
 
     A block that shares no keys and values depends on the other blocks through its input alone.
@@ -80,7 +80,7 @@ def _masks(dropout: Dropout | None, index: int, block: Block, T: int) -> Masks |
 
 
 def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
-    """Returns `per_layer_input`; None if the model has no embeddings for each layer."""
+    """Returns p of `per_layer_input`; None if the model has no embeddings for each layer."""
     return per_layer_input(model, tokens, x0, layer) if model.arch.per_layer else None
 
 
@@ -96,15 +96,16 @@ def loss(
     """Returns the cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T
     targets.
 
-    `weights` are those of the targets, as in `cross_entropy`; `starts` and `dropout` as in
+    `weights` are the targets' weights, as in `cross_entropy`. `starts` and `dropout` are as in
     `forward`.
     """
     y = forward(model, lora, window[:-1], scale, starts, dropout)[-1]
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
-# A function that returns dx, the gradient by the LoRA vector and that by the shared keys and values
-# of a block. Its arguments are x, dy and those of `block_forward`.
+# A function that returns three gradients of a block: dx, the gradient by the LoRA vector, and the
+# gradient by the shared keys and values, or None. Its arguments are x, dy, and then those of
+# `block_forward` after x.
 BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 
 
@@ -121,10 +122,10 @@ def mesp_block_gradient(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """Returns dx, the flat LoRA gradient and the gradient by `shared` of a block: MeSP, whose
-    formulas are differentiated by hand.
+    """Returns dx, the flat LoRA gradient and the gradient by `shared` of a block, as MeSP computes
+    them: by formulas that were differentiated by hand.
 
-    It recomputes the intermediates, with the masks of the forward pass.
+    The intermediates are recomputed, with the masks of the forward pass.
     """
     given = {"starts": starts, "per_layer": per_layer, "masks": masks}
     _, *intermediates = block_forward(x, lora, scale, weights, block, shared=shared, **given)
@@ -173,8 +174,8 @@ class Gradients(NamedTuple):
 
     loss: mx.array  # []
     x: list[mx.array]  # each block's input and the last one's output, [1, T, hidden]
-    dx: list[mx.array]  # by each array of x
-    lora: list[mx.array]  # by each block's flat LoRA vector, [P]
+    dx: list[mx.array]  # the gradient by each array of x
+    lora: list[mx.array]  # the gradient by each block's flat LoRA vector, [P]
 
 
 def gradients(
@@ -194,7 +195,7 @@ def gradients(
 
     Keys and values that several blocks use are kept too, until the block that computed them is
     differentiated. The gradients of the other blocks by these keys and values are added up. The sum
-    is d_shared of the block that computed them.
+    is d_shared of the block that computed the keys and values.
     """
     arch, targets = model.arch, window[1:]
     x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)
@@ -263,7 +264,7 @@ def mebp_step(
 
 
 def mezo_noise(lora: list[mx.array], seed: int, step: int) -> list[mx.array]:
-    """Returns z: standard normal, one flat vector a block, equal for an equal seed and step."""
+    """Returns z, a flat standard normal vector for each block. `seed` and `step` determine z."""
     keys = mx.random.split(mx.random.key((scattered(seed) + step) % 2**64), len(lora))
     return [mx.random.normal(w.shape, key=key) for w, key in zip(lora, keys, strict=True)]
 
@@ -317,25 +318,25 @@ def step_example(
     """Returns the example (start, length) of a split that `step` (from 0) takes.
 
     Examples are cut to `seq_len` + 1 tokens. Examples that still have a target are visited in the
-    order of `step_window`. An example is tokens[start : start + length]. Its loss is a mean over
-    the predictions of its tokens, without the first token and those whose `mask` is 0. `mask` has
-    an entry for each token of the stream.
+    order of `step_window`. An example is tokens[start : start + length]. The loss of an example is
+    a mean over the predictions of all its tokens but the first one and those whose `mask` is 0.
+    `mask` has an entry for each token of the stream.
     """
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
     return usable[step_window(step, seed, len(usable))]
 
 
-OPEN = 16  # open sequences: those that may take another record
+OPEN = 16  # the most sequences that are open: that may take another record
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """Returns the records that share each sequence of at most `seq_len` inputs, by their lengths in
-    tokens.
+    """Packs records of these `lengths` in tokens into sequences of at most `seq_len` inputs.
+    Returns the indices of the records in each sequence.
 
     Only the last `OPEN` sequences may take another record. A record goes into the first of these
-    that has room for all of its tokens, or else begins a new sequence. The last token of a sequence
-    is only a target, not an input.
+    sequences that has room for all of its tokens, or else begins a new sequence. The last token of
+    a sequence is only a target, not an input.
     """
     sequences: list[list[int]] = []
     room: list[int] = []

@@ -31,8 +31,9 @@ class Model:
     blocks: list[Weights]
     embedding: Weights
     head: Weights
-    # In a model with embeddings for each layer: `model.embed_tokens_per_layer`, the table of all
-    # layers, `model.per_layer_model_projection`, and the norm of that projection's output.
+    # The weights for embeddings for each layer, if the model has these: the table of all layers
+    # (`model.embed_tokens_per_layer`), a projection (`model.per_layer_model_projection`), and the
+    # norm of the projection's output.
     per_layer: Weights = field(default_factory=dict)
 
     @classmethod
@@ -65,9 +66,10 @@ def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
 
 
 # LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
-# module in the order of `Block.modules`. The projections of a fused module share its A, and each
-# has its columns of B. Then come A [experts, in, rank] and B [experts, rank, out] of each kind of
-# expert matrix, if experts are trained. With DoRA, m [out] follows each B; experts have none.
+# module in the order of `Block.modules`. The projections of a fused module share the module's A,
+# and each uses its own columns of B. Then come A [experts, in, rank] and B [experts, rank, out] of
+# each kind of expert matrix, if experts are trained. With DoRA, m [out] follows each B, but experts
+# have no m.
 
 Matrices = dict[str, tuple[mx.array, ...]]
 
@@ -79,7 +81,8 @@ def unpack_lora(flat: mx.array, block: Block) -> Matrices:
     """
     matrices: Matrices = {}
     start = 0
-    # The magnitudes are fewer numbers than the matrices of rank 1, so they are the remainder.
+    # There are fewer magnitudes than numbers in matrices of rank 1, so the remainder is the number
+    # of magnitudes.
     rank, magnitudes = divmod(flat.size, block.lora_size(1))
     for name, (*stack, out_size, in_size) in block.adapted().items():
         middle = start + math.prod(stack) * in_size * rank
@@ -126,7 +129,9 @@ def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
 
 
 def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
-    """Returns the vector with DoRA's m after each B, as training begins: m = ‖W‖ of each output."""
+    """Returns the vector with DoRA's m after each B. When training begins, m is the norm of each
+    row of W.
+    """
     matrices = unpack_lora(flat, block)
     for module, (_, in_size) in block.sizes().items():
         m = mx.linalg.norm(dequantize(weights, f"{module}.", in_size), axis=1)
@@ -134,7 +139,8 @@ def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
     return pack_lora(matrices, block)
 
 
-# A function that changes an array as storing it does, for example by rounding.
+# A function that changes an array as a bundle's dtype would when the array is stored, for example
+# by rounding.
 Stored = Callable[[mx.array], mx.array]
 
 
@@ -174,7 +180,9 @@ class Parts(NamedTuple):
         return cls(projections, vectors, block.arch.rms_norm_eps)
 
     def of_record(self, record: slice) -> Parts:
-        """Returns the operands for some tokens of the sequence, with their rows of the masks."""
+        """Returns the operands for some tokens of the sequence, with these tokens' rows of the
+        masks.
+        """
         return self._replace(
             p={
                 name: each if each.M is None else each._replace(M=each.M[record])
@@ -186,8 +194,8 @@ class Parts(NamedTuple):
 def fuse(gradients: Matrices, block: Block) -> Matrices:
     """Returns the gradients by A and B of each module, from the gradients of its projections.
 
-    The outputs of the projections lie side by side, and so do their dB and dm. The projections
-    share A, so their dA are added.
+    The outputs of a module's projections lie side by side, and so do the projections' dB and dm.
+    The projections share A, so their dA are added.
     """
     fused = {}
     for module, names in block.modules.items():

@@ -20,7 +20,7 @@ NORM = "post_per_layer_input_norm.weight"
 
 
 def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array:
-    """Returns p of a layer, [1, T, size], of the tokens [T] and the first block's input x₀ [1, T,
+    """Returns p of a layer, [1, T, size], from the tokens [T] and the first block's input x₀ [1, T,
     hidden].
 
     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
@@ -60,9 +60,9 @@ def add_per_layer_backward(
 ) -> tuple[mx.array, Matrices]:
     """Returns dh, and dA and dB of gate and out. u, m = act(u) ∘ p and z are recomputed from h.
 
-    dh₁ = c dy     dz = RMSNorm's of dh₁     dm = out's derivative of dz     du = dm ∘ p ∘ act'(u)
+    dh₁ = c dy     dz = rms_norm_backward(z, dh₁)     dm = the gradient by out's input, from dz
 
-    dh = dh₁ + gate's derivative of du. p is frozen.
+    du = dm ∘ p ∘ act'(u)     dh = dh₁ + the gradient by gate's input, from du     p is frozen.
     """
     p, vector, eps = parts
     u = linear(h, p["ple_gate"], scale)

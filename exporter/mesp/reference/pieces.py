@@ -12,7 +12,7 @@ class Projection(NamedTuple):
     """A linear layer: frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank,
     out].
 
-    h = x A [..., rank] is None unless it was stored, which only comparisons of methods do. M [T,
+    h = x A [..., rank] is None unless it was stored. Only comparisons of methods store it. M [T,
     in] is the mask of LoRA dropout, and m [out] the trained magnitudes of DoRA; both are None if
     they are not used.
     """
@@ -43,7 +43,7 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
     h = (x ∘ M) A     dh = s dy Bᵀ     dB = s hᵀ dy     dA = (x ∘ M)ᵀ dh     dx = dy W + (dh Aᵀ) ∘ M
 
     With DoRA, it also returns dm = Σ_t dy_t ∘ z_t / n, and (m / n) ∘ dy takes the place of dy in
-    the others.
+    the other formulas.
     """
     dm = []
     if p.m is not None:
@@ -61,10 +61,11 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
 
 
 def row_norms(p: Projection, scale: float) -> mx.array:
-    """Returns n [out], the norm of each row of W + s (A B)ᵀ. It has no gradient.
+    """Returns n [out], the norm of each row of W + s (A B)ᵀ. n counts as a constant in the
+    gradient.
 
-    n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖² for each output, from W A [out, rank] and Aᵀ A [rank,
-    rank]:
+    n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖² for each row. The sums come from W A [out, rank] and Aᵀ
+    A [rank, rank]:
 
     ⟨W, (A B)ᵀ⟩ = rowsum(W A ∘ Bᵀ)        ‖A B‖² = rowsum(Bᵀ Aᵀ A ∘ Bᵀ)
     """

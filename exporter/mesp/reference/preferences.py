@@ -14,7 +14,7 @@ from typing import NamedTuple
 class Answer(NamedTuple):
     """The terms of an answer y of n tokens in an objective: log π(y) and log π₀(y).
 
-    They are sums over its targets, in nats. π₀ is the model as it was when the run began.
+    Both are sums over the answer's targets, in nats. π₀ is the model as it was when the run began.
     """
 
     logp: float
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 class Preference(NamedTuple):
     """A pair's loss, and its derivatives by -log π of the two answers.
 
-    Each derivative is the weight of all targets of its answer in the gradient.
+    Each derivative is the weight that every target of the answer has in the gradient.
     """
 
     loss: float
@@ -98,8 +98,8 @@ def kto(
 
     ℒ = w (1 - sigmoid(± β (ρ - k))), with + and w = `desirable` for good answers, and with - and w
     = `undesirable` for bad ones. k = max(0, the mean ρ of `mismatched`) is a constant in the
-    gradient. `mismatched` are the batch's prompts, each with the answer of the record before it in
-    the batch.
+    gradient. `mismatched` are the batch's prompts, each with the answer of another record: the one
+    before it in the batch.
     """
     kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))
     total, weights = 0.0, []

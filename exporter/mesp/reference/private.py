@@ -26,8 +26,9 @@ def private_gradient(
 ) -> list[mx.array]:
     """Returns (Σ clip_factor(gᵢ) gᵢ + Z C n) / B.
 
-    gᵢ are the `gradients` of the examples that were drawn. Each has as many arrays as `noise`, n,
-    which comes from a standard normal distribution. B is the `expected` number of examples.
+    gᵢ are the `gradients` of the examples that were drawn. Z is the noise `multiplier`, and C is
+    `clip`. n is `noise`, drawn from a standard normal distribution; it has as many arrays as each
+    gᵢ. B is the `expected` number of examples.
     """
     sums = [multiplier * clip * n for n in noise]
     for gradient in gradients:
@@ -46,7 +47,8 @@ def _numbers(key: bytes, purpose: bytes, step: int, index: int) -> list[int]:
 def poisson_sample(key: bytes, step: int, expected: int, count: int) -> list[int]:
     """Returns the examples that a step (from 0) draws.
 
-    Each of `count` is drawn with the probability `expected` / `count`, independently of the others.
+    Each of `count` examples is drawn with the probability `expected` / `count`, independently of
+    the others.
     """
     limit = expected * 2**64 // count
     return [i for i in range(count) if _numbers(key, b"draw", step, i // 4)[i % 4] < limit]

@@ -15,12 +15,12 @@ def grpo(
     GRPO        A = (r - mean r) / (std r + 1e-4)      a = A / (G n)
     Dr. GRPO    A = r - mean r                         a = A / (G n_max)
 
-    The answers are samples of the model that is updated; std is the sample standard deviation, as
-    in TRL.
+    a is an answer's weight. The answers are samples of the model that is updated. std is the sample
+    standard deviation, as in TRL.
 
     Args:
     rewards: r of G answers to one prompt, G at least 2.
-    tokens: n, the number of targets of each.
+    tokens: n, the number of targets of each answer.
     longest: n_max of Dr. GRPO (arXiv:2503.20783); None for GRPO.
     """
     group = len(rewards)

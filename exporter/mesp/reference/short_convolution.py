@@ -29,7 +29,7 @@ def convolution_backward(dy: mx.array, w: mx.array) -> mx.array:
 def mix_by_short_convolution(
     x: mx.array, scale: float, parts: Parts, mixer: ShortConvolution, stored: Stored
 ) -> list[mx.array]:
-    """Returns [b, c, u, conv(b ∘ u)] of x [1, T, hidden], each the same shape.   b, c, u = in(x)"""
+    """Returns [b, c, u, conv(b ∘ u)] of x [1, T, hidden], all of x's shape.   b, c, u = in(x)"""
     b, c, u = (stored(each) for each in mx.split(linear(x, parts.p["in"], scale), 3, axis=-1))
     return [b, c, u, stored(convolution(b * u, parts.vector["conv.conv.weight"]))]
 
@@ -52,7 +52,7 @@ def mix_by_short_convolution_backward(
 ) -> tuple[mx.array, Matrices]:
     """Returns dx, and dA and dB of in.
 
-    dc = dy ∘ conv_out     d_conv_out = dy ∘ c        db = u ∘ conv's dx        du = b ∘ conv's dx
+    dc = dy ∘ conv_out     d_bu = convolution_backward(dy ∘ c)     db = u ∘ d_bu     du = b ∘ d_bu
     """
     b, c, u, conv_out = intermediates
     d_bu = convolution_backward(dy * c, parts.vector["conv.conv.weight"])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import pandas
 
 LOG_NAME = "metrics.jsonl"
-SIZE = 1 << 28  # the most bytes of a line; the record of a step has about 500
-LINE = 1 << 20
+SIZE = 1 << 28  # the most bytes of a log
+LINE = 1 << 20  # the most bytes of a line; the record of a step has about 500
 
 # If a log has no end record, its run is taken to be running, unless nothing was added to the log
 # for this many seconds.
@@ -71,8 +71,8 @@ Record = dict[str, Any]
 
 
 def is_record(value: object) -> bool:
-    """Returns whether a value is a record with the fields of its kind; other kinds may have any
-    fields.
+    """Returns whether a value is a record with the fields of its kind. A record of an unknown kind
+    may have any fields.
     """
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         return False
@@ -83,7 +83,9 @@ def is_record(value: object) -> bool:
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Returns whether a JSON value is text, an object, a count or a finite number."""
+    """Returns whether a JSON value is of a kind: text (str), an object (dict), a count (int) or a
+    finite number (float).
+    """
     if kind in (str, dict):
         return isinstance(value, kind)
     if isinstance(value, bool):
@@ -95,7 +97,7 @@ def is_a(kind: type, value: object) -> bool:
 
 class Speed(NamedTuple):
     """Two speeds in tokens a second: of all tokens that the model reads, and of those that count in
-    the loss. None if no time has passed.
+    the loss. Both are None if no time has passed.
     """
 
     tokens: float | None
@@ -124,7 +126,7 @@ class RunLog:
     """A run as its log describes it so far: its records by kind, described in docs/formats.md.
 
     `folder` is None for a log without a folder. `stopped_by` is the number of the signal that asked
-    `mesp.train` to end the run; None if there was none.
+    `mesp.train` to end the run; None if no signal did.
     """
 
     start: Record = field(default_factory=dict)
@@ -189,7 +191,8 @@ class RunLog:
 
     @property
     def adapters(self) -> Path:
-        """The folder of the adapters last saved, in mlx-lm's form, and in PEFT's in `peft`.
+        """The folder of the adapters last saved. It has them in mlx-lm's form, and its folder
+        `peft` has them in PEFT's form.
 
         Raises MespError if none have been saved.
         """
@@ -222,18 +225,18 @@ class RunLog:
 
     @property
     def best(self) -> Record | None:
-        """The evaluation after a step with the lowest held-out loss."""
+        """The record of the lowest held-out loss after a step; None if none was measured."""
         after = [record for record in self.evals_of("valid") if record["step"] > 0]
         return min(after, key=lambda record: record["loss"], default=None)
 
     @property
     def test(self) -> float | None:
-        """The loss on the test data at the end, nats a token."""
+        """The loss on the test data at the end, nats a token; None if it was not measured."""
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
-        """Returns a sentence on the strength that the run gave the adapters at its end. None if it
-        left them unchanged.
+        """Returns a sentence on the strength that the run gave the adapters at its end. Returns
+        None if the run did not choose a strength.
         """
         if not self.strength:
             return None
@@ -248,7 +251,10 @@ class RunLog:
 
     @property
     def held_out(self) -> tuple[float | None, float | None]:
-        """The held-out loss before the first step and the latest one after it, nats a token."""
+        """The held-out loss before the first step, and the latest after a step, in nats a token.
+
+        Each is None if it was not measured.
+        """
         evals = self.evals_of("valid")
         before = [record["loss"] for record in evals if record["step"] == 0]
         after = [record["loss"] for record in evals if record["step"] > 0]

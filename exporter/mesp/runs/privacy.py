@@ -24,9 +24,10 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Steps:
-    """The number of steps with Gaussian noise of `noise` times an example's largest norm.
+    """A number of steps, `count`, with Gaussian noise.
 
-    Each step draws each example with the probability `sampled`.
+    The noise is `noise` times the largest norm of an example's gradient. Each step draws each
+    example with the probability `sampled`.
     """
 
     count: int
@@ -35,7 +36,7 @@ class Steps:
 
 
 def epsilon(steps: Iterable[Steps], delta: float) -> float:
-    """Returns the ε of all of these steps together; infinite without noise.
+    """Returns the ε of all `steps` together; infinite if some have no noise.
 
     Raises MespError if dp-accounting is not installed.
     """
@@ -46,7 +47,8 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
         raise MespError(
             "The ε of --dp-noise needs dp-accounting: `pip install 'mesp[privacy]'`."
         ) from error
-    # The library warns of each Rényi order that it leaves out. Leaving one out can only increase ε.
+    # The library warns of each Rényi order that it leaves out. The warnings are not shown, because
+    # leaving an order out can only increase ε.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
     for each in steps:
@@ -60,7 +62,7 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
 def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
     """Returns the ε of this many releases together.
 
-    Each has Gaussian noise with a standard deviation of `noise` times the sensitivity of one.
+    Each release has Gaussian noise with a standard deviation of `noise` times its sensitivity.
     """
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
@@ -68,7 +70,7 @@ def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
 
 
 def noise_for(epsilon: float, delta: float) -> float:
-    """Returns the smallest noise with which one release has this ε, as a multiple of its
+    """Returns the smallest noise with which one release has this ε, as a multiple of the release's
     sensitivity.
     """
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian

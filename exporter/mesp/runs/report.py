@@ -1,4 +1,4 @@
-"""Writes a page about one or several runs, which needs no other file.
+"""Writes a page about one or several runs. The page needs no other file.
 
 If a run has a `samples.json`, a list of `{"prompt", "before", "after"}`, the page shows it.
 """
@@ -27,7 +27,8 @@ from mesp.settings.train_settings import TrainSettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The points of a smoothed line; the loss of a single step is noisy, because it is of few sequences
+# A smoothed line has at least this many points, if there are as many steps. The loss of a single
+# step is noisy, because a step has few sequences.
 POINTS = 40
 SAMPLES_SIZE = 16 << 20  # bytes
 PHASES = ("forward", "loss", "backward")
@@ -71,7 +72,7 @@ def unique_name(name: str, taken: dict[str, RunLog]) -> str:
 
 
 def read_samples(path: Path) -> list[dict[str, str]]:
-    """Returns the model's answers before and after; empty if the run has no samples."""
+    """Returns the model's answers before and after training; empty if the run has no samples."""
     if not path.exists():
         return []
     try:
@@ -90,7 +91,9 @@ def read_samples(path: Path) -> list[dict[str, str]]:
 def smooth(
     run: RunLog, value: Callable[[dict[str, Any]], float]
 ) -> tuple[list[float], list[float]]:
-    """Returns steps and values, as means over enough neighbours to leave some `POINTS` points."""
+    """Returns steps and values, as means over neighbouring steps. From `POINTS` steps on, these are
+    at least `POINTS` and fewer than twice as many.
+    """
     size = max(1, len(run.steps) // POINTS)
     groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
     return (
@@ -132,7 +135,7 @@ def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_prope
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue().decode()
     drawing = svg[svg.index("<defs>") :].replace(INK, "currentColor").replace("xlink:", "")
-    # Names must be unique in the whole page, which has several pictures.
+    # The names of elements must be unique in the whole page, which has several pictures.
     drawing = re.sub(
         r'(id="|href="#|url\(#)', rf"\g<1>{paint.__qualname__.split('.')[0]}-", drawing
     )
@@ -142,7 +145,7 @@ def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_prope
 
 def draw_loss(runs: dict[str, RunLog]) -> str:
     def paint(axes: Axes, name: str, run: RunLog, color: str) -> None:
-        # The loss on replayed texts does not fall.
+        # The loss on replayed texts does not fall, so it is not drawn.
         own = [step for step in run.steps if not step.get("replayed")]
         run = replace(run, steps=tuple(own or run.steps))
         if len(runs) == 1 and len(run.steps) > POINTS:
@@ -162,7 +165,7 @@ def draw_loss(runs: dict[str, RunLog]) -> str:
 
 
 def unit_of_loss(runs: dict[str, RunLog]) -> str:
-    """Returns the unit of the runs' losses; nothing where one is of an objective or of rewards."""
+    """Returns the unit of the runs' losses; empty if a run has an objective or rewards."""
     others = ("objective", "group_size")
     has_others = any(run.settings.get(name) is not None for run in runs.values() for name in others)
     return "" if has_others else "nats a token"
@@ -263,7 +266,7 @@ def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]
 
 
 def render_document(title: str, *parts: str) -> str:
-    """Returns a whole page of these parts, with the style of all pages."""
+    """Returns a whole page that has these parts in its body, and the style `STYLE`."""
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -342,7 +345,7 @@ def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def describe_reward(run: RunLog) -> str:
-    """Returns the mean reward of the first tenth of the steps and of the last."""
+    """Returns the mean rewards of the first and last tenth of the steps; `-` without rewards."""
     steps = rewarded_steps(run)
     some = max(1, len(steps) // 10)
     means = (sum(step["reward"] for step in part) / some for part in (steps[:some], steps[-some:]))
@@ -390,7 +393,7 @@ def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def render_events(runs: dict[str, RunLog]) -> str:
-    """Returns the events of a run, such as a pause or a failure."""
+    """Returns the events of all runs, such as a pause or a failure; empty if there are none."""
     items = []
     for name, run in runs.items():
         for event in run.events:
@@ -401,7 +404,7 @@ def render_events(runs: dict[str, RunLog]) -> str:
 
 
 def render_samples(name: str, samples: list[dict[str, str]]) -> str:
-    """Returns the answers of one run's model before and after."""
+    """Returns the answers of one run's model before and after training."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:
         parts.append(f"<p><b>{html.escape(sample['prompt'])}</b></p><div class='sample'>")

@@ -1,4 +1,4 @@
-"""The table of runs that tools/collect.py prints, and that mesp.runs.report begins with."""
+"""The table of runs that tools/collect.py prints, and that begins a page of `mesp report`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ class Number(click.FloatRange):
 
 
 class SomeOf(click.ParamType[list[str]]):
-    """Some of a setting's choices, such as `q,v` or `qkv,gate_up`; a list in the engine's order."""
+    """The type of an option that takes some of a setting's choices, such as `q,v`.
+
+    Its value is a list in the order of the choices.
+    """
 
     name = "list"
 
@@ -89,7 +92,7 @@ def add_options(
 ) -> Decorator:
     """Returns a decorator that adds an option for each setting that a dataclass declares.
 
-    With `names`, only these settings have one. `defaults` replace the declared defaults.
+    With `names`, only these settings get an option. `defaults` replace the declared defaults.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +127,7 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
 
 
 def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
-    """Returns the settings that were typed, or that --config has."""
+    """Returns the settings that were typed, or that the file of --config has."""
     found = {}
     for each in fields(kind):
         key = each.metadata["setting"].key or each.name

@@ -88,7 +88,8 @@ class Setting:
 def is_held(value: object) -> bool:
     """Returns whether mesp-engine can hold a value.
 
-    It holds whole numbers of 64 bits, and finite numbers of 32 bits that are not too small.
+    The engine holds whole numbers of 64 bits, and floating-point numbers of 32 bits. A number that
+    would become infinite or 0 in 32 bits is not held.
     """
     if type(value) is int:
         return abs(value) < 1 << 63

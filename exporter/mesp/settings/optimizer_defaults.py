@@ -1,6 +1,7 @@
 """The default optimizer and learning rate of a run; docs/decisions.md has the reasons.
 
-`Core/Run/OptimizerDefaults.swift` has the same rule for the app, and RunTests.swift compares them.
+`Core/Run/OptimizerDefaults.swift` has the same rule for the app, and RunTests.swift compares the
+two.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def choose_learning_rate(
 ) -> float:
     """Returns the default learning rate.
 
-    0.007 / √hidden_size for AdamW: 5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B; 0.1 for SGD;
-    a tenth of these with an objective, a third with a reward; 1e-4 for MeZO.
+    For AdamW it is 0.007 / √hidden_size: 5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B. For
+    SGD it is 0.1. With an objective, a run gets a tenth of these rates, and with a reward a third.
+    For MeZO the rate is 1e-4.
     """
     if method == "mezo":
         return float(PAPER["learning_rate"])

@@ -120,9 +120,7 @@ def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses settings that do not go together with rewards, and settings of rewards without
-    them.
-    """
+    """Refuses settings and data that do not go together with rewards."""
     if settings.reward is None:
         return
     refused = {
@@ -147,8 +145,9 @@ def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses replay if the run does not train on sequences, and choosing the adapters' strength
-    without held-out data.
+    """Refuses replay and choosing the adapters' strength in runs with an objective or rewards.
+
+    Also refuses replay with DP-SGD, and choosing the strength without held-out data.
     """
     refused = {
         f"--objective {settings.objective}": settings.objective is not None,
@@ -158,7 +157,8 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
         _refuse_beside("--replay", refused | {"--dp-clip": settings.dp_clip is not None})
     if settings.max_forgetting is None:
         return
-    # In such runs, the loss on the data's answers says little about what the model learns.
+    # With an objective or rewards, the loss on the data's answers says little about what the model
+    # learns.
     for typed, is_given in refused.items():
         _refuse_beside(typed, {"--max-forgetting": is_given})
     if not settings.val_batches or "valid" not in manifest.data:
@@ -191,7 +191,7 @@ def _check_privacy(settings: TrainSettings) -> None:
 
 
 def _refuse_beside(option: str, others: Mapping[str, bool]) -> None:
-    """Raises MespError if one of the `others` is given, which do not go together with `option`."""
+    """Raises MespError if one of the `others` is given: none goes together with `option`."""
     for typed, is_given in others.items():
         if is_given:
             raise MespError(f"{typed} does not go together with {option}: leave out one of them.")

@@ -1,7 +1,7 @@
 """The settings of a training run, each declared once; `declaration.py` says what uses them.
 
-After a change, `make generated` writes `Core/Run/RunSettings.swift` from them. `rules.py` has the
-rules between them.
+After a change of the settings, `make generated` writes `Core/Run/RunSettings.swift` again.
+`rules.py` says which settings go together.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ class TrainSettings(Settings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:
-        """Returns the settings with these names. Raises MespError if one is unknown, or if `steps`
-        is missing.
+        """Returns the settings with the given names and values. Raises MespError if a name is
+        unknown, or if `steps` is missing.
         """
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
@@ -329,8 +329,10 @@ class TrainSettings(Settings):
 
 
 def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
-    """Returns the value asked for, if the bundle has it; by default the preferred one or the
-    largest.
+    """Returns the wanted value. If none is wanted, returns the preferred value or, if the bundle
+    does not have it, the largest.
+
+    Raises MespError if the bundle does not have the wanted value.
     """
     if wanted is None:
         return preferred if preferred in available else max(available)

@@ -17,13 +17,13 @@ SEQUENCES, LENGTH = 4, 128
 # The number of sequences of a text if products of two inputs are computed too. There are many
 # products, so few tokens would estimate them badly.
 CALIBRATION_SEQUENCES = 16
-# The most inputs of a matrix for which products are computed; they take 67.1 MB for a matrix of
-# this width
+# Products are computed for matrices with at most so many inputs. For a matrix of this width, the
+# products take 67.1 MB.
 WIDEST = 4096
 
 
 def draw_tokens(vocab_size: int) -> np.ndarray:
-    """Returns equally likely ids, from which moments are computed if there is no text."""
+    """Returns random ids, all equally likely, which take the place of a text if there is none."""
     return np.random.default_rng(0).integers(vocab_size, size=SEQUENCES * LENGTH)
 
 
@@ -44,9 +44,9 @@ def choose_excerpts(
 class Moments:
     """The second moments of matrices' inputs, while the model reads `sequences`.
 
-    They are sums over the tokens of each input's square, and `with_products` of the products of two
-    inputs. A block runs when its moments are asked for, so they must be asked for in order. Only
-    the inputs of the next block are kept.
+    A moment is a sum over the tokens: of an input's square and, `with_products`, of the product of
+    two inputs. A block runs when its moments are asked for, so they must be asked for in order.
+    Only the inputs of the next block are kept.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Moments:
     def of_block(self, index: int) -> dict[str, mx.array]:
         """Returns the moments [in] of a block's modules, by name.
 
-        With products, modules with at most WIDEST inputs have [in, in]. Raises ValueError unless
-        the block is the next one.
+        With products, the moments of modules with at most WIDEST inputs are [in, in]. Raises
+        ValueError unless the block is the next one.
         """
         if index != self.done:
             raise ValueError(f"block {self.done} comes before block {index}")

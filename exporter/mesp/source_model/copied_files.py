@@ -27,7 +27,8 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
     """Copies files of `source`; configurations are written without the code that they name.
 
     Raises MespError if one is a link to a file outside of `source`. In a cache of the Hugging Face
-    Hub, links to the folder beside it are allowed. Raises OSError if a file cannot be copied.
+    Hub, links into the repository's folder in the cache are allowed. Raises OSError if a file
+    cannot be copied.
     """
     root = root_of(source)
     for name in names:
@@ -44,7 +45,7 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
 def configs_naming_code(source: Path, names: Iterable[str]) -> list[str]:
     """Returns the configurations in a folder that name code.
 
-    Raises MespError if one is not a JSON object, and OSError if it cannot be read.
+    Raises MespError if a configuration is not a JSON object, and OSError if it cannot be read.
     """
     configs = {name: _read(source / name) for name in names if name in _CONFIGS}
     return [name for name, config in configs.items() if without_code(config) != config]

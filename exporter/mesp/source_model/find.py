@@ -79,7 +79,7 @@ def find_source(model: str, random_weights: bool) -> Source:
 
 
 def _has_model(folder: Path, random_weights: bool) -> bool:
-    """Returns whether a folder has a config.json and, unless they are random, weights."""
+    """Returns whether a folder has a config.json and weights; random weights need no file."""
     has_weights = random_weights or any(folder.glob("model*.safetensors"))
     return has_weights and (folder / "config.json").exists()
 

@@ -56,7 +56,7 @@ class SideInputs:
 
     tokens: Sequence[int]
     x0: mx.array  # the first block's input
-    # Keys and values that other blocks use too, by the block that computes them.
+    # Keys and values that several blocks use, by the index of the block that computes them.
     shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
 
@@ -91,8 +91,8 @@ class SourceModel:
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
-        """Returns a layer's part of the tokens' embeddings for each layer, [1, T, size]; None
-        without them.
+        """Returns a layer's part of the tokens' embeddings for each layer, [1, T, size]; None for a
+        model without such embeddings.
         """
         if self.arch.per_layer is None:
             return None
@@ -130,7 +130,8 @@ class SourceModel:
                 return self.matrix(prefix + module, sizes[module], some)
 
             bias = vector(f"{module}.bias", (biases[module],))[rows] if module in biases else None
-            # Called once for a fused module, whose projections have the same input
+            # For a fused module, `seen` is called once, because all its projections have the same
+            # input.
             is_first = rows.start == 0
             return SourceProjection(
                 read, shape, bias, lambda x: seen(module, x) if is_first else None

@@ -19,8 +19,9 @@ TILE = 1 << 20  # logits that are computed at a time
 class QuantizationLoss:
     """The distance of a model from its source over the positions of some sequences.
 
-    `kl` [n] has, for each position, the sum of p ln(p / q) over the vocabulary, p of the source and
-    q of the model; `source` and `model` [m] are -ln p and -ln q of the tokens that come next.
+    `kl` [n] has, for each position, the sum of p ln(p / q) over the vocabulary. p is a token's
+    probability in the source, and q in the model. `source` and `model` [m] are -ln p and -ln q of
+    the tokens that come next.
     """
 
     kl: np.ndarray
@@ -57,7 +58,7 @@ def measure_loss(
 ) -> QuantizationLoss:
     """Returns the distance of `model` from `source`.
 
-    The results of `compute_head_inputs` for both may be given.
+    The results of `compute_head_inputs` for both models may be given.
     """
     found = (
         of_source or compute_head_inputs(source, sequences),
@@ -71,8 +72,8 @@ def measure_loss(
 
 
 class _Distribution:
-    """The sum ln Σ exp(z) over logits that come in tiles, and the logits of the tokens that come
-    next.
+    """Sums of exp(z) and of exp(z) · value at each position, over logits z that come in tiles, and
+    the logits of the tokens that come next.
     """
 
     def __init__(self, length: int):

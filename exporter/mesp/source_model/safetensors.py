@@ -38,7 +38,7 @@ class SafetensorsWeights:
 
     def __init__(self, folder: Path, arch: Architecture):
         """Raises MespError if a file is missing or damaged, or if the files hold other tensors than
-        the architecture.
+        the architecture has.
         """
         self.folder, self.arch = folder, arch
         self.is_converted = False
@@ -56,8 +56,8 @@ class SafetensorsWeights:
             )
 
     def _map(self, file: Path) -> None:
-        """Adds a file's tensors: a JSON header, after its length, tells the place of each in the
-        rest.
+        """Adds a file's tensors. A file has the length of its JSON header, the header, and the
+        data. The header tells the place of each tensor in the data.
 
         The safetensors package is not used, because it cannot read part of a bfloat16 tensor.
         """
@@ -86,7 +86,7 @@ class SafetensorsWeights:
             ) from error
 
     def _add(self, theirs: str, tensor: dict[str, Any], data: np.ndarray) -> None:
-        """Adds a tensor of a file under its names here."""
+        """Adds a tensor of a file under MeSP's names."""
         names = names_here(theirs, self.arch)
         if not names:
             self.left_out += 1
@@ -158,9 +158,8 @@ class SafetensorsWeights:
         )
 
     def _find_head(self) -> None:
-        """Finds out which of head and embedding are stored, and chooses the tensor of each.
-
-        If the config.json ties them, one may be missing, or both may be stored and differ.
+        """Finds out whether head and embedding are stored, and chooses the tensors of both. If the
+        config.json ties head and embedding, one may be missing, or both may be stored and differ.
         """
         embedding, head = (
             {name.removeprefix(its): a for name, a in self.tensors.items() if name.startswith(its)}
@@ -179,8 +178,8 @@ class SafetensorsWeights:
             self.arch = replace(self.arch, tie_word_embeddings=False)
 
     def _check_types(self) -> None:
-        """Raises MespError unless packed weights have 32 bits, scales without biases 8, and all
-        others are floating-point numbers.
+        """Raises MespError unless packed weights are of the type U32, scales without biases are of
+        U8, and all other tensors hold floating-point numbers.
         """
         for name, (_, dtype) in self.tensors.items():
             stem, _, part = name.rpartition(".")
@@ -225,8 +224,8 @@ class SafetensorsWeights:
 
 def _files(folder: Path) -> list[Path]:
     """Returns the weight files of a folder, chosen as transformers does: one file with all weights,
-    or the files that the index names or, without an index, all weight files. Raises MespError if
-    one is missing.
+    or the files that the index names or, without an index, all weight files. Raises MespError if a
+    file is missing.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
@@ -248,7 +247,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _names(arch: Architecture) -> set[str]:
-    """Returns the names here of the architecture's tensors, with each stacked matrix separately."""
+    """Returns MeSP's names of the architecture's tensors, with each stacked matrix separately."""
     names = set()
     for name, (count, *_) in arch.tensors().items():
         if ".switch_mlp." in name:

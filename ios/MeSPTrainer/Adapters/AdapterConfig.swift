@@ -3,7 +3,7 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The fields of an adapter_config.json that are used. Other fields do not affect the adapters' values.
+/// The fields of an adapter_config.json that are used. The other fields do not change the result of the adapters.
 struct AdapterConfig {
     let format: AdapterFormat
     let rank: Int
@@ -11,7 +11,7 @@ struct AdapterConfig {
     let scale: Float
     /// Whether a layer that joins n modules has n times the rank.
     let joins: Bool
-    /// Whether the adapters are DoRA's, with magnitudes.
+    /// Whether the adapters are DoRA adapters, which have magnitudes.
     let isDoRA: Bool
     private let fields: Fields
     private let blocks: Int
@@ -62,8 +62,8 @@ struct AdapterConfig {
         }
     }
 
-    /// - Throws: `MeSPError` if a folder has no configuration, or one that the trainer does not support. The messages continue “Cannot load the
-    ///   adapters: …”.
+    /// - Throws: `MeSPError` if a folder has no configuration, or if the trainer does not support its configuration. The messages continue “Cannot
+    ///   load the adapters: …”.
     init(_ folder: URL, of architecture: Architecture) throws {
         let file = AdapterFormat.configFile
         guard let json = regularFile(folder.appendingPathComponent(file), followsLinks: true) else {

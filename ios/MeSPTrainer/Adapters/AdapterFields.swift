@@ -2,14 +2,14 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// The fields that an adapter_config.json may have, from exporter/mesp/adapters/fields.json. That file describes its own parts, and says why some
-/// keys are ignored. `json` in AdapterFieldsTable.swift is generated from it.
+/// The fields that an adapter_config.json may have, from exporter/mesp/adapters/fields.json. That file explains its parts, and says why some keys are
+/// ignored. `json` in AdapterFieldsTable.swift is generated from it.
 struct AdapterFields: Decodable {
     let used: Set<String>
     let ignored: Set<String>
     let required: [String: Set<JSONValue>]
 
-    /// The fields of PEFT's configuration, of mlx-lm's, and of its `lora_parameters`.
+    /// The fields of PEFT's configuration, of mlx-lm's configuration, and of mlx-lm's `lora_parameters`.
     struct Tables: Decodable {
         let peft, mlx, loraParameters: AdapterFields
     }

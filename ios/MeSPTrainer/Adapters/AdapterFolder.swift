@@ -22,17 +22,17 @@ package struct LoadedAdapters {
 }
 
 /// Writes a folder of adapters that mlx-lm and mlx-swift-lm load. The subfolder `peft` has the adapters in PEFT's format. Existing files are replaced
-/// when all new ones are written. Only one matrix at a time is in memory.
+/// when all new files are written. Only one matrix at a time is in memory.
 ///
 /// - Parameters:
 ///   - blocks: the trained blocks, which end with the last block of the model.
-///   - modules: the trained modules of these blocks. Only these are written.
+///   - modules: the trained modules of these blocks. A layer without a trained module is not written.
 ///   - model: the Hugging Face id of the base model.
 ///   - strength: the factor by which each B is multiplied.
 ///   - dropout: the run's dropout, for the configurations.
-///   - magnitudes: with DoRA, returns ‖W‖ `[magnitudes]` of a layout, for untrained modules that share a written layer with trained ones; nil without
-///     DoRA.
-///   - lora: returns a block's parameters `[P]` of these modules.
+///   - magnitudes: with DoRA, returns the norms of the rows of W, `[magnitudes]`, for the modules of a layout. These norms are the m of an untrained
+///     module that shares a written layer with a trained module. nil without DoRA.
+///   - lora: returns the parameters `[P]` of a block's trained modules.
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
     strength: Float = 1, dropout: Float = 0,

@@ -34,7 +34,7 @@ package enum AdapterFormat {
     ///   - matrix: `A`, `B` or `m`.
     ///   - layer: a layer from `layers(of:)`.
     ///   - prefix: the prefix of the blocks' names; nil for the architecture's.
-    ///   - isNested: whether both of the experts' parameters have adapters, so that PEFT nests their wrappers.
+    ///   - isNested: whether both parameters of the experts have adapters. PEFT then nests their wrappers.
     package func name(
         _ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture, prefix: String? = nil,
         isNested: Bool = true
@@ -54,8 +54,8 @@ package enum AdapterFormat {
         self == .mlx ? architecture.mlxPrefix : architecture.hfPrefix
     }
 
-    /// Returns the prefix of the blocks' names in a file with these names. PEFT's prefix differs if only the text model of a multimodal model was
-    /// loaded for training.
+    /// Returns the prefix of the blocks' names in a file whose tensors have these names. PEFT's prefix differs if only the text model of a multimodal
+    /// model was loaded for training.
     func prefix(of architecture: Architecture, in names: Set<String>) -> String {
         let prefix = prefix(of: architecture)
         let isAlone = self == .peft && !names.contains { $0.hasPrefix("base_model.model.\(prefix).layers.") }
@@ -72,7 +72,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns the trainer's matrix of this shape from a matrix in this format: the inverse of `turned`.
+    /// Returns the trainer's matrix, of this shape, from a matrix in this format. The function is the inverse of `turned`.
     func turnedBack(_ array: MLXArray, _ matrix: String, to shape: [Int]) -> MLXArray {
         guard shape.count == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -153,14 +153,14 @@ package enum AdapterFormat {
         MeSPError("they use \(what), which is not supported; train plain LoRA adapters")
     }
 
-    /// Throws unless `isSupported`: every layer must have the folder's rank and α, or n times these if it joins n modules.
+    /// Throws unless `isSupported`: every layer must have the folder's rank and α, or n times this rank and this α if the layer joins n modules.
     static func checkRanks(_ isSupported: Bool) throws {
         guard isSupported else { throw unsupported("rank_pattern or alpha_pattern") }
     }
 }
 
-/// A linear layer in a format. It is one of a block's modules, or joins several by concatenating their outputs. In PEFT's format it may be a
-/// parameter of experts.
+/// A linear layer in the model of a library. The layer is one of a block's modules, or joins several modules by concatenating their outputs. In
+/// PEFT's format the layer may also be a parameter of experts.
 package struct AdaptedLayer {
     let name: String
     let modules: [Module]
@@ -169,14 +169,16 @@ package struct AdaptedLayer {
 
     var isStacked: Bool { modules.allSatisfy(\.isStacked) }
 
-    /// Returns the part of PEFT's names before `lora_A`. It is the layer's name. For a parameter it is the name of its module, because PEFT wraps the
-    /// module once for each parameter. The first wrapper, which has the gate, is inside the second.
+    /// Returns the part of PEFT's names before `lora_A`. For a linear layer this part is the layer's name. For a parameter of experts it is the name
+    /// of the module with the parameter, because PEFT wraps this module once for each parameter. The first wrapper, for the gate, is inside the
+    /// second wrapper.
     fileprivate func wrapper(isNested: Bool) -> String {
         guard isStacked, let end = name.lastIndex(of: ".") else { return name }
         return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
-    /// Returns one A, B and m from those of the modules, with the same products. The A are concatenated, and the B are on a block diagonal.
+    /// Returns A, B and m of the joined layer from the A, B and m of its modules. The joined layer has the same outputs as the modules together. The
+    /// A are concatenated, and the B are on a block diagonal.
     func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
         guard parts.count > 1 else { return parts[0] }
         let magnitudes = parts.compactMap(\.m)
@@ -192,7 +194,7 @@ package struct AdaptedLayer {
     }
 
     /// Returns the matrices of each module from A, B or m of the layer. If `joins` is set, each module has its own `rank` columns of A and rows of B.
-    /// Otherwise all modules share them.
+    /// Otherwise all modules share these columns and rows.
     func parts(
         a: MLXArray?, b: MLXArray?, m: MLXArray?, rank: Int, joins: Bool, in block: BlockShape
     ) -> [(a: MLXArray?, b: MLXArray?, m: MLXArray?)] {

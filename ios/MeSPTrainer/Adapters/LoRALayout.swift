@@ -4,7 +4,7 @@ import MeSPBundle
 
 /// The layout of a block's LoRA matrices in one flat float32 vector `[count]`. Each module has A `[in, rank]`, then B `[rank, out]`, row-major. The
 /// projections of a module share its A, and each has its columns of B. Stacked matrices of experts have A `[experts, in, rank]` and B `[experts,
-/// rank, out]`. With DoRA m `[out]` follows the B of each module except experts.
+/// rank, out]`. With DoRA, m `[out]` follows the B of each module except experts.
 ///
 /// Gradients and the optimizer's state are vectors `[trainedCount]` of the trained parameters only.
 package struct LoRALayout {
@@ -46,7 +46,7 @@ package struct LoRALayout {
     /// The number of the block's magnitudes.
     package var magnitudes: Int { modules.reduce(0) { $0 + magnitudes(of: $1) } }
 
-    /// Returns a module's part of a vector `[magnitudes]` of all the block's magnitudes; nil if it has none.
+    /// Returns a module's part of a vector `[magnitudes]` of all the block's magnitudes; nil if the module has no magnitudes.
     package func magnitudes(_ module: Module, in all: MLXArray) -> MLXArray? {
         let (start, count) = (
             modules.prefix { $0 != module }.reduce(0) { $0 + magnitudes(of: $1) }, magnitudes(of: module)
@@ -110,7 +110,7 @@ package struct LoRALayout {
         freezesA ? flattened(modules.map { matrices($0, in: flat).b }) : flat
     }
 
-    /// Returns the vector with other trained parameters `[trainedCount]`.
+    /// Returns the vector `flat` with its trained parameters replaced by `trained`, `[trainedCount]`.
     package func replacing(in flat: MLXArray, trained: MLXArray) -> MLXArray {
         guard freezesA else { return trained }
         var start = 0
@@ -142,7 +142,7 @@ package struct LoRALayout {
             hasMagnitudes: hasMagnitudes)
     }
 
-    /// Returns the vector of the whole layout. Modules without matrices get zeros, and 1 for m.
+    /// Returns the vector of the whole layout. For a module without matrices, A and B are zeros, and m is 1.
     package func whole(_ flat: MLXArray) -> MLXArray {
         let all = whole.modules
         guard modules != all else { return flat }
@@ -159,7 +159,8 @@ package struct LoRALayout {
             })
     }
 
-    /// Returns this layout's part of a vector of another layout with these modules, by default the whole layout.
+    /// Returns the parameters of this layout's modules from a vector of another layout that has all these modules. By default the other layout is the
+    /// whole layout.
     package func part(of vector: MLXArray, in other: LoRALayout? = nil) -> MLXArray {
         let other = other ?? whole
         return packed(modules.map { other.matrices($0, in: vector) })
@@ -193,8 +194,8 @@ package struct LoRALayout {
     }
 }
 
-/// The matrices A `[in, rank]` and B `[rank, out]` of a module or projection, stacked for experts. With DoRA they include m `[out]`. To compute a
-/// layer, m is replaced by the factors of x Wᵀ; see `DoRA`.
+/// The matrices A `[in, rank]` and B `[rank, out]` of a module or projection, stacked for experts. With DoRA there is also m `[out]`. When a layer is
+/// computed, the factors of x Wᵀ stand in place of m; see `DoRA`.
 package struct LoRAMatrices {
     package let a: MLXArray
     package let b: MLXArray
@@ -213,7 +214,7 @@ package struct LoRAGradients {
     package var a = [Projection: MLXArray]()
     package var b = [Projection: MLXArray]()
     package var m = [Projection: MLXArray]()
-    /// The gradients of each expert that some token chose, by its number.
+    /// The gradients of each expert that some token chose, by the expert's number.
     package var experts = [Int: LoRAGradients]()
 
     package init() {}
@@ -227,7 +228,7 @@ package struct LoRAGradients {
 }
 
 extension BlockShape {
-    /// Returns the shapes of A and B for modules with the same input, taken together.
+    /// Returns the shapes of A and B for modules with the same input, as if they were one module.
     package func shapes(_ modules: [Module], rank: Int) -> (a: [Int], b: [Int]) {
         let (stack, (inputs, outputs)) = (stack(modules[0]), dimensions(modules))
         return (stack + [inputs, rank], stack + [rank, outputs])

@@ -97,7 +97,7 @@ package struct Safetensors {
     /// Whether `writeSafetensors` has sealed the file: its last 32 bytes are meant to be the SHA-256 of all bytes before them.
     package var isSealed: Bool { tensors[Seal.name]?.dataOffsets == [data.count - Seal.size, data.count] }
 
-    /// Whether the file is sealed and has not changed since. The check reads the whole file.
+    /// Whether the file is sealed and has not changed since it was sealed. The check reads the whole file.
     package var isIntact: Bool {
         guard isSealed else { return false }
         var hash = SHA256()
@@ -107,7 +107,7 @@ package struct Safetensors {
 
     package func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
 
-    /// A copy of the tensor called `name`; nil if there is none.
+    /// A copy of the tensor called `name`; nil if the file has no such tensor.
     package subscript(name: String) -> MLXArray? {
         guard let tensor = tensors[name], let dtype = Self.dtypes[tensor.dtype] else { return nil }
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
@@ -120,7 +120,7 @@ private enum Seal {
     static let (name, size) = ("sha256", 32)
 }
 
-/// A tensor for a new file, computed when it is written.
+/// A tensor for a new file. The tensor is computed when it is written.
 package struct NewTensor {
     let name: String
     let shape: [Int]
@@ -132,7 +132,7 @@ package struct NewTensor {
     }
 }
 
-/// Writes a safetensors file. The new file replaces the one at `url` only when it is completely on the disk.
+/// Writes a safetensors file. The new file replaces the file at `url` only when the new file is completely on the disk.
 ///
 /// - Parameters:
 ///   - seal: whether to add a last tensor, `sha256`, with the SHA-256 of all bytes before it.

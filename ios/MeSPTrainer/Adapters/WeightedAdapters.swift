@@ -3,10 +3,11 @@ import MLX
 import MeSPBundle
 import MeSPSentences
 
-/// A folder of adapters in the format of mlx-lm or PEFT, with the factor of the term that they add to a layer's output.
+/// A folder of adapters in the format of mlx-lm or PEFT, with the factor of the term that the adapters add to a layer's output.
 ///
-/// A model takes several at once, of any ranks: y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b, with the weight w and the scale s of each. A DoRA layer is g ∘ (x
-/// Wᵀ + s (x A) B). For such adapters B ∘ g replaces B, and the term w (g − 1) ∘ (x Wᵀ) is added.
+/// A model can have several adapters at once, of any ranks. Its layers are then y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b, with the weight wᵢ and the scale sᵢ
+/// of the adapters i. A layer with DoRA is g ∘ (x Wᵀ + s (x A) B), with a factor in g for each output. In the sum, adapters with DoRA have B ∘ g in
+/// place of B, and add the term w (g − 1) ∘ (x Wᵀ).
 package struct WeightedAdapters: Sendable, Equatable {
     package let folder: URL
     /// The factor, from 0 to 10. Adapters with weight 0 are left out.
@@ -15,7 +16,7 @@ package struct WeightedAdapters: Sendable, Equatable {
     package init(_ folder: URL, weight: Float = 1) { (self.folder, self.weight) = (folder, weight) }
 }
 
-/// Returns the vector with which a block is computed (`DoRA.scaled`), from adapters with magnitudes. The vector depends on the model's weights.
+/// Returns the vector with which a block is computed (`DoRA.scaled`), from adapters with magnitudes. This vector depends on the model's weights.
 ///
 /// - Parameters:
 ///   - scale: the scale of the adapters.
@@ -26,8 +27,8 @@ package typealias DoRAReading = (
 
 /// Reads several folders of adapters as one set.
 ///
-/// - Returns: the adapters, or nil if there are none with a weight above 0. For one folder the matrices are those in its files, and the weight is a
-///   factor of the scale. For several folders the matrices are joined, the rank is the sum of their ranks, and the scale is 1. If some are DoRA's, m
+/// - Returns: the adapters, or nil if no weight is above 0. With one folder, the scale includes the weight. With several folders, the matrices are
+///   joined: the rank is the sum of the folders' ranks, each B includes its weight and scale, and the scale is 1. If some adapters have magnitudes, m
 ///   is the factor of x Wᵀ.
 /// - Throws: `MeSPError` that names a folder which does not fit the model, or a weight out of range.
 package func loadAdapters(
@@ -77,16 +78,17 @@ extension AdapterReader {
     }
 }
 
-/// A block's adapters, to join with others.
+/// A block's adapters from one folder, to be joined with the adapters from other folders.
 struct WeightedVector {
     let layout: LoRALayout
     /// The vector with which the block is computed.
     let vector: MLXArray
     let weight: Float
-    /// The factor of B. It includes the weight, unless the scale does.
+    /// The factor of B: the product of weight and scale; 1 if there is only one folder, because then the scale of the result includes the weight.
     let factorOfB: Float
 
-    /// Returns A, B multiplied by the factor, and, for DoRA, w (g − 1) of a module. If the layout has no matrices of an expert, A and B are zeros.
+    /// Returns the matrices of a module: A, `factorOfB` · B and, with DoRA, w (g − 1) as m. If the layout lacks the matrices of experts, A and B are
+    /// zeros.
     fileprivate func matrices(_ module: Module) -> LoRAMatrices {
         guard layout.modules.contains(module) else {
             let (a, b) = layout.block.shapes([module], rank: layout.rank)
@@ -98,7 +100,7 @@ struct WeightedVector {
 }
 
 extension LoRALayout {
-    /// Returns the vector of several adapters, with their ranks joined.
+    /// Returns the vector of all `parts` joined. Its rank is the sum of their ranks.
     func joined(_ parts: [WeightedVector]) -> MLXArray {
         packed(
             modules.map { module in
@@ -111,7 +113,7 @@ extension LoRALayout {
     }
 }
 
-/// A model's adapters and the dates of their files. If two values are equal, the model computes the same.
+/// A model's adapters and the dates of their files. If two values of this type are equal, the model computes the same results with either.
 package struct AdapterSelection: Sendable, Equatable {
     private struct Part: Sendable, Equatable {
         let adapters: WeightedAdapters

@@ -13,7 +13,7 @@
 
         /// Passes the time to the scheduler and waits for its end.
         ///
-        /// - Throws: `MeSPError` if the run did not finish, or if there is none.
+        /// - Throws: `MeSPError` if the run did not finish, or if there is no run.
         func pass() async throws {
             let hasFinished = await withTaskCancellationHandler {
                 await withCheckedContinuation {

@@ -25,7 +25,8 @@
         /// Whether a handler for the overnight task is registered. A request without a handler crashes the app.
         private var hasOvernight = false
 
-        /// Registers the overnight task. Create the scheduler before the app has launched, because the system may have launched it for that task.
+        /// Registers the overnight task. Create the scheduler before the app has launched, because the system may have launched the app for this
+        /// task.
         init() {
             hasOvernight = register(overnight, for: .overnight)
             Self.current = self
@@ -39,7 +40,7 @@
                 request.requiresExternalPower = true
                 try? BGTaskScheduler.shared.submit(request)
             case .continued, .continuedOnGPU:
-                // Older SDKs and systems have no such task. There the run waits until the app is in front again.
+                // Older SDKs and systems have no such task. With them, the run waits until the app is in front again.
                 #if compiler(>=6.2)
                     if #available(iOS 26.0, *) {
                         let identifier = "\(prefix).run.\(UUID().uuidString)"

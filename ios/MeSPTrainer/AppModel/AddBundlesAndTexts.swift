@@ -6,7 +6,7 @@ import MeSPSentences
 
 /// The actions that bring bundles and texts into the app: from other apps, from files that the person chooses, and from the Hub.
 extension AppModel {
-    /// Opens a file from another app: a bundle, or any other file as a text to train on.
+    /// Opens a file from another app. Imports a bundle, and chooses any other file as the text to train on.
     public func open(_ url: URL) async {
         if url.isBundle {
             tab = .bundles
@@ -49,7 +49,7 @@ extension AppModel {
         }
     }
 
-    /// Whether the app asks about rewriting a model. Setting it has no effect; call `answerImport`.
+    /// Whether the app asks about rewriting a model. Setting this property has no effect; call `answerImport`.
     public var asksToImport: Bool {
         get { importRequest != nil }
         set {}
@@ -75,7 +75,7 @@ extension AppModel {
     /// Downloads the bundle or the model that was looked up, and chooses its bundle.
     public func download() async { await addAndSelect { try await downloads.download() } }
 
-    /// Downloads the bundle or the model over any network. The person has agreed to the cost.
+    /// Downloads the bundle or the model over any network. Call this only after the person has agreed to the cost.
     public func downloadNow() async { await addAndSelect { try await downloads.downloadNow() } }
 
     /// Resumes a download that was in progress when the app was terminated. Returns when the download has ended or the caller's task is cancelled. If

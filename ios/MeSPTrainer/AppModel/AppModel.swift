@@ -14,7 +14,7 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// The state and the actions of the app. The views only display them.
+/// The state and the actions of the app. The views only display the state and call the actions.
 @MainActor @Observable public final class AppModel {
     /// The reason why the app can't train here; nil if it can.
     public let refusal: Sentence?
@@ -58,7 +58,7 @@ import Observation
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// A recorded run to show where nothing can be trained.
+    /// The folder of a recorded run, which the app shows if it cannot train on this device.
     @ObservationIgnored let recording: URL?
     @ObservationIgnored let notificationDisplay: (any NotificationDisplay)?
     @ObservationIgnored private var runNotifications: RunNotifications?
@@ -73,7 +73,7 @@ import Observation
     ///   - network: the network that the device uses; nil if it is unknown.
     ///   - refusal: the reason why nothing can be trained here; nil if the app can train.
     ///   - openDownload: a function that opens the download of a repository.
-    ///   - recording: the folder of a recorded run to show where nothing can be trained.
+    ///   - recording: the folder of a recorded run, which the app shows if it cannot train on this device.
     ///   - loadTokenizer: a function that reads the tokenizer in a bundle's folder.
     public init(
         monitor: any DeviceMonitor, folder: DocumentsFolder, display: (any Display)? = nil,
@@ -128,7 +128,7 @@ import Observation
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
         }
         form.refresh()
-        // The system may have started the app while the phone is locked, when choices can't be read. The choices are read again when the app becomes
+        // The system may have started the app while the phone is locked. Then the choices can't be read, and they are read again when the app becomes
         // active.
         do { try choices.refresh() } catch { if monitor.scene == .active { problem = error.plainSentence } }
         if hasEnded, let run = shownRun {
@@ -188,7 +188,7 @@ import Observation
 
     /// Generates two examples of a run's effect, unless other work needs the model.
     ///
-    /// - Parameter isAskedFor: whether the person asked for them.
+    /// - Parameter isAskedFor: whether the person asked for the examples.
     public func showExamples(of run: StoredRun, isAskedFor: Bool = true) {
         guard isFree, canShowExamples(of: run), let bundle = library.bundle(of: run) else { return }
         examples.start(run, bundle: bundle.url, isAskedFor: isAskedFor, loadTokenizer: loadTokenizer)
@@ -231,14 +231,14 @@ import Observation
     /// Whether the device is free for a run, a text, a benchmark, a self-check, an evaluation or a federation.
     public var isFree: Bool { !isBusy && refusal == nil }
 
-    /// Reads the first record that a run with the form's settings would train, and shows it in the form. It first waits for a pause in typing.
+    /// Waits for a pause in typing, then reads the first record that a run with the form's settings would train, and shows the record in the form.
     /// Cancelling the caller's task ends the call.
     public func updatePreview() async {
         guard isFree else { return }
         await preview.read()
     }
 
-    /// Measures the three methods with the form's sequence length and rank.
+    /// Measures the three gradient methods with the form's sequence length and rank.
     public func compareMethods(steps: Int) async {
         guard isFree, let bundle = form.bundle else { return }
         beginUsing(bundle.id)
@@ -294,7 +294,7 @@ import Observation
         }
     }
 
-    /// Generates a text with the base model, and one with the adapters of the chosen runs.
+    /// Generates one text with the base model, and one text with the adapters of the chosen runs.
     public func write(_ request: SideBySideChat.Request) async {
         guard isFree, let bundle = writingBundle else { return }
         let adapters = zip(writingRuns, strengths).compactMap { run, strength in
@@ -306,7 +306,8 @@ import Observation
         }
     }
 
-    /// Saves a choice of the person: this side's answer over the other side's, or `corrected` over this side's answer.
+    /// Saves a choice of the person. Without `corrected`, the person prefers the answer of `side` to the other side's answer. With `corrected`, the
+    /// person prefers `corrected` to the answer of `side`.
     public func choose(_ side: SideBySideChat.Side, of turn: SideBySideChat.Turn.ID, corrected: String? = nil) async {
         await attempt { try choices.add(chat.choice(side, of: turn, corrected: corrected)) }
     }

@@ -25,7 +25,8 @@ import MeSPSentences
     func withdraw(_ grant: BackgroundGrant)
 }
 
-/// Requests background time for runs that may train in it (`PauseReason.reasons`), and passes it to the run controller.
+/// Requests background time for a run that may train in the background, and tells the run controller which time the system has granted.
+/// `PauseReason.reasons` decides whether a run may train in granted time.
 ///
 /// A run that the person has started may continue in the background. At night, on the charger, an unfinished run continues, even if the system has
 /// terminated the app in the meantime.
@@ -45,7 +46,7 @@ import MeSPSentences
 
     /// - Parameters:
     ///   - isStartedByPerson: returns whether the person started the run in progress.
-    ///   - resume: continues an interrupted run that may train in such a period, and returns whether there was one.
+    ///   - resume: continues an interrupted run that may train in the given kind of background time. Returns false if there is no such run.
     init(
         controller: RunController, monitor: any DeviceMonitor, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool
@@ -83,7 +84,7 @@ import MeSPSentences
         for time in times { time.show(progress) }
     }
 
-    /// Reports the progress within a step while there is granted time.
+    /// Reports the progress to the system, also within a step, while there is granted time.
     private func followProgress() {
         guard !times.isEmpty else {
             reports?.cancel()

@@ -6,7 +6,7 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// Measures the three methods on this device with a few steps each, for comparison with the paper's figures.
+/// Measures the three gradient methods on this device with a few steps each, for comparison with the figures of the MeSP paper.
 @MainActor @Observable public final class Benchmark {
     /// The measurements of one method. Sizes are in bytes.
     public struct Row: Codable, Sendable, Equatable, Identifiable {
@@ -21,7 +21,7 @@ import Observation
         public var device: Backend
         /// The median time of a step, in seconds.
         public var seconds: Double
-        /// The time of a step relative to MeBP's; nil until MeBP has run.
+        /// The time of a step, divided by the time of a step of MeBP; nil until MeBP has run.
         public var timeOfMebp: Double?
         /// The peak footprint of the process, including the app's own memory.
         public var footprintPeakBytes: Int
@@ -29,7 +29,8 @@ import Observation
         public var footprintBeforeBytes: Int
         package var mlxPeakBytes: Int
         public var predictedPeakBytes: Int
-        /// The paper's peak of MeSP on an iPhone 17 Pro; nil if the paper has none. `paperTimeOfMebp` is its time relative to MeBP's.
+        /// The peak that the paper gives for MeSP on an iPhone 17 Pro; nil if the paper gives none. `paperTimeOfMebp` is the paper's time of a step
+        /// of MeSP, divided by that of MeBP.
         public var paperBytes: Int?
         public var paperTimeOfMebp: Double?
         /// The worst thermal state during the steps.
@@ -49,11 +50,11 @@ import Observation
 
     @ObservationIgnored private let controller: RunController
 
-    /// - Parameter controller: the controller that runs the methods, and pauses them like any run.
+    /// - Parameter controller: the controller that runs the methods. It pauses these runs as it pauses any run.
     public init(controller: RunController) { self.controller = controller }
 
-    /// Measures the methods with `settings`, whose method and output are replaced. Cancelling the task ends the benchmark and keeps the finished
-    /// rows.
+    /// Measures the methods one after another. Each run has `settings` with its own method and output folder. Cancelling the task ends the benchmark
+    /// and keeps the finished rows.
     ///
     /// - Parameter folder: returns the folder of a method's run.
     public func run(_ settings: RunSettings, folder: (GradientMethod) -> URL) async {

@@ -15,14 +15,15 @@ import Observation
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// Returns whether an answer to a message was chosen.
+    /// Returns whether the person has chosen `answer` as an answer to `message`.
     public func contains(_ answer: String, to message: String) -> Bool {
         list.contains { $0.chosen == answer && $0.prompt.last?.content == message }
     }
 
     func refresh() throws { list = try store.all().reversed() }
 
-    /// Adds a choice. The new choice replaces a choice between the same two answers, and a correction of the same answer.
+    /// Adds a choice. The new choice replaces earlier choices with the same prompt, if they are between the same two answers or reject the same
+    /// answer.
     func add(_ choice: Choice) throws {
         let answers = [choice.chosen, choice.rejected]
         try refresh()

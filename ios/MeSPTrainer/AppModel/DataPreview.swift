@@ -6,13 +6,13 @@ import MeSPSentences
 import Observation
 
 extension TrainingPreview {
-    /// The spans as VoiceOver reads them, which says whether each is in the loss.
+    /// The spans as VoiceOver reads them. Each text begins by saying whether the span is in the loss.
     public var spoken: [Sentence] {
         spans.map { $0.isTrained ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
     }
 }
 
-/// A preview of the first sequence that a run with the form's settings would train. Of the person's text only the first record is tokenized.
+/// A preview of the first sequence that a run with the form's settings would train. Only the first record of the person's text is tokenized.
 @MainActor @Observable public final class DataPreview {
     /// The parts of the form that the preview depends on.
     public struct Inputs: Hashable, Sendable {
@@ -25,7 +25,7 @@ extension TrainingPreview {
         let length: Int
     }
 
-    /// The preview for the form's present inputs; nil until it is read.
+    /// The preview for the form's present inputs; nil until it has been read, or if it could not be read.
     public var current: TrainingPreview? { inputs == last ? try? result?.get() : nil }
     /// The reason why the form's text cannot be trained.
     public var problem: Sentence? {
@@ -34,7 +34,7 @@ extension TrainingPreview {
     }
 
     private var result: Result<TrainingPreview, MeSPError>?
-    /// The data that is being read, or was read last.
+    /// The inputs of the preview that is being read, or that was read last.
     private var last: Inputs?
 
     @ObservationIgnored private let form: TrainingForm

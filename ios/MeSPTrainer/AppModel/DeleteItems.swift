@@ -14,7 +14,7 @@ extension AppModel {
         case conversation
     }
 
-    /// Whether the question is shown. Setting it to false declines.
+    /// Whether the question is shown. Setting this property to false closes the question, and nothing is deleted.
     public var asksToDelete: Bool {
         get { deletion != nil }
         set { if !newValue { deletion = nil } }

@@ -54,8 +54,8 @@ public struct DocumentsFolder: Sendable {
     /// The folder in which `tools/collect.py` finds reports of self-checks.
     package var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
-    /// Creates the folder of a federation's node if necessary. It holds the node's key, the tokens of the text, and the message that the node has to
-    /// answer.
+    /// Creates the folder of a federation's node if necessary, and returns its URL. The folder holds the node's key, the tokens of the text, and the
+    /// message that the node has to answer.
     func makeFederationFolder() throws -> URL {
         let folder = documents.appendingPathComponent(".federation")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -69,7 +69,7 @@ public struct DocumentsFolder: Sendable {
 
     /// Reads the conversation that was saved last; nil if there is none.
     ///
-    /// - Throws: an error if it can't be read; while the phone is locked, a `MeSPError`.
+    /// - Throws: an error if the conversation can't be read. While the phone is locked, the error is a `MeSPError`.
     func readChat() throws -> StoredChat? {
         let json: Data
         do {
@@ -103,7 +103,7 @@ public struct DocumentsFolder: Sendable {
     /// The person's choices between two answers.
     var choices: ChoiceStore { ChoiceStore(url: documents.appendingPathComponent("choices.jsonl")) }
 
-    /// Sets the storage policy of the file of choices. Each new choice replaces the file and loses the policy.
+    /// Sets the storage policy of the file of choices. Each new choice replaces the file, and the new file has no policy.
     func applyPolicyToChoices() {
         if FileManager.default.fileExists(atPath: choices.url.path) { applyPolicy(choices.url, .chat) }
     }

@@ -8,8 +8,8 @@ import MeSPSentences
 
 /// The bundles in the app's folder, and a download in progress.
 extension DocumentsFolder {
-    /// Returns all bundles, sorted by name: those in Documents, and those that come with the app unless Documents has one of the same name. Checksums
-    /// are not compared here; a run compares them.
+    /// Returns all bundles, sorted by name. If a bundle in Documents has the same name as a bundle that came with the app, only the bundle in
+    /// Documents is returned. Checksums are not compared here; a run compares them.
     public func bundles() throws -> [StoredBundle] {
         let imported = try contents(documents).filter(\.isBundle).map {
             StoredBundle(url: $0, isIncluded: false, gpuRefusal: gpuRefusal)
@@ -23,8 +23,8 @@ extension DocumentsFolder {
             .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
     }
 
-    /// Copies the files in a bundle's manifest into Documents, and checks them. Other files of its folder are not copied. The copies of a refused
-    /// bundle are deleted.
+    /// Copies the files that a bundle's manifest lists into Documents, and checks the copies. Other files of the bundle's folder are not copied. If
+    /// the bundle is refused, the copies are deleted.
     public func importBundle(at source: URL) throws -> StoredBundle {
         let name = source.lastPathComponent
         let target = documents.appendingPathComponent(name)
@@ -56,7 +56,7 @@ extension DocumentsFolder {
         return try move(partial, to: target)
     }
 
-    /// Opens a model in MLX's format, and checks that its bundle has room in Documents.
+    /// Opens a model in MLX's format, and checks that the disk has room for its bundle.
     func openModel(at source: URL) throws -> ModelImport {
         let name = source.lastPathComponent
         guard FileManager.default.fileExists(atPath: source.appendingPathComponent("config.json").path) else {
@@ -83,7 +83,8 @@ extension DocumentsFolder {
         return try move(whole, to: target)
     }
 
-    /// The device to rewrite models for, if this phone cannot use the default of `ModelImport`; otherwise nil.
+    /// The device for which models are rewritten into bundles: the CPU if this phone cannot use a bundle for the GPU, or else nil for the default of
+    /// `ModelImport`.
     var importDevice: Backend? { gpuRefusal == nil ? nil : .cpu }
 
     /// Deletes the files of imports that were in progress when the app was terminated.
@@ -148,7 +149,7 @@ extension DocumentsFolder {
 
     // MARK: - Downloads
 
-    /// Returns the bytes of an offer that are not downloaded yet.
+    /// Returns the number of bytes of an offer that are not downloaded yet.
     func missing(_ offer: HubDownload.Offer, of download: HubDownload) -> Int {
         max(0, offer.size - Self.size(place(of: offer, download)))
     }
@@ -230,7 +231,7 @@ extension DocumentsFolder {
         return offer.model.map { partial.appendingPathComponent($0.commit).appendingPathComponent("model") } ?? partial
     }
 
-    /// Returns whether a download is complete, because the app was terminated after the last file and before `forgetDownload`.
+    /// Returns whether a recorded download is already complete. This is so if the app was terminated after the last file and before `forgetDownload`.
     func hasEnded(_ download: HubDownload) -> Bool {
         FileManager.default.fileExists(atPath: target(of: download).path) && Self.size(partial(of: download)) == 0
     }
@@ -244,7 +245,8 @@ extension DocumentsFolder {
         let usesAnyNetwork: Bool
     }
 
-    /// Reads the download that is in progress, or was when the app was terminated; nil for none. An unreadable file is deleted.
+    /// Reads the record of the download that is in progress, or that was in progress when the app was terminated. Returns nil if there is no record.
+    /// An unreadable record is deleted.
     func readBegunDownload() throws -> BegunDownload? {
         guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
         do {

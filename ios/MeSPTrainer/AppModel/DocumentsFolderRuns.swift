@@ -76,7 +76,8 @@ extension DocumentsFolder {
         return url
     }
 
-    /// Returns the settings that resume a run from its last saved state. The app's folders may have moved since then, as they do in an update.
+    /// Returns the settings that resume a run from its last saved state. The app's folders may have moved since that state was saved, because an
+    /// update of the app moves them.
     package func settingsToResume(_ run: StoredRun) throws -> RunSettings {
         guard run.canResume, var settings = run.log?.start?.settings else {
             throw MeSPError("\(run.name) cannot be resumed: it has ended, or it has no saved state.")

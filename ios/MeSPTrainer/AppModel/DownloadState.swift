@@ -29,7 +29,7 @@ import Observation
     /// The notices about the model that was rewritten last.
     public private(set) var notices = [Sentence]()
 
-    /// Whether the network costs extra or is in Low Data Mode; false if it is unknown.
+    /// Whether the network costs extra or is in Low Data Mode; false if the network is unknown.
     private var isCostly = false
     /// Whether the person allows a network that costs extra or is in Low Data Mode.
     private var usesAnyNetwork = false
@@ -46,7 +46,7 @@ import Observation
     /// Whether the person has stopped the download in progress.
     @ObservationIgnored private var isStopped = false
 
-    /// The size in bytes from which a download asks the person first.
+    /// The size in bytes from which the app asks the person before it downloads over a network that costs extra or is in Low Data Mode.
     @ObservationIgnored var askedFrom = 50_000_000
 
     /// - Parameters:
@@ -63,7 +63,8 @@ import Observation
 
     private func readNetwork() { isCostly = network?.isCostly == true }
 
-    /// The question whether the download may use this network; nil if there is none. A download in progress meanwhile waits for another network.
+    /// The question whether the download may use this network; nil if nothing has to be asked. Until the person answers, a download in progress waits
+    /// for another network.
     public var networkQuestion: Sentence? {
         guard isCostly, !usesAnyNetwork, !isRewriting, progress != nil || waitsForAnswer && missing >= askedFrom else {
             return nil
@@ -80,7 +81,7 @@ import Observation
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer(for: folder.importDevice)
     }
 
-    /// The space in bytes that a model takes while it is rewritten, with its files and its bundle; nil for a bundle.
+    /// The space in bytes that a model's files and its bundle take together while the model is rewritten; nil if the offer is a bundle.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
     /// The name of the licence, or “not named”.
@@ -111,8 +112,8 @@ import Observation
         }
     }
 
-    /// Downloads the offer and rewrites a model, or continues an earlier download, unless `networkQuestion` must be answered first. A later launch of
-    /// the app resumes the download unless it has ended or was stopped.
+    /// Downloads the offer, or continues an earlier download, and then rewrites a model into a bundle. Does nothing if `networkQuestion` must be
+    /// answered first. A later launch of the app resumes the download unless it has ended or was stopped.
     ///
     /// - Returns: the bundle; nil if the download was stopped or waits for an answer.
     func download() async throws -> StoredBundle? {
@@ -124,7 +125,7 @@ import Observation
 
     /// Allows any network, as the person has decided, and begins the download or continues the one in progress.
     ///
-    /// - Returns: the result of `download()`; nil if a download is in progress, because its caller gets the bundle.
+    /// - Returns: the result of `download()`; nil if a download is in progress, because the caller of that download gets the bundle.
     func downloadNow() async throws -> StoredBundle? {
         usesAnyNetwork = true
         guard let work else { return try await download() }

@@ -95,7 +95,7 @@ import Observation
     private func update() { gate.pauseUnlessInFront(monitor) }
 }
 
-/// The part of one record in a score. The score is Σ sum / Σ weight.
+/// The contribution of one record to a score. Over all records, the score is Σ sum / Σ weight; perplexity is exp(Σ sum / Σ weight).
 struct ScorePart: Equatable {
     var sum: Double
     var weight = 1.0

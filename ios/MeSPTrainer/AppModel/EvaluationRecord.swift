@@ -22,8 +22,8 @@ enum EvaluationRecord: Sendable {
     }
 
     /// - Parameter data: JSON with a record on each line, or one list of records.
-    /// - Returns: the records, and those of their keys that are not read.
-    /// - Throws: `MeSPError` that names a wrong record, or if there is no record.
+    /// - Returns: the records, and the keys in them that are not read.
+    /// - Throws: a `MeSPError` that names a wrong record, or that says that there is no record.
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
         var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), RefusedRecords())
         for (place, fields) in TextRecords.objects(in: data, of: nil) {

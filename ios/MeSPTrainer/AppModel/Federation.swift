@@ -9,8 +9,8 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// The app's part in a federation. In a federation people train the adapters of one bundle together, and everybody's text stays on their device. The
-/// app answers each message of the server with a run.
+/// The app's connection to a federation. In a federation people train the adapters of one bundle together, and each person's text stays on that
+/// person's device. The app answers each message of the server with a run.
 @MainActor @Observable public final class Federation {
     /// The SuperLink's address, as the person typed it.
     public var address = ""
@@ -52,7 +52,7 @@ import Observation
     /// A message of the server, and its outcome.
     public struct Round: Sendable, Identifiable, Equatable {
         public let id: String
-        /// The server's name of the round.
+        /// The name that the server gives the round.
         public let name: String
         public let bytesDown: Int
         /// The size of the answer in bytes; nil until it has been sent.
@@ -63,13 +63,14 @@ import Observation
     /// The rounds, the latest first.
     public private(set) var rounds = [Round]()
 
-    /// A statement of the data that leave the device and those that do not. The person agrees to it before joining.
+    /// A statement of which data leave the device and which data stay. The person agrees to this statement before joining.
     public static let agreement: Sentence =
         "This device sends the adapters that it trains, the number of tokens that they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and the model's answers stay here. Adapters can reveal something about the text that they were trained on, so take part only if you trust the operator of the server."
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
-    /// A function that opens the node, for the server's address, a folder, the largest size of a message in bytes, and the session configuration.
+    /// A function that opens the node. Its parameters are the server's address, the node's folder, the largest size of a message in bytes, and the
+    /// session configuration.
     @ObservationIgnored var open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode = {
         try SuperNode(server: $0, folder: $1, mostBytes: $2, configuration: $3)
     }
@@ -108,7 +109,7 @@ import Observation
         do { try await work.value } catch is CancellationError {}
     }
 
-    /// Leaves the federation. A run in progress stops. The server's message is kept, and is answered if the app joins again in time.
+    /// Leaves the federation. A run in progress stops. The server's message is kept. If the app joins again in time, it answers that message.
     public func leave() { work?.cancel() }
 
     private var configuration: URLSessionConfiguration {
@@ -143,7 +144,7 @@ import Observation
 
     private var lacksCharger: Bool { needsCharger && monitor.battery?.isCharging == false }
 
-    /// Pauses the run off the charger if `needsCharger` is set, and resumes it on the charger.
+    /// Pauses the run if `needsCharger` is set and the battery is not charging. Otherwise resumes the run.
     private func followCharger() {
         guard case .training = state else { return }
         if lacksCharger { controller.pause() } else { controller.resume() }
@@ -165,7 +166,7 @@ import Observation
     }
 
     private func end(_ question: SuperNode.Question, _ change: (inout Round) -> Void) {
-        // A message that an earlier launch of the app received is not in the list.
+        // The list lacks a message that an earlier launch of the app received, so the message is added.
         if !rounds.contains(where: { $0.id == question.id }) {
             rounds.insert(Round(id: question.id, name: question.group, bytesDown: 0), at: 0)
         }

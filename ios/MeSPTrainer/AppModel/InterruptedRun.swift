@@ -2,7 +2,8 @@ import Foundation
 import MeSPControl
 import MeSPCore
 
-/// Continuing a run that was interrupted or stopped, from its last saved state. The person asks for it, or the system grants background time.
+/// The actions that continue an interrupted or stopped run from its last saved state. A run continues when the person asks for it, or when the system
+/// grants background time.
 extension AppModel {
     /// The run that was in progress when the app was terminated, until the person continues or declines it.
     public var interrupted: StoredRun? {
@@ -30,7 +31,7 @@ extension AppModel {
 
     /// Continues the interrupted run in granted background time.
     ///
-    /// - Returns: whether there was a run that may train in this kind of time.
+    /// - Returns: false if there is no interrupted run that may train in this kind of background time.
     func resumeInBackground(_ grant: BackgroundGrant) async -> Bool {
         await refresh()
         guard let run = interrupted, run.log?.start?.device == .cpu || grant == .continuedOnGPU else { return false }
@@ -40,7 +41,7 @@ extension AppModel {
 
     // MARK: - A recorded run
 
-    /// Whether a recorded run can be shown. It can be shown only where nothing can be trained.
+    /// Whether a recorded run can be shown. This requires a device on which the app cannot train.
     public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
 
     /// Shows the recorded run as if it were in progress, and adds it to the list.

@@ -9,9 +9,9 @@ import Observation
 
 /// Two examples of a run's effect: prompts from its held-out data, continued by the base model and by the fine-tuned model.
 ///
-/// They are generated once, after the run, and saved in its folder as `samples.json`. Generation waits while the app is in the background, and stops
-/// when other work needs the model. Unless the person asks for the examples, generation begins only after the app has been active for some seconds.
-/// The reason is that a person who checks how a run ended may leave at once, and that the first text on a GPU compiles kernels.
+/// The examples are generated once, after the run, and saved in its folder as `samples.json`. Generation waits while the app is in the background,
+/// and stops when other work needs the model. Unless the person asks for the examples, generation begins only after the app has been active for some
+/// seconds: a person who checks how a run ended may leave at once, and the first text on a GPU has to compile kernels.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
@@ -33,7 +33,7 @@ import Observation
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private var gate = BoundaryGate()
     @ObservationIgnored private var work: Task<Void, Never>?
-    /// Whether the person left the app since this was last set to false.
+    /// Whether the person has left the app since this property was last set to false.
     @ObservationIgnored private var wasLeft = false
     /// The time for which the app must be active before generation begins without a request.
     @ObservationIgnored var settling = Duration.seconds(5)
@@ -68,7 +68,7 @@ import Observation
     ///
     /// - Parameters:
     ///   - bundle: the bundle that the run was trained on.
-    ///   - isAskedFor: whether a person waits for them.
+    ///   - isAskedFor: whether the person asked for the examples and waits for them.
     ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     func start(
         _ run: StoredRun, bundle: URL, isAskedFor: Bool,
@@ -108,14 +108,14 @@ import Observation
                     }
                 }
                 for try await sample in written {
-                    // An example that arrives after generation was stopped is dropped too.
+                    // An example that arrives after generation was stopped is also dropped.
                     try Task.checkCancellation()
                     samples[run.id, default: []].append(sample)
                 }
                 try Task.checkCancellation()
                 save(run)
             } catch {
-                // Whoever stopped it has begun other work.
+                // If generation was stopped, other work has begun, and nothing is reported.
                 if Task.isCancelled || error is CancellationError { return }
                 (problems[run.id], samples[run.id]) = (error.plainSentence, nil)
             }
@@ -131,8 +131,8 @@ import Observation
         } while wasLeft || monitor.scene != .active
     }
 
-    /// Stops generation at the latest at the end of the block in progress. The next work on MLX waits until it has stopped. Incomplete examples are
-    /// dropped, so that they can be generated again.
+    /// Stops generation, at the latest at the end of the block in progress. The next work on MLX waits until generation has stopped. The examples
+    /// generated so far are dropped, so that both can be generated again.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }

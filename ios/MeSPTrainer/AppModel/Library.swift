@@ -13,7 +13,7 @@ import Observation
     public private(set) var runs = [StoredRun]()
     /// The name of the bundle that is being copied, or of the model that is being rewritten; nil if there is none.
     public private(set) var importing: String?
-    /// The rewritten fraction of the model, from 0 to 1; nil while none is being rewritten.
+    /// The rewritten fraction of the model, from 0 to 1; nil while no model is being rewritten.
     public private(set) var rewritten: Double?
     @ObservationIgnored private var rewriting: Task<StoredBundle, any Error>?
     /// Whether the lists have been read.
@@ -42,7 +42,7 @@ import Observation
         _ = try found.runs.get()
     }
 
-    /// Reads a run's log off the main thread; nil if it can't be read.
+    /// Reads a run's log off the main thread. Returns nil if the log can't be read.
     public func log(of run: StoredRun) async -> LogSummary? {
         let url = run.url
         return await Task.detached { try? LogSummary(folder: url) }.value

@@ -6,9 +6,10 @@ import MeSPSentences
 /// The content of a run's Live Activity on the lock screen.
 public struct LiveActivityContent: Sendable, Equatable {
     public var progress: RunProgress
-    /// The reason why the run waits and a remedy, or how it has ended; nil while it trains.
+    /// The reason why the run waits and a remedy, or the way in which the run has ended; nil while the run trains.
     public var note: Sentence?
-    /// The seconds without an update after which the content counts as outdated, because the app must have been terminated; nil if it stays valid.
+    /// The number of seconds after which the content counts as outdated. If no update has come by then, the app must have been terminated. nil: the
+    /// content stays valid.
     public var lifetime: Double?
 }
 

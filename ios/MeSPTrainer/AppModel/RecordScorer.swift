@@ -49,7 +49,7 @@ struct RecordScorer {
             var request = Generator.Request(prompt: prompt.suffix(max(1, window - 256)))
             request.stop = endTokens(of: bundle, tokenizer)
             var written = [Int]()
-            // A stop must not count as the end of the answer.
+            // A stopped answer is incomplete, so it is not scored.
             let summary = try evaluator.generator.generate(request, atBlock: atBlock) { written.append($0) }
             if summary.reason == .stopped { throw CancellationError() }
             return ScorePart(sum: trimmed(tokenizer.decode(written)) == trimmed(answer) ? 1 : 0)
@@ -70,8 +70,8 @@ extension TextTokenizer {
         }
     }
 
-    /// Returns the ids of a prompt and of its choices, divided as `mesp evaluate` does. The prompt and a choice are tokenized together, and white
-    /// space at the prompt's end belongs to the choice.
+    /// Returns the token ids of a prompt and of its choices, divided as `mesp evaluate` divides them. The prompt and a choice are tokenized together,
+    /// and white space at the prompt's end belongs to the choice.
     func encode(_ prompt: String, followedBy choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
         let kept = prompt.reversed().drop(while: \.isWhitespace).reversed().reduce(into: "") { $0.append($1) }
         let space = String(prompt.dropFirst(kept.count))
@@ -81,13 +81,13 @@ extension TextTokenizer {
         }
         let before = try plain.encode(kept, addsSpecialTokens: true)
         let texts = try choices.map { try plain.encode(kept + space + $0, addsSpecialTokens: true) }
-        // A token across the border belongs to the choice.
+        // A token with characters of both the prompt and the choice belongs to the choice.
         let common = texts.map { zip($0, before).prefix { $0 == $1 }.count }.min() ?? before.count
         guard common > 0 else { return ([try prefixToken], texts) }
         return (Array(before.prefix(common)), texts.map { Array($0.dropFirst(common)) })
     }
 
-    /// Returns the ids of a conversation up to the beginning of the answer. Without a chat template only a single message is possible.
+    /// Returns the token ids of a conversation up to the beginning of the answer. Without a chat template only a single message is possible.
     func encode(upToAnswer conversation: Conversation) throws -> [Int] {
         if hasChatTemplate { return try encode(prompt: conversation) }
         guard conversation.messages.count == 1, conversation.tools.isEmpty else {

@@ -13,8 +13,8 @@ public struct RunNotification: Sendable, Equatable {
 
 /// A display of messages: in the app, the system's notifications.
 @MainActor public protocol NotificationDisplay: AnyObject {
-    /// Asks the person for permission to show messages. The system asks only once. If it asks with a dialog over the app, this returns after the
-    /// answer.
+    /// Asks the person for permission to show messages. The system asks only once. If the system shows a dialog over the app, this function returns
+    /// after the person's answer.
     func askPermission() async
     /// Shows `notification` in place of the last one.
     func show(_ notification: RunNotification)
@@ -22,9 +22,10 @@ public struct RunNotification: Sendable, Equatable {
     func clear()
 }
 
-/// Sends messages about the run to a person who has left the app: that it has finished, waits for a reason, or has failed.
+/// Sends messages about the run to a person who has left the app. A message says that the run has finished, that it has failed, or for which reason
+/// it waits.
 @MainActor final class RunNotifications {
-    /// The seconds before a message that the run waits for the app. Most people come back sooner.
+    /// The delay, in seconds, of a message which says that the run waits for the app. Most people come back to the app sooner.
     static let patience = 60.0
 
     private let controller: RunController

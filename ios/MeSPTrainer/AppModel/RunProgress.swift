@@ -22,7 +22,7 @@ public struct RunProgress: Sendable, Equatable {
     /// The completed fraction, from 0 to 1.
     public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
     private static let unitsOfStep = 1000.0
-    /// The size of the run in units of progress, each a part of a step.
+    /// The size of the run in units of progress. A step has `unitsOfStep` units.
     public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
     /// The number of completed units. The number of blocks in a step is unknown, because it depends on the batch and on held-out measurements. So
     /// each block of the step in progress adds less than the block before it.

@@ -33,7 +33,7 @@ import Observation
     /// Whether the screen has to stay on.
     public var staysAwake: Bool { controller.isRunning && (keepsAwake || isOvernight) }
 
-    /// Dims the screen or restores its brightness. It changes the brightness at once, because the app may soon be suspended.
+    /// Dims the screen or restores its brightness. The brightness changes at once, because the app may soon be suspended.
     private func update() {
         let dims = controller.isRunning && isOvernight && monitor.scene == .active
         guard dims != isDimmed else { return }

@@ -5,8 +5,8 @@ import MeSPSelfCheck
 import MeSPSentences
 import Observation
 
-/// A self-check of this device. Its report, on the screen and in a file, grows with each check. The self-check waits while the app is in the
-/// background.
+/// A self-check of this device. Each check adds its result to the report on the screen and to the report's file. The self-check waits while the app
+/// is in the background.
 @MainActor @Observable public final class SelfChecker {
     /// The report of the present or last self-check so far.
     public private(set) var report: SelfCheckReport?
@@ -30,8 +30,8 @@ import Observation
 
     /// Begins a self-check, unless another one is in progress.
     ///
-    /// - Parameter file: the file for the report, which is written before the first check and after each one. If a check terminates the app, the file
-    ///   shows which check it was.
+    /// - Parameter file: the file for the report. The file is written before the first check and after each check. If a check terminates the app, the
+    ///   file shows which check it was.
     public func start(_ settings: SelfCheck.Settings, file: URL) {
         guard !isRunning else { return }
         (report, problem, isRunning) = (nil, nil, true)

@@ -4,7 +4,7 @@ import Foundation
 actor SerialWork {
     private var isRunning = false
 
-    /// Runs `body` when no other work is running. Cancelling the caller's task ends the wait, or cancels the task of `body`.
+    /// Waits until no other work is running, then runs `body`. Cancelling the caller's task ends the wait, or cancels the task of `body`.
     func run(_ body: @escaping @Sendable () throws -> Void) async throws {
         while isRunning { try await Task.sleep(for: .milliseconds(50)) }
         isRunning = true

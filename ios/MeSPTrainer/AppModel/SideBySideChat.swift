@@ -48,7 +48,7 @@ import Observation
         public init() {}
     }
 
-    /// The turns of the conversation, the oldest first; for a prompt that is continued, one turn.
+    /// The turns of the conversation, the oldest first. If a prompt is continued, there is one turn.
     public private(set) var turns = [Turn]()
     /// The prompt in progress.
     public var draft = Request()
@@ -68,15 +68,15 @@ import Observation
     @ObservationIgnored private let monitor: any DeviceMonitor
     /// The file of the conversation.
     @ObservationIgnored private let folder: DocumentsFolder?
-    /// Whether the saved conversation was read or cleared. Until then the saved conversation is not overwritten.
+    /// Whether the saved conversation has been read or cleared. The saved conversation is not overwritten before that.
     @ObservationIgnored private var hasReadSaved = false
-    /// The bundle, runs and system message of the conversation, each on a line. A change of these begins a new conversation.
+    /// The bundle, the runs and the system message of the conversation, each on a line. If one of them changes, a new conversation begins.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = BoundaryGate()
     /// The model and the prompt cache of each side.
     @ObservationIgnored private var read = Read()
 
-    /// The model and its caches. Only the thread that generates a text uses them.
+    /// The model and its caches. Only the thread that generates a text uses this object.
     private final class Read: @unchecked Sendable {
         /// The limit of one side's cache, in bytes. A cache of this size holds about 2,600 tokens of Qwen2.5-0.5B with float32 keys and values.
         static let limit = 1 << 26
@@ -88,7 +88,7 @@ import Observation
 
         init(_ bundle: URL? = nil) { self.bundle = bundle }
 
-        /// Returns the model with these adapters. The model is opened once; later calls only load adapters.
+        /// Returns the model with these adapters. The first call opens the model; later calls only load adapters.
         func model(_ url: URL, with adapters: [WeightedAdapters]) throws -> Generator {
             var model = try generator ?? Generator(ModelBundle(url: url))
             generator = nil  // frees the previous adapters
@@ -132,10 +132,10 @@ import Observation
     /// Frees the model and the caches. With the next message the models read the whole conversation again.
     func freeCaches() { read = Read() }
 
-    /// Generates both texts, the base model's first, unless a text is already being generated. A message continues the conversation if the bundle,
-    /// the runs and the system message are the same; strengths may differ.
+    /// Generates the base model's text, then the fine-tuned model's text. Does nothing if a text is already being generated. A message continues the
+    /// conversation if the bundle, the runs and the system message are the same; strengths may differ.
     ///
-    /// - Parameter adapters: the adapters of the fine-tuned model, with their strengths. Without them only the base model writes.
+    /// - Parameter adapters: the adapters of the fine-tuned model, with their strengths. If there are none, only the base model writes.
     func start(_ request: Request, bundle: URL, adapters: [WeightedAdapters], tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
         do {
@@ -200,10 +200,11 @@ import Observation
         }
     }
 
-    /// Returns a person's choice: this side's answer of a turn over the other side's, or `corrected` over this side's answer. Its prompt is this
-    /// side's conversation.
+    /// Returns a person's choice in a turn. Without `corrected`, the answer of `side` is chosen and the other side's answer is rejected. With
+    /// `corrected`, `corrected` is chosen and the answer of `side` is rejected. The prompt of the choice is the conversation of `side`.
     ///
-    /// - Throws: `MeSPError` if there is no such answer, or if there is nothing to choose.
+    /// - Throws: `MeSPError` if there is no turn with this id and with complete answers, or if the chosen and the rejected answer cannot form a
+    ///   choice.
     func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
             throw MeSPError("Choose between answers to a message, once both are written.")
@@ -235,7 +236,8 @@ import Observation
         folder?.save(partners.isEmpty ? nil : stored)
     }
 
-    /// Returns the names of the runs whose adapters wrote the fine-tuned answer of a turn, with strengths other than 1; nil if there were none.
+    /// Returns the names of the runs whose adapters were used for the fine-tuned answer of a turn. A strength other than 1 follows the name. Returns
+    /// nil if no adapters were used.
     public func tunedName(of turn: Turn) -> String? {
         guard !runNames.isEmpty else { return nil }
         return runNames.enumerated().map { index, name in
@@ -278,7 +280,7 @@ import Observation
 }
 
 extension SideBySideChat.Request {
-    /// Returns one side's conversation, with the prompt as its last message.
+    /// Returns one side's conversation. Its last message is the prompt.
     ///
     /// - Parameter text: the key path of that side's answer in a turn. A turn without an answer is left out, because messages and answers must
     ///   alternate.
@@ -310,7 +312,7 @@ struct StoredChat: Codable, Equatable {
 }
 
 extension SideBySideChat.Text {
-    /// Appends a token's text. A token can end within a character, which is shown when it is complete.
+    /// Appends a token's text. If a token ends within a character, the character is shown when later tokens complete it.
     fileprivate mutating func append(_ token: Int, _ tokenizer: any TextTokenizer) {
         tokens.append(token)
         let text = tokenizer.decode(tokens)

@@ -10,7 +10,7 @@ extension AppModel {
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
 
-    /// The reason why a run with the form's settings can't begin now, with a remedy; nil if it can, or while that is unknown.
+    /// The reason why a run with the form's settings can't begin now, with a remedy; nil if the run can begin, or while this is unknown.
     public var startProblem: Sentence? {
         guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
         if isBusy { return "The model is in use; wait until that has ended, or stop it." }
@@ -23,7 +23,7 @@ extension AppModel {
         }
     }
 
-    /// Tokenizes the text, unless it is the bundle's, and begins the run.
+    /// Tokenizes the text, unless it is the bundle's own text, and begins the run.
     public func startTraining() async {
         guard canStart, let bundle = form.bundle else { return }
         let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)
@@ -33,7 +33,7 @@ extension AppModel {
         textNotices = []
         await prepare(bundle) {
             let source = try form.source()
-            // While the system asks, the app is inactive, and a run would wait.
+            // The app asks for permission before the run. While the system shows its dialog, the app is inactive, and a run would wait.
             await notificationDisplay?.askPermission()
             if let source {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
@@ -53,7 +53,8 @@ extension AppModel {
         await refresh()
     }
 
-    /// Tokenizes the text, unless it is the bundle's, and joins the federation until the person leaves it. The person has agreed.
+    /// Tokenizes the text, unless it is the bundle's own text, and joins the federation until the person leaves it. Call this only after the person
+    /// has agreed to `Federation.agreement`.
     public func joinFederation() async {
         guard isFree, let bundle = form.bundle else { return }
         await prepare(bundle) {

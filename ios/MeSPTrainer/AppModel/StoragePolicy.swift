@@ -8,17 +8,17 @@ public struct StoragePolicy: Sendable, Equatable {
     /// because an overnight run reads and writes while the phone is locked.
     package var isUnreadableWhileLocked: Bool
 
-    /// The policy of a bundle: gigabytes that can be downloaded again, and that an overnight run reads.
+    /// The policy of a bundle. A bundle has gigabytes that can be downloaded again, and an overnight run reads it.
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// The policy of a run's tokens, log and adapters, which an overnight run reads and writes.
     static let run = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: false)
-    /// The policy of the state from which a run is resumed. The state is as large as the adapters and the optimizer's state together, and useful only
-    /// with this phone's log.
+    /// The policy of the state from which a run is resumed. The file has the size of the adapters and the optimizer's state together, and is useful
+    /// only with this phone's log.
     static let state = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// The policy of chats and choices. An overnight run does not read them.
     static let chat = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: true)
 
-    /// Sets this policy on a file, or on a folder and the files that are later created in it. It has an effect only on Apple's systems.
+    /// Sets this policy on a file, or on a folder and the files that are later created in it. The policy has an effect only on Apple's systems.
     public func apply(to url: URL) {
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = !isInBackup

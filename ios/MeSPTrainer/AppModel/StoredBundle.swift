@@ -31,7 +31,8 @@ public struct StoredBundle: Identifiable, Sendable {
     }
 
     public var id: String { url.lastPathComponent }
-    /// The folder's name. The model's name would be ambiguous, because a model may have a bundle for the CPU and one for the GPU.
+    /// The folder's name without its extension. The model's name would be ambiguous, because a model may have a bundle for the CPU and one for the
+    /// GPU.
     public var name: String { url.deletingPathExtension().lastPathComponent }
 
     /// The size of all files, in bytes.

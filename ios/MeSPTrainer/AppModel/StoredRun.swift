@@ -45,7 +45,7 @@ public struct StoredRun: Identifiable, Sendable {
     /// Whether the run belongs to a benchmark, which measures the time and memory of a few steps.
     package var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
-    /// The adapters that were saved last; nil if there are none yet.
+    /// The folder of the adapters that were saved last; nil if none have been saved yet.
     public var adapters: URL? { existing("adapters") }
 
     /// Whether the run can continue from a saved state, or from the beginning if the app was terminated before the first save.

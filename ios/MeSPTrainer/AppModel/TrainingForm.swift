@@ -18,8 +18,8 @@ import Observation
         // A bundle that can't be used is not chosen.
         set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
-    /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate are the defaults
-    /// unless the person has chosen others.
+    /// The settings. The bundle, the output and the text are filled in when the run starts. A run uses the default optimizer and learning rate unless
+    /// the person has chosen other ones.
     public var settings = RunSettings(bundle: "", output: "") {
         // Each method has its own default optimizer, to which the default learning rate belongs.
         didSet { if settings.method != oldValue.method, settings.learningRate == nil { settings.optimizer = nil } }
@@ -134,7 +134,7 @@ import Observation
         (self.library, self.monitor) = (library, monitor)
     }
 
-    /// Chooses the bundle to train, and adapts the settings to ones that the bundle supports.
+    /// Chooses the bundle to train, and replaces settings that the bundle does not support.
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
@@ -145,14 +145,14 @@ import Observation
         }
     }
 
-    /// Chooses a bundle if none is chosen or the chosen one no longer exists. It prefers one for the GPU, which is faster.
+    /// Chooses a bundle if none is chosen or the chosen bundle no longer exists. A bundle for the GPU is preferred, because it trains faster.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
         if known == nil { select(usable.first { $0.manifest?.device == .gpu } ?? usable.first) }
     }
 
-    /// The predicted peak and whether it fits now, or the reason why a run with these settings is impossible.
+    /// The predicted peak and whether it fits into memory now, or the reason why a run with these settings is impossible.
     public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
             return .failure(
@@ -162,7 +162,7 @@ import Observation
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
             return .failure(MeSPError("\(field.name): \(typed) is not a valid number."))
         }
-        // The engine accepts 0 steps, which only evaluate. In the app they would be a mistake.
+        // With 0 steps the engine only evaluates. In the app, 0 steps would be a mistake.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
             return .success(try MemoryFit(settings, manifest, available: monitor.availableMemory))
@@ -180,7 +180,8 @@ import Observation
         return settings
     }
 
-    /// The text for measuring forgetting, `general.txt`; nil if the person has not asked for that, the run has an objective, or no text is held out.
+    /// The text for measuring forgetting, `general.txt`; nil if the person does not limit forgetting, if the run has an objective, or if no text is
+    /// held out.
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
             textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,
@@ -197,7 +198,7 @@ import Observation
     public var lesson: Sentence? {
         guard let bundle else { return nil }
         switch textKind {
-        // `make app-bundle` gives the bundles that come with the app this text.
+        // `make app-bundle` puts the reference manual of Python into the bundles that come with the app.
         case .bundle where bundle.isIncluded:
             return "A small demo model learns to write like the reference manual of the Python language."
         case .bundle: return "\(bundle.name) learns the text in its bundle."

@@ -38,7 +38,8 @@ struct TypedNumber {
         return value
     }
 
-    /// Returns the number with four significant digits and without grouping, so that it can be read again.
+    /// Returns the number with four significant digits and without grouping, so that `value(_:isWhole:locale:)` can read it again. A whole number has
+    /// all its digits.
     static func text(_ value: Double, isWhole: Bool, locale: Locale = .current) -> String {
         if isWhole { return "\(Int(value))" }
         return String(format: "%.4g", value).replacingOccurrences(of: ".", with: locale.decimalSeparator ?? ".")

@@ -1,4 +1,5 @@
-/// A model's configuration, in one form for all families. The exporter reads it from the model's `config.json`. A block is a mixer and an MLP:
+/// A model's configuration, in one form for all families. The exporter derives the configuration from the model's `config.json`. A block is a mixer
+/// and an MLP:
 ///
 ///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)                  norm where there are `postNorms`
 ///     y = x_mid + norm(down(act(gate(mlp_in)) ∘ up(mlp_in))),  mlp_in = RMSNorm(x_mid)
@@ -14,7 +15,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let finalLogitSoftcapping: Float?
     /// The factor by which the embeddings of tokens are multiplied.
     package let embeddingScale: Float
-    /// The prefix of `.layers.N.` in the names of mlx-lm's adapters; `hfPrefix` is the prefix in the names of PEFT's adapters.
+    /// The part before `.layers.N.` in the names of mlx-lm's adapters; `hfPrefix` is this part in the names of PEFT's adapters.
     package let mlxPrefix: String
     package let hfPrefix: String
     /// The names of the linear layers with a bias.
@@ -29,7 +30,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let mlpLayers: [Int]
     /// The embeddings of tokens for each layer; nil if the model has none.
     package let perLayer: PerLayerEmbedding?
-    /// The linear layers of Hugging Face's model that join several linear layers of a block; nil if there are none.
+    /// The linear layers of Hugging Face's model that join several linear layers of a block; nil if the model has no such layers.
     package let hfModules: [JoinedModule]?
 
     public var numHiddenLayers: Int { layers.count }
@@ -72,7 +73,7 @@ extension Architecture {
     /// The modules that may have adapters in some block: the linear layers, then the experts' matrices.
     package var trainable: [Module] { modules + unique(mlps.flatMap { $0.experts?.modules ?? [] }) }
 
-    /// Returns the block whose keys and values a block shares; nil if the block has its own, or none.
+    /// Returns the block whose keys and values a block shares; nil if the block has its own keys and values, or has none.
     package func keysOf(_ block: Int) -> Int? {
         if case .attention(let mixer) = mixers[layers[block]] { mixer.keysOf } else { nil }
     }
@@ -112,7 +113,7 @@ extension Architecture {
         mixers.contains { if case .attention = $0 { false } else { true } }
     }
 
-    /// Whether the sizes are within bounds and every part of a block is there. Within the bounds no product of sizes overflows, here or in a plan.
+    /// Whether the sizes are within bounds, and every block has all its parts. Within these bounds no product of sizes overflows, here or in a plan.
     package var isConsistent: Bool {
         let widths = [hiddenSize, vocabSize]
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }

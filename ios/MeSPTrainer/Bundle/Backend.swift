@@ -1,4 +1,4 @@
-/// The device that a bundle was exported for, which decides how its model is computed.
+/// The device that a bundle was exported for. The device decides how the model is computed.
 ///
 ///     cpu    a block's forward pass is the formulas, called one by one; products are in float32; temporaries are cut by rows of W
 ///     gpu    a block's forward pass is the bundle's function; products are by `quantizedMM` in the dtype of the activations; temporaries

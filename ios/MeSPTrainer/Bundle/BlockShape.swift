@@ -42,7 +42,8 @@ package struct BlockShape: Sendable, Equatable {
         return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
 
-    /// Returns the module that computes a projection, and the range of the projection's outputs. `ModelBundle` has checked that there is one.
+    /// Returns the module that computes a projection, and the range of the projection's outputs. `ModelBundle` has checked that the block has such a
+    /// module.
     package func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
         for module in trainable {
             guard let index = module.projections.firstIndex(of: projection) else { continue }
@@ -69,7 +70,7 @@ package struct BlockShape: Sendable, Equatable {
             + biased.map { Weight(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
-    /// The quantized matrices: those of the modules, and the experts' router and gate, which have no adapters.
+    /// The quantized matrices: the matrices of the modules, and the experts' router and gate. The router and the gate have no adapters.
     package var matrices: [Weight] {
         func ofModules(_ modules: [Module]) -> [Weight] {
             modules.map { module in
@@ -98,17 +99,17 @@ package struct BlockShape: Sendable, Equatable {
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// The block's modules in each of Hugging Face's joined linear layers; empty for layers of other blocks.
+    /// The block's modules in each joined linear layer of Hugging Face's model. The list is empty for a layer of other blocks.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in trainable.filter { layer.parts.contains($0.name) } }
     }
 }
 
-/// A frozen tensor of a model. A quantized matrix has the shape `[out, in]`, and stacked ones have `[number, out, in]`.
+/// A frozen tensor of a model. A quantized matrix has the shape `[out, in]`, and a stack of matrices has the shape `[number, out, in]`.
 package struct Weight {
     package let name: String
     package let shape: [Int]
-    /// Whether the tensor is float32 whatever the bundle's dtype.
+    /// Whether the tensor is float32 even in a bundle with another dtype.
     package let isFloat32: Bool
 
     package init(name: String, shape: [Int], isFloat32: Bool = false) {

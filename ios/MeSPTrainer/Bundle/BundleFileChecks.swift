@@ -3,7 +3,7 @@ import MeSPFiles
 import MeSPSentences
 
 extension ModelBundle {
-    /// Throws unless every file of the manifest is there with its size, and no symbolic link leads to it.
+    /// Throws unless every file of the manifest exists, has the size that the manifest states, and is reached without a symbolic link.
     ///
     /// - Returns: the modification time of each file of weights.
     func checkFiles() throws -> [String: Duration] {
@@ -45,12 +45,12 @@ extension ModelBundle {
         }
     }
 
-    /// Throws unless MLX can read the functions in `file` and they fit the blocks of a kind: there is one function for each rank, with the inputs and
-    /// outputs that the architecture implies.
+    /// Throws unless MLX can read the functions in `file` and the functions fit the blocks of a kind: there is one function for each rank, with the
+    /// inputs and outputs that the architecture implies.
     ///
     /// - Parameters:
     ///   - kind: an index of the manifest's `blocks`.
-    ///   - length: the number of tokens.
+    ///   - length: the number of tokens in a sequence.
     ///   - packed: whether the functions take sequences of several records.
     func checkFunctions(_ file: String, kind: Int, length: Int, packed: Bool = false) throws {
         let blocks = manifest.blocks[kind]

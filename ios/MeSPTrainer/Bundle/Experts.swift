@@ -1,5 +1,5 @@
-/// A mixture of experts: gated MLPs of one width. A router chooses some of them for each token. If the block has an MLP too and `mlpGate` is g, that
-/// MLP's output is multiplied by σ(x gᵀ).
+/// A mixture of experts: gated MLPs of one width. A router chooses some of them for each token. If the block also has an MLP and `mlpGate` names g,
+/// the output of the MLP is multiplied by σ(x gᵀ).
 package struct Experts: Decodable, Sendable, Equatable {
     /// The function that turns the router's outputs into scores.
     package enum Scores: String, Decodable, Sendable { case softmax, sigmoid }
@@ -9,7 +9,8 @@ package struct Experts: Decodable, Sendable, Equatable {
     /// The prefix of the names of the experts' stacked matrices.
     let matrices: String
     package let scores: Scores
-    /// The name of a vector that is added to the scores when experts are chosen, not when their outputs are weighted; nil if there is none.
+    /// The name of a vector that is added to the scores to choose experts. The weights of the chosen experts' outputs do not include it. nil if there
+    /// is none.
     package let bias: String?
     package let numExperts: Int
     package let numExpertsPerTok: Int
@@ -22,7 +23,7 @@ package struct Experts: Decodable, Sendable, Equatable {
     package var up: String { matrices + ".up_proj" }
     package var down: String { matrices + ".down_proj" }
 
-    /// The stacked gate, up and down matrices of all experts, which a run that trains the experts adapts.
+    /// The stacked gate, up and down matrices of all experts. They have adapters in a run that trains the experts.
     var modules: [Module] {
         [(gate, .expertGate), (up, .expertUp), (down, .expertDown)].map { Module(name: $0, projections: [$1]) }
     }

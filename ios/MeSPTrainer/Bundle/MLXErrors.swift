@@ -2,12 +2,12 @@ import Foundation
 import MLX
 import MeSPSentences
 
-/// Collects the errors of MLX during work, and repeats work that failed. All values that leave MLX pass through here.
+/// Collects the errors of MLX during work, and repeats work that failed. The trainer reads values from MLX through the functions in this file.
 ///
 /// MLX's functions do not throw: mlx-swift passes an error to the current handler and returns. Then `eval` has computed nothing, `item()` is 0, and
 /// `asData` reads through a null pointer. An error of a GPU can come later than the work that failed: `eval` returns, and its arrays count as
-/// evaluated but hold garbage. MLX reports the error once, when the stream is synchronized or more work is encoded. So a value is used only after the
-/// stream was synchronized and no error was found; this is called confirming. Failed work is repeated from arrays that were confirmed.
+/// evaluated but hold garbage. MLX reports the error once, when the stream is synchronized or more work is encoded. So a value is used only after it
+/// is confirmed: the stream has been synchronized, and no error was found. Failed work is repeated from arrays that were confirmed.
 package enum MLXErrors {
     /// Work whose errors are collected.
     private struct Work: Sendable {
@@ -82,17 +82,18 @@ package enum MLXErrors {
     /// - Throws: `MLXFailure` if MLX has reported an error since `collect` or `repeating` began. A GPU may report an error later: see `confirm`.
     package static func check() throws {
         guard let work, let error = work.errors.firstError else { return }
-        // Running kernels write into the caller's arrays, so the GPU must finish before these are freed. A failure here belongs to the same work.
+        // Running kernels write into the caller's arrays, so the GPU must finish before these arrays are freed. An error during the wait belongs to
+        // the work that has already failed.
         if let stream = work.stream { try? withError { stream.synchronize() } }
         throw MLXFailure(error)
     }
 
-    /// Calls `body` and confirms what it has computed. On a GPU it calls `body` again if that fails.
+    /// Calls `body` and confirms its results. On a GPU, calls `body` again if MLX fails.
     ///
     /// All arrays that `body` reads must have been confirmed before. An array that is evaluated only in failed work would hold garbage in the next
     /// attempt. `body` must not change what it reads, because no result of failed work may be read. A nested call is part of the outer repeated work.
-    /// - Parameter beforeRetry: a closure to call before `body` is called again. It may wait, or throw.
-    /// - Throws: `MLXFailure`, with `isFinal` set, after three failures on a GPU; otherwise the error of `body`.
+    /// - Parameter beforeRetry: a closure to call before `body` is called again. The closure may wait, or throw an error.
+    /// - Throws: `MLXFailure`, with `isFinal` set, after three failures on a GPU; otherwise the error of `body` or of `beforeRetry`.
     package static func repeating<R>(beforeRetry: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
         guard let work, let stream = work.stream, !work.isRepeated else { return try body() }
         // Errors of earlier work are reported before this work begins.
@@ -132,7 +133,7 @@ package enum MLXErrors {
 package struct MLXFailure: SentenceError {
     /// MLX's message without a full stop.
     package let message: String
-    /// Whether the work failed as often as it may be repeated.
+    /// Whether the work failed so often that it is not repeated again.
     package fileprivate(set) var isFinal = false
 
     fileprivate init(_ error: any Error) {
@@ -187,7 +188,8 @@ extension MLXArray {
     }
 }
 
-/// Returns the result of `body`, and puts its error into a sentence. It rethrows `MLXFailure` unchanged, because that work may be repeated.
+/// Returns the result of `body`. If `body` throws an error, throws a sentence with the error's reason. Rethrows `MLXFailure` unchanged, because the
+/// failed work may be repeated.
 package func explaining<R>(_ body: () throws -> R, as sentence: (_ reason: Sentence) -> Sentence) throws -> R {
     do {
         return try body()

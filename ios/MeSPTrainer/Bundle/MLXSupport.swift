@@ -25,15 +25,15 @@ public enum MLXSupport {
         NeuralAccelerators.current.hide()
     }
 
-    /// The environment variable with the number of operations that MLX encodes into one Metal command buffer before it commits the buffer. MLX reads
-    /// it at its first use of Metal.
+    /// The environment variable that limits the number of operations in one Metal command buffer of MLX. MLX reads the variable at its first use of
+    /// Metal.
     package static let commandBufferVariable = "MLX_MAX_OPS_PER_BUFFER"
 
     /// A number so small that several command buffers fit into a workspace.
     ///
     /// The arrays of a command buffer stay in memory until it is complete. MLX's defaults are 20 on an iPhone and 40 or 50 on an iPad or a Mac (MLX
-    /// 0.32.2, device.cpp:605). With these the memory of a step depends on the device, and only one buffer runs if memory is short. While one
-    /// buffer runs, `eval` polls for its end and keeps a core busy. While two or more run, `eval` sleeps (scheduler.h:56).
+    /// 0.32.2, device.cpp:605). With these defaults the memory of a step depends on the device, and only one buffer runs if memory is short. While
+    /// one buffer runs, `eval` polls for its end and keeps a core busy. While two or more run, `eval` sleeps (scheduler.h:56).
     private static let operationsOfShortBuffer = 4
 
     /// Whether several command buffers fit into a workspace. MLX's default for an unset variable is too large.
@@ -51,7 +51,7 @@ public enum MLXSupport {
         #endif
     }
 
-    /// The reason why MLX cannot run a bundle for the GPU here; nil if it can, or if only MLX knows.
+    /// The reason why MLX cannot run a bundle for the GPU here; nil if MLX can run it, or if only MLX can tell.
     public static let gpuRefusal: Sentence? = {
         #if os(iOS) && !targetEnvironment(simulator)
             // MLX's kernels reduce over SIMD groups and multiply SIMD-group matrices, which older GPU families cannot do.

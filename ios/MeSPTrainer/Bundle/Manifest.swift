@@ -12,7 +12,7 @@ public struct Manifest: Decodable, Sendable {
         package let licenseName: String?
         package let licenseLink: String?
     }
-    /// The quantization of most matrices. The arrays of a matrix determine its own.
+    /// The quantization of most matrices. The quantization of one matrix follows from the shapes of its arrays.
     public struct Quantization: Decodable, Sendable, Equatable {
         public let bits: Int
         package let groupSize: Int
@@ -24,23 +24,23 @@ public struct Manifest: Decodable, Sendable {
         package let offset: Int
         package let shape: [Int]
         package let dtype: ElementType
-        /// The distance in words between consecutive stacked matrices `[number, rows, columns]`, because each expert's arrays lie together; nil for
-        /// other arrays.
+        /// The distance in words between the beginnings of consecutive matrices in a stack `[number, rows, columns]`; nil for other arrays. The
+        /// matrices of a stack are apart, because each expert's arrays lie together.
         package let stride: Int?
     }
-    /// Blocks of one kind: their files have the same layout, and they have the same mixer and MLP.
+    /// The blocks of one kind. They have the same mixer and MLP, and their files have the same layout.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
-        /// The files of functions with which a GPU trains, by sequence length. `plainFunctions` has them in plain operations. In a bundle for the CPU
-        /// both are the same. Functions are there for every length or for none.
+        /// The files of functions with which a GPU trains, by sequence length. `plainFunctions` has the files of functions made of plain operations.
+        /// In a bundle for the CPU both properties name the same files. Either every sequence length has functions, or none has.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
-        /// The files of functions with which a GPU trains packed records; nil if the bundle was not exported for such data.
+        /// The files of functions with which a GPU trains packed records; nil if the bundle was not exported for packed records.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
         /// Whether a GPU calls functions for these blocks; otherwise a GPU computes these blocks by the formulas. Blocks with experts have no
-        /// functions, because a function would compute the same experts for every token. Blocks of a bundle that was made on a device have none
-        /// either.
+        /// functions, because a function would compute the same experts for every token. Blocks of a bundle that was made on a device have no
+        /// functions either.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]
@@ -93,11 +93,12 @@ public struct Manifest: Decodable, Sendable {
     package let blocks: [Blocks]
     package let embedding: PackedFile
     package let head: PackedFile
-    /// The table of embeddings for each layer; nil if the model has none. `perLayerProjection` is added to them.
+    /// The file of the table of embeddings for each layer; nil if the model has none. `perLayerProjection` is the file of a projection whose outputs
+    /// are added to these embeddings.
     package let perLayerEmbedding: PackedFile?
     package let perLayerProjection: PackedFile?
     package let data: [String: Tokens]?
-    /// The tokens that end the model's answers, in addition to those of its config.json; nil if the bundle names none.
+    /// The tokens that end the model's answers, in addition to the end tokens in config.json; nil if the bundle names none.
     package let endTokens: [Int]?
     /// The digest of the model and the options of a bundle that was made on a device; nil for other bundles.
     package let source: String?
@@ -105,7 +106,7 @@ public struct Manifest: Decodable, Sendable {
 }
 
 extension Manifest {
-    /// The files of weights. With tied embeddings one file appears twice.
+    /// The files of weights. If the head is tied to the embedding, their common file appears twice.
     package var weightFiles: [PackedFile] {
         blocks.flatMap { kind in kind.layers.map(kind.file) }
             + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }
@@ -114,7 +115,7 @@ extension Manifest {
     /// The files with the model's licence, notices and terms of use. They are copied to everything that is made of the model.
     package var terms: [String] { files.map(\.path).filter(Self.isTerms) }
 
-    /// Returns whether a file in a model's folder has its licence, notices or terms of use.
+    /// Returns whether a file with this name has a model's licence, notices or terms of use.
     package static func isTerms(_ name: String) -> Bool {
         let begins = ["LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "TERMS_OF_USE", "GEMMA_TERMS"]
         let contains = ["_LICENSE", "_LICENCE", "_NOTICE", "_USE_POLICY", "_TERMS_OF_USE"]
@@ -129,7 +130,7 @@ extension Manifest {
         Dictionary(weightFiles.map { ($0.file, $0.words) }) { words, _ in words }.values.reduce(0, +) * 4
     }
 
-    /// Reads a manifest that this build can use. It makes all checks that need neither the bundle's files nor MLX.
+    /// Reads a manifest. Makes all checks that need neither the bundle's files nor MLX, and throws if this build cannot use the bundle.
     ///
     /// - Parameter bundle: the bundle's name in messages.
     package static func read(_ json: Data, of bundle: String) throws -> Manifest {
@@ -163,7 +164,7 @@ extension Manifest {
         return manifest
     }
 
-    /// Whether several records may share a sequence. Only blocks with functions need special ones for that.
+    /// Whether several records may share a sequence. Blocks with functions need special functions for packed records; other blocks do not.
     package var takesPacked: Bool {
         device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil || !$0.hasFunctions }
     }
@@ -175,7 +176,8 @@ extension Manifest {
         }
     }
 
-    /// The largest number of weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
+    /// The largest number of weights that share a scale in a row of a down projection. The number of intermediate features in a tile is a multiple of
+    /// this number.
     package var featureGroup: Int {
         blocks.compactMap { blocks in
             let block = architecture.block(blocks.layers[0])
@@ -190,16 +192,16 @@ extension Manifest {
 }
 
 extension Manifest.PackedArray {
-    /// The length in 32-bit words of the array, or of one of the stacked matrices.
+    /// The length of the array in 32-bit words; for a stack, the length of one of its matrices.
     var words: Int { (shape.dropFirst(stride == nil ? 0 : 1).reduce(1, *) * dtype.dtype.size + 3) / 4 }
 
-    /// Returns the range of words of the array in its file, or of one of the stacked matrices.
+    /// Returns the range of the array's words in its file; for a stack, the range of the matrix with this number.
     func range(_ number: Int? = nil) -> Range<Int> {
         let start = offset + (number ?? 0) * (stride ?? 0)
         return start..<start + words
     }
 
-    /// Returns whether the array, or every stacked matrix, lies within a file of `total` words.
+    /// Returns whether the array lies within a file of `total` words; for a stack, whether every matrix does.
     func isWithin(_ total: Int) -> Bool {
         guard (0...total).contains(offset), words <= total - offset else { return false }
         guard let stride else { return true }

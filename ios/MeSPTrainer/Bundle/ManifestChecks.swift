@@ -16,7 +16,7 @@ extension Manifest {
     private func checkDimensions(_ bundle: String) throws {
         let perLayer = [perLayerEmbedding, perLayerProjection].compactMap { $0 }
         let lengths = blocks.map(\.words) + ([embedding, head] + perLayer).map(\.words)
-        // Every block must have exactly one kind, and that kind's mixer and MLP.
+        // Every block must have exactly one kind, and all blocks of a kind must have the same mixer and MLP.
         let layers = blocks.flatMap(\.layers).sorted()
         guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
@@ -113,7 +113,7 @@ extension Manifest {
         guard let size = architecture.perLayer?.size, let perLayerEmbedding, let perLayerProjection else { return }
         let width = architecture.numHiddenLayers * size
         try check(perLayerEmbedding, matrices: [Weight(name: "", shape: [architecture.vocabSize, width])])
-        // A layer's part must begin and end at the bounds of a quantization group.
+        // Each layer's part of the table must begin and end at the bounds of a quantization group.
         let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
         guard size % (width / groups) == 0 else {
             throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")

@@ -3,7 +3,7 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-/// Returns a file of 32-bit words as one flat `uint32` array `[bytes / 4]`. It maps the file without a copy, or returns the existing map.
+/// Returns a file of 32-bit words as one flat `uint32` array `[bytes / 4]`: the existing map of the file, or else a new map. The file is not copied.
 ///
 /// - Parameters:
 ///   - url: a file whose length is a multiple of `mappingUnit`.
@@ -42,10 +42,10 @@ package let mappingUnit = 16384
 /// The pages are clean and file-backed: the system can drop and reread them, and they don't count in `phys_footprint`. The mapping ends when the last
 /// array that uses it is freed.
 ///
-/// An anonymous page precedes the data, and its last word holds the data's size. MLX's CPU allocator stores the size of a buffer there, so it can
-/// treat the mapping as one of its buffers.
+/// An anonymous page precedes the data, and its last word holds the data's size. MLX's CPU allocator stores the size of each of its buffers in this
+/// place. So the allocator can treat the mapping as one of its buffers.
 ///
-/// - Parameter shape: a shape whose bytes are a multiple of `mappingUnit`. Others are refused.
+/// - Parameter shape: a shape whose number of bytes is a multiple of `mappingUnit`. For any other shape the function returns nil (`EINVAL`).
 package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
     let page = Int(getpagesize())
     let size = shape.reduce(dtype.size, *)

@@ -27,11 +27,11 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     package let frequencies: [Float]
     /// The factor of the rotated dimensions.
     package let ropeScale: Float
-    /// The number of positions to which a query attends, including its own; nil for all earlier ones.
+    /// The number of positions to which a query attends, including its own; nil: a query attends to all earlier positions and its own.
     package let slidingWindow: Int?
     /// Whether v goes through an RMSNorm without weights.
     package let vNorm: Bool
-    /// The block whose keys and values this one shares; nil if it has its own.
+    /// The block whose keys and values this block shares; nil if this block has its own keys and values.
     package let keysOf: Int?
 
     package var queryWidth: Int { numAttentionHeads * headDim }

@@ -24,7 +24,7 @@ package struct ModelBundle {
     package let maps = Maps()
 
     /// The mapped files of weights. Nested uses of a file share its map. With `areKept`, files stay mapped after their use. Mapping a file again
-    /// costs time: a GPU needs a new buffer, and the pages must be found again.
+    /// costs time, because a GPU needs a new buffer and the system must find the pages again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { release() } } }
         /// The objects that keep arrays that view maps, as weak references.
@@ -91,7 +91,7 @@ package struct ModelBundle {
         return kinds.map { functions[$0] }
     }
 
-    /// Calls `body` with the weights of a file, which stays mapped at least while `body` runs. Arrays that `body` returns must be evaluated.
+    /// Calls `body` with the weights of a file, which stays mapped at least while `body` runs. `body` must evaluate the arrays that it returns.
     package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
         let known = maps.words[file.file]
         let words = try map(file, known)
@@ -147,8 +147,8 @@ package struct ModelBundle {
         var ropeScaling: RoPE?
     }
 
-    /// The number of positions that the model was trained for, by its config.json. With YaRN, it is at least the original number times YaRN's factor.
-    /// nil if config.json does not say.
+    /// The number of positions that the model was trained for, according to its config.json. With YaRN, this is at least the original number times
+    /// YaRN's factor. nil if config.json does not state the number.
     private var positions: Int? {
         guard let json = regularFile(url.appendingPathComponent("config.json")),
             let config = try? JSONDecoder.snakeCase.decode(Config.self, from: json),

@@ -8,8 +8,9 @@ import MeSPSentences
 
 /// The neural accelerators of the GPUs of A19, M5 and later chips.
 ///
-/// MLX multiplies 16-bit matrices on them regardless of `MLX_ENABLE_TF32`. Until a self-check has passed on the device, `hide` tells MLX that the GPU
-/// is of the last generation without them, so MLX uses other kernels. MLX reads the name when it creates its device.
+/// MLX multiplies 16-bit matrices on the neural accelerators regardless of `MLX_ENABLE_TF32`. Until a self-check has passed on the device, `hide`
+/// gives MLX the name of the last GPU generation without neural accelerators, so that MLX uses other kernels. MLX reads this name when it creates its
+/// device.
 package final class NeuralAccelerators: @unchecked Sendable {
     /// The neural accelerators of this device, as this process uses them.
     package static let current = NeuralAccelerators(
@@ -17,13 +18,13 @@ package final class NeuralAccelerators: @unchecked Sendable {
         record: supportFolder.appendingPathComponent("MeSP/neural-accelerators"))
 
     package enum State: String, Sendable {
-        /// The GPU has none, the system is too old for MLX to use them, or the environment names an architecture.
+        /// The GPU has no neural accelerators, the system is too old for MLX to use them, or the environment names an architecture.
         case absent
         /// No self-check has passed.
         case off
         /// A self-check uses them.
         case checking
-        /// A self-check used them and failed. MLX uses them until the process ends.
+        /// A self-check that used the neural accelerators has failed. MLX uses them until the process ends.
         case failed
         /// A self-check has passed.
         case on
@@ -60,7 +61,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
 
     package var state: State { lock.withLock { present } }
 
-    /// The reason why work on the GPU is refused in this process; nil if it is not.
+    /// The reason why work on the GPU is refused in this process; nil if such work is allowed.
     package var refusal: Sentence? {
         state == .failed
             ? "The self-check of this GPU's neural accelerators did not pass, and MLX uses them until the process ends; restart the app or the command, which then works without them."
@@ -89,7 +90,8 @@ package final class NeuralAccelerators: @unchecked Sendable {
         }
     }
 
-    /// Returns the line of the record. It names the system, which compiles the kernels, and MLX, which has their sources.
+    /// Returns the line of the record. The line names the versions of the system, which compiles the kernels, and of MLX, which has the sources of
+    /// the kernels.
     private static func line(_ architecture: String) -> String {
         "\(architecture) \(ProcessInfo.processInfo.operatingSystemVersionString) MLX \(MLXSupport.version)\n"
     }
@@ -100,7 +102,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
         return (system.majorVersion, system.minorVersion) >= (26, 2) && generation >= firstGeneration(kind)
     }
 
-    /// Returns the first generation with neural accelerators: that of A19 for GPUs whose names end in p, and that of M5 for others.
+    /// Returns the first generation with neural accelerators: that of A19 for GPUs whose names end in p, and that of M5 for all other GPUs.
     private static func firstGeneration(_ kind: Character) -> Int { kind == "p" ? 18 : 17 }
 
     /// Returns the name of the last generation without neural accelerators.

@@ -15,10 +15,11 @@ package struct PackedWeights {
         package init() {}
     }
 
-    /// These weights for the formulas of a CPU.
+    /// These weights with the CPU as their backend, for the formulas on a CPU.
     package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 
-    /// Returns the array called `name` in its shape and dtype, or one of the stacked matrices by its number. Returns nil if there is none.
+    /// Returns the array called `name` in its shape and dtype; with a number, the matrix with this number in a stack. Returns nil if there is no such
+    /// array.
     package func array(_ name: String, _ number: Int? = nil) -> MLXArray? {
         let key = number.map { "\(name) \($0)" } ?? name
         if let known = views?.arrays[key] { return known }
@@ -30,7 +31,7 @@ package struct PackedWeights {
         return view
     }
 
-    /// The array called `name`. `ModelBundle` has checked that it is there.
+    /// The array called `name`. `ModelBundle` has checked that the array exists.
     package subscript(name: String, number: Int? = nil) -> MLXArray {
         guard let array = array(name, number) else { preconditionFailure("no array \(name) in the layout") }
         return array

@@ -57,7 +57,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// Stops work whose results are not needed. Unlike stopped work, it ends even while there is a reason to wait at the gate.
+    /// Stops work whose results are not needed. Unlike stopped work, abandoned work ends even while there is a reason to wait at the gate.
     package func abandon() {
         condition.withLock {
             (stopped, isAbandoned) = (true, true)
@@ -83,7 +83,7 @@ package final class BoundaryGate: @unchecked Sendable {
         if condition.withLock({ stopped }) { throw CancellationError() }
     }
 
-    /// Waits until the reason to wait differs from `told`, and returns it.
+    /// Waits until the reason to wait differs from `told`, and returns the new reason; nil if there is no reason to wait.
     private func next(after told: PauseReason?) -> PauseReason? {
         condition.withLock {
             while let told, reason == told {

@@ -10,7 +10,7 @@ public struct LogOutline: Sendable {
     public let lastStep: Int
     /// The loss of the last finished step, in nats per token.
     public let lastLoss: Float?
-    /// The reason why the run ended; nil if it has not ended or was cut off.
+    /// The reason why the run ended; nil if the run has not ended, or if its process was terminated.
     package let end: LogRecord.End.Reason?
 
     /// The number of bytes to read at the beginning and at the end of the log. Each of the two pieces holds a few hundred lines.

@@ -84,7 +84,8 @@ public struct LogSummary: Sendable {
         (steps.map(\.footprintPeakBytes) + [end?.footprintPeakBytes].compactMap { $0 }).max()
     }
 
-    /// The fraction of the battery that the run has used, from 0 to 1; nil if it was charged meanwhile, or if the run was interrupted.
+    /// The fraction of the battery that the run has used, from 0 to 1; nil if the fraction is unknown, because the battery was charged meanwhile or
+    /// the run was interrupted.
     public var batteryUsed: Float? {
         guard let before = start?.battery, let after = end?.battery, !before.isCharging, !after.isCharging,
             before.level >= after.level, !events.contains(where: { $0.name == "resumed" })

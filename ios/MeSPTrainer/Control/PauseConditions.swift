@@ -1,7 +1,8 @@
 import MeSPCore
 import MeSPSentences
 
-/// A reason why a run waits, with its sentences. `reasons` decides when each applies. If several apply, the first in this order is reported.
+/// A reason why a run waits, with sentences about the reason. The function `reasons` decides when a reason applies. If several reasons apply, the
+/// first in this order is reported.
 public enum PauseReason: String, Sendable, CaseIterable {
     /// The person asked for the pause.
     case user
@@ -48,8 +49,8 @@ public enum PauseReason: String, Sendable, CaseIterable {
 }
 
 extension PauseReason {
-    /// Returns the reasons why a run has to wait, except memory, the app and the person's choice; none if the run may train. Only this function
-    /// decides that:
+    /// Returns the reasons why a run has to wait, except memory, the app and the person's choice. The set is empty if the run may train. Only this
+    /// function decides where a run trains:
     ///
     /// | | active | inactive | background | … `continued` | … `continuedOnGPU` | … `overnight` |
     /// |---|---|---|---|---|---|---|

@@ -8,9 +8,9 @@ import Observation
 ///
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
-/// The run has its own thread. It pauses at the next block boundary, with the step's state in memory. Reasons for a pause are that the app may not
-/// train in the background, that the phone is short of memory, too warm or low on battery, or that the person asks for it. The log gets an event for
-/// each pause and each resumption.
+/// The run has its own thread. It pauses at the next block boundary, with the step's state in memory. A run pauses if the app may not train in the
+/// background, if the phone is short of memory, too warm or low on battery, or if the person asks for a pause. The log gets an event for each pause
+/// and each resumption.
 @MainActor @Observable public final class RunController {
     public enum State: Sendable, Equatable {
         case idle
@@ -167,7 +167,7 @@ import Observation
 
     /// Begins a run and returns when it has ended. If the task is cancelled, the run saves its adapters and ends.
     ///
-    /// - Throws: `MeSPError` if the run fails or another is in progress.
+    /// - Throws: `MeSPError` if the run fails, or if another run is in progress.
     package func run(_ settings: RunSettings) async throws {
         guard !isRunning else { throw MeSPError("A run is in progress; stop it first.") }
         let stop = start(settings)
@@ -179,8 +179,8 @@ import Observation
         if case .failed(let problem) = state { throw MeSPError(problem) }
     }
 
-    /// Makes the run and other work wait at the next block while the app uses MLX. Returns when all wait. Each call is ended by a call of
-    /// `release()`.
+    /// Makes the run and other work wait at the next block while the app uses MLX. Returns when the run and all other work wait. They continue after
+    /// a call of `release()` for each call of this function.
     package func hold() async {
         holds += 1
         update()
@@ -210,7 +210,7 @@ import Observation
         others.removeAll { $0 === gate }
     }
 
-    /// Pauses the run, or the next run if there is none, at the next block until `resume()` is called.
+    /// Pauses the run at the next block, until `resume()` is called. If no run is in progress, pauses the next run.
     public func pause() {
         pauseWanted = true
         update()

@@ -34,7 +34,7 @@
             observe(UIApplication.didReceiveMemoryWarningNotification) { $0.tell(.memoryWarning) }
             observe(UIDevice.batteryLevelDidChangeNotification) { $0.tell(.change) }
             observe(UIDevice.batteryStateDidChangeNotification) { $0.tell(.change) }
-            // Unlike the others, this notification is posted on any thread.
+            // Unlike the other notifications, this notification may be posted on any thread.
             _ = NotificationCenter.default.addObserver(
                 forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
             ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }

@@ -21,14 +21,14 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     private let lock = NSLock()
     /// The files that callers wait for, by name; guarded by the lock.
     private var pendingFiles = [String: PendingFile]()
-    /// The tasks of earlier processes, which the system had at the first request for a file; guarded by the lock.
+    /// The tasks of earlier processes, as the system lists them at the first request for a file; guarded by the lock.
     private var tasksOfBefore: Task<[URLSessionTask], Never>?
 
     /// A file that a caller waits for.
     private struct PendingFile {
         let requested: RequestedFile
         let task: URLSessionDownloadTask
-        /// Whether the task resumes an earlier one.
+        /// Whether the task resumes an earlier task.
         let isResumed: Bool
         let progress: @Sendable (Int) -> Void
         let continuation: CheckedContinuation<HTTPURLResponse, any Error>
@@ -137,7 +137,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
 
     private func keep(_ resumeData: Data?, for task: URLSessionTask) {
         guard let resumeData, let file = file(of: task) else { return }
-        // Without resume data the file is requested from its beginning.
+        // If there is no resume data, the file is requested from its beginning.
         try? writeWhole(file.appendingPathExtension(Self.resume)) { try $0.write(contentsOf: resumeData) }
     }
 
@@ -189,7 +189,7 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
         return true
     }
 
-    /// Moves the received file into place. The system deletes `location` when this returns.
+    /// Moves the received file into place. The system deletes `location` when this function returns.
     public func urlSession(
         _: URLSession, downloadTask task: URLSessionDownloadTask, didFinishDownloadingTo location: URL
     ) {

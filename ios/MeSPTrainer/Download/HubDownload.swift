@@ -15,8 +15,8 @@ import MeSPSentences
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
 /// A repository with a manifest.json holds a bundle, and the files in the manifest are downloaded. For other repositories the Hub's list of files is
-/// read, and the files that an import needs are downloaded. A file with another size or SHA-256 than listed is refused. `fetch` resumes a download
-/// that ended early.
+/// read, and the files that an import needs are downloaded. A file is refused if its size or its SHA-256 differs from the listed value. `fetch`
+/// resumes a download that ended early.
 public struct HubDownload: Sendable {
     /// The repository, as `owner/name`.
     package let repository: String
@@ -51,14 +51,14 @@ public struct HubDownload: Sendable {
         transfer = background ?? ForegroundTransfer()
     }
 
-    /// The bundle's name, which its folder gets.
+    /// The bundle's name. The bundle's folder gets this name.
     package var name: String { String(repository.split(separator: "/")[1]).replacing(/[-_.]mesp$/, with: "") }
 
     // MARK: - Fetching
 
-    /// Returns what the repository offers, after a check that this build can use it.
+    /// Returns the bundle or the model that the repository offers, after a check that this build can use it.
     ///
-    /// - Parameter device: the device to rewrite a model for; nil for the default of `ModelImport`.
+    /// - Parameter device: the device of the bundle that a model becomes; nil for the default of `ModelImport`.
     package func fetchOffer(for device: Backend? = nil) async throws -> Offer {
         do {
             do {

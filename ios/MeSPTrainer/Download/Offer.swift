@@ -27,14 +27,14 @@ extension HubDownload {
             let config: Data
             /// The README.md; nil if there is none.
             let card: Data?
-            /// The device to rewrite the model for; nil for the default of `ModelImport`.
+            /// The device of the bundle that the model becomes; nil for the default of `ModelImport`.
             package let device: Backend?
             let files: [File]
         }
 
         /// The repository, as `owner/name`.
         package let repository: String
-        /// The manifest of the bundle. For a model it is the manifest of the bundle that the model becomes.
+        /// The manifest of the bundle, or of the bundle that the model becomes.
         public let manifest: Manifest
         /// The commit of the files; nil if the server names none.
         let commit: String?
@@ -49,7 +49,7 @@ extension HubDownload {
         package var isModel: Bool { model != nil }
         /// The size of the download, in bytes.
         public var size: Int { files.reduce(json?.count ?? 0) { $0 + $1.size } }
-        /// The size of the bundle on the device, in bytes. For a model it is an estimate that is slightly too high.
+        /// The size of the bundle on the device, in bytes. For a model, the size is an estimate that is slightly too high.
         public var bundleSize: Int {
             guard isModel else { return size }
             return files.filter { !$0.path.hasSuffix(".safetensors") }.reduce(manifest.mappedBytes) { $0 + $1.size }

@@ -8,7 +8,7 @@ import MeSPSentences
 
 /// A transfer of a file over the network.
 protocol Transfer: Sendable {
-    /// The number of files that may be requested before one has arrived.
+    /// The maximum number of files that are requested at the same time.
     var filesAtOnce: Int { get }
     /// Receives the bytes that the requested file lacks.
     ///

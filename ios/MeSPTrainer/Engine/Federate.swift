@@ -49,7 +49,7 @@ struct FederationSettings: Decodable {
             }
         }
         var waits = 0
-        // A run is always saved. Otherwise the wait is limited, because Foundation on Linux can hang in a request.
+        // While a run is trained or saved, the wait has no limit. Otherwise the wait is limited, because Foundation on Linux can hang in a request.
         while outcome.end == nil, waits < Self.mostWaits {
             // A semaphore is not used, because on Linux its timeout uses the wall clock.
             usleep(200_000)

@@ -1,10 +1,10 @@
 // mesp-engine SETTINGS.json: runs one training. Prints the log's records as they are written. mesp train drives it.
 // mesp-engine federate SETTINGS.json: takes part in a federation until a signal arrives. Prints a record for each event.
 // mesp-engine generate SETTINGS.json: continues a prompt. Prints a record for each token. mesp generate drives it.
-// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each. mesp evaluate drives it.
+// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each request. mesp evaluate drives it.
 // mesp-engine import SETTINGS.json: makes a bundle of a model in MLX's format. Prints a record for each part that is written.
 // mesp-engine self-check SETTINGS.json: checks the machine. Prints a record for each check. tools/check_gpu.py drives it.
-// mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
+// mesp-engine --version: prints the versions of the engine and of MLX. The Python package compares them with the versions that it expects.
 
 import Foundation
 import MeSPAdapters
@@ -38,7 +38,8 @@ signal(SIGBUS) { _ in
     if let lostFile { _ = write(STDERR_FILENO, lostFile, strlen(lostFile)) }
     _exit(2)
 }
-// With these signals ignored, a write fails with an error instead: at the limit of a file's size, and without a reader.
+// These signals are ignored. So a write beyond the limit of a file's size, or to a pipe without a reader, fails with an error and does not end the
+// process.
 signal(SIGXFSZ, SIG_IGN)
 signal(SIGPIPE, SIG_IGN)
 
@@ -49,7 +50,7 @@ signal(SIGPIPE, SIG_IGN)
     pressure.activate()
 #endif
 
-/// Ends the process at once: MLX's threads may still compute, and `exit` would destroy what they use.
+/// Ends the process at once: MLX's threads may still compute, and `exit` would destroy objects that these threads use.
 func leave(_ status: Int32) -> Never {
     fflush(nil)
     _exit(status)
@@ -81,7 +82,7 @@ func run(_ settings: RunSettings) throws {
     try Run.run(
         settings,
         report: { _, line in
-            // Without a reader the run ends, as after a signal.
+            // If nothing reads the output, the run ends, as after a signal.
             do { try FileHandle.standardOutput.write(contentsOf: line) } catch { stopRequested = 1 }
         },
         atBlock: { _ in try checkStop() },
@@ -92,9 +93,9 @@ func run(_ settings: RunSettings) throws {
         reward: reward)
 }
 
-/// Returns the rewards of the answers, from the process that started this one.
+/// Returns the rewards of the answers. The process that started this process computes them.
 func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
-    // If that process has ended, the run stops and saves.
+    // If the other process has ended, the run stops and saves its state.
     do { try print("samples", ["groups": groups]) } catch { throw CancellationError() }
     guard let line = readLine() else { throw CancellationError() }
     guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {

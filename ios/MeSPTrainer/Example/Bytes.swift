@@ -1,7 +1,7 @@
 import Foundation
 import MeSP
 
-/// A tokenizer for a program without swift-transformers. Byte b has the id b + 1, and 0 ends a text.
+/// A tokenizer for a program without swift-transformers. Byte b has the id b + 1. The id 0 ends a text.
 struct Bytes: TextTokenizer {
     private static let end = "<end>"
 

@@ -1,9 +1,9 @@
 import Foundation
 import MeSPFiles
 
-/// Writes a file that only its owner can ever read. After a crash or a loss of power the file has all of the data, or is unchanged.
+/// Writes a file that only its owner can ever read. After a crash or a loss of power, the file either has all of the data or is unchanged.
 ///
-/// - Parameter replacing: whether to replace an existing file. Otherwise it stays.
+/// - Parameter replacing: whether to replace an existing file. If false, an existing file stays unchanged.
 /// - Throws: `POSIXError`.
 func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
     func check(_ result: Int32) throws {

@@ -7,7 +7,7 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A device's part in a round of a federation: a run that starts from the adapters in the server's message. Its data stays on the device.
+/// A device's run in a round of a federation. The run starts from the adapters in the server's message. The device's data stays on the device.
 ///
 ///     try await node.run(report: show) { question in
 ///         let round = try FederatedRun(question, bundle: bundle, data: text)
@@ -61,7 +61,7 @@ package struct FederatedRun {
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
         let timeout = number(config["timeout"])
         guard timeout.map({ (0..<Double.infinity).contains($0) }) ?? true else { throw noSetting("timeout") }
-        // If this device's clock is slow, a message from the future counts as one from now.
+        // If this device's clock is slow, a message from the future counts as a message that was created now.
         let age = max(0, -question.created.timeIntervalSinceNow)
         deadline = .now + .seconds(max(0, min((timeout ?? .infinity) - age, 1e9)))
         var settings = try Self.settings(config, bundle, in: question.folder)
@@ -107,7 +107,7 @@ package struct FederatedRun {
 
     // MARK: - What the server may ask
 
-    /// Returns the server's settings of the run, with its output in the message's folder. If a run exists there, the settings resume it.
+    /// Returns the server's settings of the run, with its output in the message's folder. If that folder has a run, the settings resume it.
     private static func settings(_ config: [String: FlowerValue], _ bundle: URL, in folder: URL) throws -> RunSettings {
         var given = [String: Any]()
         for (name, value) in config where RunSettings.federated.contains(name) {
@@ -159,7 +159,7 @@ package struct FederatedRun {
         try writeWhole(folder.appendingPathComponent(AdapterFormat.configFile)) { try $0.write(contentsOf: json) }
     }
 
-    /// Returns mlx-lm's names and the shapes of the matrices in an array, which belong to the last blocks with the module.
+    /// Returns mlx-lm's names and the shapes of the matrices in an array. The matrices belong to the last blocks that have the module.
     ///
     /// - Parameter name: the name of the array, such as `self_attn.q_proj.lora_b`.
     private func matrices(_ name: String, _ array: FlowerArray) throws -> [(name: String, shape: [Int])] {

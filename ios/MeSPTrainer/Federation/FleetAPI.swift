@@ -15,7 +15,7 @@ struct FleetAPI: Sendable {
     let key: NodeKey
     let transport: HTTPTransport
 
-    /// A failure of a call that may succeed later: of the network, or because the server is busy.
+    /// A failure after which the same call may succeed later: the network failed, or the server is busy.
     struct Unreachable: Error {
         let sentence: Sentence
     }
@@ -32,7 +32,8 @@ struct FleetAPI: Sendable {
         var errorDescription: String? { detail }
     }
 
-    /// The maximum sizes of responses, in bytes. The first is for responses with an object, which has at most 5 MB, and the second for all others.
+    /// The maximum sizes of responses, in bytes. `mostOfObject` is for a response with an object, which has at most 5 MB. `mostBytes` is for all
+    /// other responses.
     private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
     /// - Parameter seconds: the time within which the response must arrive.
@@ -109,7 +110,7 @@ struct Metadata {
     var sourceTask: UInt64?
     var destinationTask: UInt64?
 
-    /// - Throws: `MeSPError` if a time is not a finite number, or a text is longer than any of Flower's.
+    /// - Throws: `MeSPError` if a time is not a finite number, or if a text is longer than any text that Flower sends.
     init(_ message: ProtobufMessage) throws {
         (run, self.message) = (message.number(1), message.text(2))
         (source, destination) = (message.number(3), message.number(4))
@@ -133,7 +134,7 @@ struct Metadata {
         return reply
     }
 
-    /// Whether the message has expired, and so has any answer to it.
+    /// Whether the message has expired. An answer to the message expires at the same time.
     var hasExpired: Bool { created + timeToLive <= Date.now.timeIntervalSince1970 }
 
     func write(to message: inout ProtobufWriter) {

@@ -42,7 +42,7 @@ struct FlowerObjectTree {
 
     init(id: String, children: [FlowerObjectTree]) { (self.id, self.children) = (id, children) }
 
-    /// - Throws: `MeSPError` if the tree is deeper than any message's, or an id is not a SHA-256.
+    /// - Throws: `MeSPError` if the tree is deeper than the tree of any message, or if an id is not a SHA-256.
     init(_ message: ProtobufMessage, depth: Int = 8) throws {
         id = message.text(1)
         guard depth > 0, id.count == 64, id.allSatisfy(\.isHexDigit) else {
@@ -90,7 +90,7 @@ struct FlowerObjectStore {
 
     /// Adds a received object.
     ///
-    /// - Throws: `MeSPError` if it does not belong to the id.
+    /// - Throws: `MeSPError` if the content does not belong to the id.
     mutating func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         contents[id] = content
@@ -107,7 +107,7 @@ struct FlowerObjectStore {
 extension FlowerObjectStore {
     /// The maximum number of bytes of an array's `.npy` in one object.
     private static let chunk = 5_242_880
-    /// The maximum size of the names or indices of an object's children, in bytes. In memory the names take about ten times as much.
+    /// The maximum size of the names or indices of an object's children, in bytes. In memory the names take about ten times this size.
     private static let mostOfNames = 1 << 20
 
     /// Adds a `RecordDict`, as Flower's `RecordDict.deflate` does.
@@ -158,7 +158,7 @@ extension FlowerObjectStore {
 
     /// Returns the records of a `RecordDict`.
     ///
-    /// - Parameter most: the maximum size of the records, in bytes. One object may be named many times.
+    /// - Parameter most: the maximum size of the records, in bytes. An object that is named many times counts each time.
     func records(_ id: String, most: Int) throws -> FlowerRecords {
         var room = most
         func take(_ bytes: Int) throws {
@@ -195,7 +195,7 @@ extension FlowerObjectStore {
         return values
     }
 
-    /// - Parameter take: receives the number of bytes before they are used.
+    /// - Parameter take: a closure that receives the number of bytes of each part before the part is used.
     private func array(_ id: String, _ take: (Int) throws -> Void) throws -> FlowerArray {
         struct Description: Decodable {
             let stype: String

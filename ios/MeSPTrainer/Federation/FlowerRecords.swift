@@ -15,7 +15,7 @@ package struct FlowerRecords: Sendable, Equatable {
     }
 }
 
-/// A value in a record: a number, or in settings also a flag, a text, bytes or texts. Other lists are ignored.
+/// A value in a record: a number; in settings also a flag, a text, bytes, or a list of texts. Other lists are ignored.
 package enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)
@@ -94,7 +94,7 @@ package struct FlowerArray: Sendable, Equatable {
 
     private static let magic = Data([0x93]) + Data("NUMPY".utf8)
 
-    /// - Throws: `MeSPError` for other types of numbers, and if the file is incomplete.
+    /// - Throws: `MeSPError` if the numbers have a type that is not in `Kind`, or if the file is incomplete.
     init(npy file: Data) throws {
         let file = Data(file)
         guard file.count >= 12, file.prefix(6) == Self.magic else {

@@ -17,7 +17,8 @@ final class HTTPTransport: Sendable {
 
     deinit { session.finishTasksAndInvalidate() }
 
-    /// Returns a transport that does not depend on this one, because Foundation on Linux can hang in a response.
+    /// Returns a transport that does not depend on this transport. On Linux, Foundation can hang in a response, and this transport may then be of no
+    /// use.
     func another() -> HTTPTransport { HTTPTransport(configuration: session.configuration) }
 
     enum Failure: Error {
@@ -55,7 +56,7 @@ final class HTTPTransport: Sendable {
             let most: Int
             private(set) var data = Data()
 
-            /// Appends bytes of the response, and returns whether it is still short enough.
+            /// Appends bytes of the response, and returns whether the response is still short enough.
             mutating func append(_ bytes: Data) -> Bool {
                 guard data.count + bytes.count <= most else { return false }
                 data.append(bytes)
@@ -104,7 +105,7 @@ final class HTTPTransport: Sendable {
             let length = isCoded ? -1 : response?.expectedContentLength ?? -1
             if length > Int64(most) { end(dataTask, .failure(Failure.tooLong)) }
             if length < 0 {
-                // An error may come from a proxy without a length; its status suffices.
+                // An error response may come from a proxy and state no length. Its status suffices.
                 let isError = (response?.statusCode ?? 0) >= 400
                 end(dataTask, isError ? .success(()) : .failure(Failure.unsaidLength))
                 if isError { stop(dataTask) }

@@ -23,8 +23,8 @@ import MeSPSentences
             return data
         }
 
-        /// Stores a key unless there is one already. The key stays on this device, and can be read after the first unlock since the device was
-        /// started.
+        /// Stores a key unless the Keychain has one already. The key stays on this device, and can be read after the first unlock since the device
+        /// was started.
         func add(_ key: Data) throws {
             let new: [String: Any] = [
                 kSecValueData as String: key,
@@ -48,7 +48,7 @@ import MeSPSentences
             FileManager.default.fileExists(atPath: file.path) ? try Data(contentsOf: file) : nil
         }
 
-        /// Stores a key unless there is one.
+        /// Stores a key unless the file exists already.
         func add(_ key: Data) throws { try writeDurably(key, to: file, replacing: false) }
     }
 #endif

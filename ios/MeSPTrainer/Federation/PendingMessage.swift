@@ -30,11 +30,11 @@ struct PendingMessage {
         }
     }
 
-    /// The received message that is not answered yet.
+    /// The received message that is not answered yet; nil if there is none. `reply` is an answer that has not been sent completely.
     var message: (Metadata, FlowerObjectTree)? { get throws { try read("message") } }
     var reply: (Metadata, FlowerObjectTree)? { get throws { try read("reply") } }
 
-    /// Reads a file. A damaged file is useless, so it is removed and the node continues without it.
+    /// Reads a file. Returns nil if there is none. A damaged file is useless, so it is removed, and the result is nil.
     private func read(_ name: String) throws -> (Metadata, FlowerObjectTree)? {
         let file = folder.appendingPathComponent(name)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }
@@ -100,7 +100,7 @@ struct PendingMessage {
         return (try store.records(content, most: mostBytes), store.contents.values.reduce(0) { $0 + $1.count })
     }
 
-    /// Saves the answer to a message. Without records the answer is that the node failed.
+    /// Saves the answer to a message. If `records` is nil, the answer says that the node failed.
     func answer(_ metadata: Metadata, with records: FlowerRecords?) throws {
         var (store, reply) = (FlowerObjectStore(), metadata.reply())
         let children = try records.map { [try store.add($0)] } ?? []
@@ -120,7 +120,7 @@ struct PendingMessage {
         try write("reply", reply, tree)
     }
 
-    /// Removes the files of a message. The file `message` goes first, because the other files are ignored without it.
+    /// Removes the files of a message. The file `message` is removed first, because the node ignores the other files without it.
     func empty() throws {
         for name in ["message", "reply", "work", "objects"] {
             let file = folder.appendingPathComponent(name)

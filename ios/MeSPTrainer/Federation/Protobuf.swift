@@ -76,10 +76,10 @@ struct ProtobufMessage {
         case bytes(Data)
     }
     private var fields = [Int: [Value]]()
-    /// The maximum number of fields. A field can be two bytes in a message, and takes far more in memory.
+    /// The maximum number of fields. A field can have two bytes in a message, and takes far more memory once it is read.
     private static let mostFields = 1 << 16
 
-    /// - Throws: `MeSPError` if the bytes are not a message, or have more fields than any of Flower's.
+    /// - Throws: `MeSPError` if the bytes are not a message, or if they have more fields than any message of Flower.
     init(_ data: Data) throws {
         var (rest, count) = (data[...], 0)
         while !rest.isEmpty {

@@ -12,8 +12,8 @@ import MeSPSentences
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
 /// The received message and an unsent answer are saved in files. So a restarted node continues with a message that the server considers delivered,
-/// and sends no object of the answer twice. The node drops messages whose answers the server no longer awaits. It answers a message that cannot be
-/// read with a failure.
+/// and sends no object of the answer twice. The node drops messages whose answers the server no longer awaits. If a message cannot be read, the
+/// answer says that the node failed.
 package struct SuperNode: Sendable {
     /// An event to report to people.
     package enum Event: Sendable, Equatable {
@@ -57,7 +57,7 @@ package struct SuperNode: Sendable {
 
     /// Waiting times, in seconds.
     struct Seconds: Sendable {
-        /// The time between heartbeats. The server considers a node online for twice that time.
+        /// The time between heartbeats. The server considers a node online for twice this time.
         var heartbeat = 30.0
         /// The time before the next request for a message.
         var poll = 3.0
@@ -102,11 +102,11 @@ package struct SuperNode: Sendable {
         (self.folder, self.mostBytes, self.seconds) = (folder, mostBytes, seconds)
     }
 
-    /// Takes part until the task is cancelled.
+    /// Takes part in the federation until the task is cancelled.
     ///
     /// - Parameters:
     ///   - report: receives each event.
-    ///   - answer: returns the answer to a message. It is called for one message at a time.
+    ///   - answer: returns the answer to a message. The closure is called for one message at a time.
     /// - Throws: `MeSPError` if the server refuses the node or speaks another protocol, or if another node uses the folder; `CancellationError`.
     package func run(
         report: @escaping @Sendable (Event) -> Void,
@@ -124,7 +124,7 @@ package struct SuperNode: Sendable {
                 try await group.next()
             }
         } catch {
-            // A new task is used, because this one may be cancelled.
+            // A new task makes the call, because the present task may be cancelled.
             let last = FleetAPI(server: api.server, key: api.key, transport: api.transport.another())
             await Task { _ = try? await last.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
             throw error
@@ -144,7 +144,7 @@ package struct SuperNode: Sendable {
             return id
         }
         let id = try await activate(report)
-        // Ids are random. A server that has lost its state gives another id, and the files here are useless to it.
+        // Ids are random. A server that has lost its state gives another id, and does not know the message that is saved here.
         if last != [String(id), server] { try PendingMessage(folder: folder, mostBytes: mostBytes).empty() }
         try writeDurably(Data("\(id)\n\(server)\n".utf8), to: file)
         return id
@@ -197,7 +197,7 @@ package struct SuperNode: Sendable {
         }
     }
 
-    /// Calls `body` again, at growing intervals, while the server cannot be reached.
+    /// Calls `body` and returns its result. While the server cannot be reached, calls `body` again at growing intervals.
     @discardableResult
     func persistently<R>(_ report: (Event) -> Void, _ body: () async throws -> R) async throws -> R {
         var pause = 1.0

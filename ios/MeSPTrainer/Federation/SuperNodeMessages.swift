@@ -49,8 +49,8 @@ extension SuperNode {
         report(event)
     }
 
-    /// Pulls a message. The server considers a message delivered when it sends it. So a cancelled task still waits up to one second for the response
-    /// to its request.
+    /// Pulls a message. When the server sends a message, it considers the message delivered. So a cancelled task still waits up to one second for the
+    /// response to its request.
     private func pull(_ node: UInt64) async throws -> ProtobufMessage {
         let call = Task { try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } } }
         return try await withTaskCancellationHandler {

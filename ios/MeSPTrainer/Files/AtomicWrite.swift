@@ -16,9 +16,9 @@ package func synchronize(_ file: Int32) -> Int32 {
     return fsync(file)
 }
 
-/// Flushes the names in a folder to the disk, if the file system supports that. Some on network or removable disks do not.
+/// Flushes the names in a folder to the disk, if the file system supports this. Some file systems of network or removable disks do not.
 ///
-/// - Returns: 0, or -1 if they cannot be written (`errno`).
+/// - Returns: 0, or -1 if the names cannot be written (`errno`).
 package func synchronize(folder: URL) -> Int32 {
     let directory = open(folder.path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
     guard directory >= 0 else { return -1 }
@@ -28,7 +28,7 @@ package func synchronize(folder: URL) -> Int32 {
 
 /// Backups of the device.
 package enum Backups {
-    /// Excludes a file from backups, even after it is renamed. It has an effect only on Apple's systems.
+    /// Excludes a file from backups, even after it is renamed. This has an effect only on Apple's systems.
     @TaskLocal package static var leaveOut: @Sendable (URL) -> Void = { url in
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = true
@@ -36,7 +36,7 @@ package enum Backups {
     }
 }
 
-/// Writes a file. It replaces the one at `url` only when it is completely on the disk.
+/// Writes a file. The new file replaces the file at `url` only when the new file is completely on the disk.
 ///
 /// - Parameter isInBackup: whether backups of the device may include the file, and the partial file that a terminated process leaves.
 package func writeWhole(
@@ -45,7 +45,7 @@ package func writeWhole(
     try writeWhole([(url, write)], mode: mode, isInBackup: isInBackup)
 }
 
-/// Writes files. They replace the existing ones only when all of them are completely on the disk.
+/// Writes files. The new files replace existing files only when all new files are completely on the disk.
 package func writeWhole(
     _ files: [(url: URL, write: (FileHandle) throws -> Void)], mode: mode_t = 0o644, isInBackup: Bool = true
 ) throws {
@@ -69,7 +69,7 @@ package func replace(_ url: URL, with new: URL) throws {
     guard synchronize(folder: url.deletingLastPathComponent()) == 0 else { throw MeSPError("\(lastError())") }
 }
 
-/// Calls `body`, which writes a file, and turns its error into a sentence about that file.
+/// Calls `body`, which writes a file. If `body` throws an error, throws a sentence about the file with the error's reason.
 package func writing<R>(_ url: URL, _ body: () throws -> R) throws -> R {
     do {
         return try body()

@@ -26,7 +26,7 @@ package final class FolderLock: Sendable {
             )
         }
         #if os(iOS)
-            // Only the app writes here.
+            // On iOS only the app can write to the folder, so the holder is another run.
             let holder = ("Another run of this app" as Sentence).english
         #else
             // `ProcessInfo.hostName` uses the network, so the system would ask the person for permission.

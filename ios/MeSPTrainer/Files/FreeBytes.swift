@@ -1,7 +1,7 @@
 import Foundation
 
 extension URL {
-    /// The free bytes of a folder's disk, with those that the system would free for a person's request; nil if they are unknown.
+    /// The number of free bytes of a folder's disk, including bytes that the system would free for a person's request; nil if the number is unknown.
     public var freeBytes: Int? {
         #if os(iOS) || os(macOS)
             let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])

@@ -2,7 +2,7 @@ import Foundation
 import MeSPSentences
 
 extension JSONDecoder {
-    /// A decoder of keys in snake case, which files and programs use.
+    /// A decoder of JSON with keys in snake case, as files and other programs write it.
     package static var snakeCase: JSONDecoder {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase

@@ -1,6 +1,6 @@
 import Foundation
 
-/// A JSON value of any kind, for files whose unknown keys are reported.
+/// A JSON value of any kind. The type is for files whose unknown keys are reported.
 package enum JSONValue: Codable, Sendable, Hashable {
     case null
     case bool(Bool)
@@ -13,7 +13,7 @@ package enum JSONValue: Codable, Sendable, Hashable {
     /// An array or an object that is nested too deeply to be read.
     case deep
 
-    /// The number of levels that a decoder reads. Each takes stack space, and a file may have hundreds.
+    /// The number of levels that a decoder reads. Each level takes stack space, and a file may have hundreds of levels.
     private static let levels = 16
 
     private struct Key: CodingKey {

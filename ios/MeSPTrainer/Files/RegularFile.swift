@@ -26,7 +26,7 @@ package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, f
     return file
 }
 
-/// Returns the mapped contents of a regular file, or nil if it cannot be opened. It reads the same open file that it checked.
+/// Returns the mapped contents of a regular file, or nil if it cannot be opened. The function reads the same open file that it has checked.
 package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
     guard let file = try? openRegularFile(url, O_RDONLY, followsLinks: followsLinks) else { return nil }
     defer { close(file) }

@@ -41,7 +41,7 @@ package func hexadecimal(_ digest: some Sequence<UInt8>) -> String {
 
         package mutating func update(data: Data) {
             length += UInt64(data.count)
-            // Only bytes that do not fill a block are copied.
+            // Only the bytes of an incomplete block are copied.
             let missing = pending.isEmpty ? 0 : min(64 - pending.count, data.count)
             pending += data.prefix(missing)
             if pending.count == 64 {

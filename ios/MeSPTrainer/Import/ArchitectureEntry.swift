@@ -8,7 +8,7 @@ extension ConfigJSON {
     ///
     /// - Parameters:
     ///   - length: the length of the longest sequence, in tokens.
-    ///   - isTied: whether the output projection is the embedding; nil for the config.json's value.
+    ///   - isTied: whether the output projection is the embedding; nil for the value in config.json.
     func architecture(length: Int, isTied: Bool? = nil) throws -> (entry: JSONValue, architecture: Architecture) {
         let byLayer = try mixersByLayer(length: length)
         let mixers = byLayer.reduce(into: [JSONValue]()) { if !$0.contains($1) { $0.append($1) } }
@@ -123,7 +123,7 @@ extension ConfigJSON {
     /// The longest sequence, in tokens, for which the description of the blocks is valid; nil if there is no limit.
     ///
     /// Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below the limit. LongRoPE has other factors for
-    /// longer sequences.
+    /// sequences above its limit.
     var longest: Int? {
         let scaling = self["rope_scaling"].object ?? [:]
         let isLimited = scaling["llama_4_scaling_beta"]?.isTruthy == true || RoPEScaling.type(of: scaling) == "longrope"

@@ -44,7 +44,7 @@ struct BundleLayout: Equatable {
         self.init(arrays)
     }
 
-    /// Creates the layout of the file of the embedding or the head. The file used as head also has the last norm.
+    /// Creates the layout of the file of the embedding or the head. The file that is used as the head also has the last norm.
     init(
         _ architecture: Architecture, table: String, _ quantizations: Quantizations, _ dtype: ElementType, hasNorm: Bool
     )

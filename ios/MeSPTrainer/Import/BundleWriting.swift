@@ -23,8 +23,8 @@ extension ModelImport {
     ///
     /// - Parameters:
     ///   - bundle: the folder, which must not exist yet.
-    ///   - progress: receives the number of bytes of weights written so far, and the number of these that an earlier call has written. It may throw
-    ///     to stop.
+    ///   - progress: receives the number of bytes of weights written so far, and how many of these bytes an earlier call has written. The closure may
+    ///     throw an error to stop.
     /// - Throws: `MeSPError` if the bundle cannot be written, or the model has changed; also the errors of `progress`.
     package func write(to bundle: URL, progress: (_ bytes: Int, _ kept: Int) throws -> Void = { _, _ in }) throws {
         guard !FileManager.default.fileExists(atPath: bundle.path) else {
@@ -100,7 +100,7 @@ extension ModelImport {
         bundle.deletingLastPathComponent().appendingPathComponent(".importing-\(bundle.lastPathComponent)")
     }
 
-    /// Calls `body`, and turns its error into a sentence about the bundle, except a cancellation.
+    /// Calls `body`. If `body` throws an error, throws a sentence about the bundle with the error's reason. Rethrows a cancellation.
     private func described<R>(_ bundle: URL, _ body: () throws -> R) throws -> R {
         do { return try body() } catch let error as CancellationError { throw error } catch {
             throw MeSPError("Cannot write \(bundle.path): \(error.plainSentence).")
@@ -156,7 +156,7 @@ extension ModelImport {
             array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : .numbers(conversion))
     }
 
-    /// The divisor of the logits, by which the last norm is divided.
+    /// The divisor of the logits. The weights of the last norm are divided by it.
     private var divisor: Float { Float(entry["architecture"]?.object?["logits_scaling"]?.double ?? 1) }
 
     private func write(
@@ -230,7 +230,7 @@ extension ModelImport {
         let identity: String
         var files = [String: BundleFile]()
 
-        /// Reads a record; nil if there is none for the same model and options.
+        /// Reads a record. Returns nil if the file has no record for the same model and options.
         static func read(_ url: URL, _ identity: String) -> Self? {
             guard let data = regularFile(url), let record = try? JSONDecoder().decode(Self.self, from: data) else {
                 return nil

@@ -8,7 +8,7 @@ struct ConfigJSON {
     let family: PlainFamily
     /// The unchanged config.json.
     let original: [String: JSONValue]
-    /// The completed config.json, with RoPE in the keys that mlx-lm reads. For a multimodal model it has the values of the text model.
+    /// The completed config.json, with RoPE in the keys that mlx-lm reads. For a multimodal model these are the values of the text model.
     private(set) var fields: [String: JSONValue]
 
     subscript(key: String) -> JSONValue { fields[key] ?? .null }
@@ -109,7 +109,7 @@ struct ConfigJSON {
         )
     }
 
-    /// Returns the values of the text model of a multimodal model, with those of the whole model such as its quantization.
+    /// Returns the values of the text model of a multimodal model, together with values of the whole model such as its quantization.
     private static func ofText(
         _ config: [String: JSONValue], _ modelType: String, _ family: PlainFamily
     ) throws -> [String: JSONValue] {
@@ -184,7 +184,7 @@ func unusable(_ key: Sentence) -> MeSPError {
 }
 
 extension JSONValue {
-    /// The value as a number; nil if it is none.
+    /// The value as a number; nil if the value is not a number.
     var double: Double? {
         switch self {
         case .integer(let number): Double(number)
@@ -207,7 +207,7 @@ extension JSONValue {
         }
     }
 
-    /// Returns whether two values are equal in Python, where 1, 1.0 and true are.
+    /// Returns whether two values are equal in Python. There 1, 1.0 and true are equal.
     func isEqual(to other: JSONValue) -> Bool {
         func number(_ value: JSONValue) -> Double? {
             if case .bool(let truth) = value { truth ? 1 : 0 } else { value.double }

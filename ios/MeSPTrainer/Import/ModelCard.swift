@@ -3,7 +3,7 @@ import MeSPFiles
 
 /// The licence in the front matter of a model card, README.md.
 struct ModelCard {
-    /// The identifier of the licence, or `other` with a name and a link; nil if the card names none.
+    /// The identifier of the licence, or `other` with a name and a link; nil if the card names no licence.
     private(set) var license: String?
     private(set) var licenseName: String?
     private(set) var licenseLink: String?
@@ -42,7 +42,7 @@ struct ModelCard {
         return isOther || isConstant || isNumber ? nil : isLine(text)
     }
 
-    /// Returns the text if it is printable and not empty, because screens and model cards show it.
+    /// Returns the text if it is printable and not empty; otherwise nil. Screens and model cards show the text.
     private static func isLine(_ text: String) -> String? {
         let isPrintable = text.unicodeScalars.allSatisfy { !CharacterSet.controlCharacters.contains($0) }
         return !text.isEmpty && isPrintable ? text : nil

@@ -9,8 +9,8 @@ import MeSPSentences
 ///     print(model.size)
 ///     try model.write(to: bundle) { bytes in … }
 ///
-/// The import supports the plain families (`PlainFamilies`). The bytes of the weights equal those that `mesp-export` writes from the same files. The
-/// bundle has no functions, so a GPU computes it by the trainer's formulas.
+/// The import supports the plain families (`PlainFamilies`). The weights of the bundle equal, byte for byte, the weights that `mesp-export` writes
+/// from the same files. The bundle has no functions, so a GPU computes its blocks by the trainer's formulas.
 package struct ModelImport: Sendable {
     /// The bundle's manifest, without copied files and without digests.
     package let manifest: Manifest
@@ -28,7 +28,7 @@ package struct ModelImport: Sendable {
     /// The digest of the model's files and of the options. Equal digests give equal bundles.
     let identity: String
 
-    /// The sequence lengths, in tokens, and the ranks of a bundle. Without functions any values work.
+    /// The sequence lengths, in tokens, and the ranks of a bundle. A bundle without functions can have any lengths and ranks.
     private static let (lengths, ranks) = ([64, 128, 256, 512, 1024, 2048], [4, 8, 16, 32, 64])
 
     /// Reads and checks the files in a model's folder.
@@ -37,7 +37,7 @@ package struct ModelImport: Sendable {
     ///   - model: the folder, with config.json, model*.safetensors and tokenizer.json.
     ///   - id: the model's name on the Hub; nil for the folder's name.
     ///   - revision: the model's commit on the Hub, if known.
-    ///   - device: the device of the bundle; nil for this machine's.
+    ///   - device: the device of the bundle; nil for the device of this machine.
     ///   - dtype: the type of activations, scales and norms; nil for bfloat16 on a GPU and float32 on a CPU.
     /// - Throws: `MeSPError` that names an unsupported or damaged part.
     package init(
@@ -105,7 +105,7 @@ package struct ModelImport: Sendable {
         return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
 
-    /// Returns those of a repository's files that an import needs.
+    /// Returns the files of a repository that an import needs.
     package static func neededFiles(_ names: [String]) -> [String] {
         let weights = names.filter { $0.hasPrefix("model") && $0.hasSuffix(".safetensors") && !$0.contains("/") }
         let whole = weights.filter { $0 == "model.safetensors" }

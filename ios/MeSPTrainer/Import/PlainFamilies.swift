@@ -1,9 +1,10 @@
 import MeSPFiles
 
-/// The properties of a `model_type` of the plain families, from `mesp.models.families`. Their blocks are attention and one MLP, and the `config.json`
-/// describes them completely.
+/// The properties of a `model_type` of the plain families, from `mesp.models.families`. A block of a plain family is attention and one MLP, and
+/// `config.json` describes the blocks completely.
 struct PlainFamily: Sendable {
-    /// The linear layers of attention, each the pair of its name and its projections, as in a manifest. `mlp` has those of the MLP.
+    /// The linear layers of attention, each the pair of its name and its projections, as in a manifest. `mlp` has the linear layers of the MLP in the
+    /// same form.
     let attention: JSONValue
     let mlp: JSONValue
     /// The linear layers that always have a bias, regardless of the config.json.
@@ -16,9 +17,9 @@ struct PlainFamily: Sendable {
     let names: [String: String]
     /// The `model_type`s of the text model within a multimodal model.
     let texts: [String]
-    /// mlx-lm's `model_type`, if it differs.
+    /// The `model_type` in mlx-lm; nil if it is the same as in `config.json`.
     let mlxType: String?
-    /// Whether mlx-lm ties the head if the model does.
+    /// Whether mlx-lm ties the head to the embedding if the `config.json` says so.
     let mlxTies: Bool
     let mlxPrefix: String
     let hfPrefix: String
@@ -75,14 +76,14 @@ enum PlainFamilies {
     static let names = strings("names")
     /// The parts that the trainer lacks, by the `model_type` of unsupported models.
     static let lacking = object("lacking").compactMapValues(\.string)
-    /// The keys that only some families have, each with the value that equals a missing key.
+    /// The keys that only some families have, each with the value that has the same effect as a missing key.
     static let variants = object("variants")
     static let defaults = object("defaults")
     /// The largest allowed values of numbers that determine the lengths of lists.
     static let most = object("most").compactMapValues(\.double)
     /// The keys of each type of `rope_scaling`; `common` has the keys of all types.
     static let rope = object("rope").mapValues { Set($0.array?.compactMap(\.string) ?? []) }
-    /// The prefixes of names in multimodal models, with the prefixes in the text model.
+    /// The prefixes of names in multimodal models, each with the prefix in the text model.
     static let text = object("text").compactMapValues(\.string).sorted { $0.key.count > $1.key.count }
     /// The prefixes of the names of parts other than the text model.
     static let unused = strings("unused")

@@ -41,7 +41,7 @@ enum RoPEScaling {
         if type == "yarn" {
             let magnitude = try attentionFactor(scaling, factor, config)
             scaling["attention_factor"] = .number(magnitude)
-            // mlx-lm has no attention_factor. With this mscale its factor, 0.1 · mscale · ln factor + 1, equals attention_factor.
+            // mlx-lm has no attention_factor. With this mscale, the factor in mlx-lm, 0.1 · mscale · ln factor + 1, equals attention_factor.
             scaling["mscale"] = .number((magnitude - 1) / (factor > 1 ? 0.1 * log(factor) : .infinity))
             scaling["mscale_all_dim"] = .integer(0)
         } else if (scaling["attention_factor"] ?? .null) == .null {
@@ -67,7 +67,7 @@ enum RoPEScaling {
     /// Returns the frequencies of the rotated pairs, in radians per position, and the factor of the pairs.
     ///
     /// The frequencies are θ^(−2i/D) for i < D/2 with D = headDim · partial_rotary_factor, changed by `rope_scaling`. If sliding windows have their
-    /// own base and `isLocal` is set, they use that base with D = headDim, without scaling.
+    /// own base and `isLocal` is set, the frequencies have this base and D = headDim, without scaling.
     ///
     /// - Parameter length: the length of the longest sequence, in tokens. LongRoPE has other factors for long sequences.
     static func frequencies(
@@ -89,12 +89,12 @@ enum RoPEScaling {
             let factor = try number("factor")
             return (base.map { $0 / factor }, 1)
         case "proportional":
-            // The first pairs are rotated, and the others are not.
+            // The first pairs are rotated, and the other pairs are not.
             let factor = scaling["factor"] == nil ? 1 : try number("factor")
             let turning = Int(min(share, 1) * Double(base.count))
             return (base.enumerated().map { $0 < turning ? $1 / factor : 0 }, 1)
         case "llama3":
-            // Low frequencies are divided by `factor`, high ones stay, and those between are interpolated.
+            // Low frequencies are divided by `factor`, high frequencies stay unchanged, and frequencies between are interpolated.
             let (low, high) = (try number("low_freq_factor"), try number("high_freq_factor"))
             guard low != high else { throw unusable("rope_scaling") }
             let (length, factor) = (try number("original_max_position_embeddings"), try number("factor"))
@@ -116,14 +116,14 @@ enum RoPEScaling {
         }
     }
 
-    /// Returns YaRN's frequencies: a ramp over the pairs, from unchanged ones to ones divided by the factor.
+    /// Returns YaRN's frequencies. Along the pairs they change gradually from unchanged frequencies to frequencies divided by the factor.
     private static func yarn(
         _ base: [Double], _ theta: Double, _ scaling: [String: JSONValue], _ config: ConfigJSON
     ) throws -> [Double] {
         let (factor, size) = (try config.positive("factor", of: scaling), Double(2 * base.count))
         let length = try config.positive("original_max_position_embeddings", of: scaling)
         func bound(_ key: String, _ usual: Double) throws -> Double {
-            // The pair that makes `turns` turns within the original length.
+            // This is the index of the pair that makes `turns` turns within the original length.
             let turns = scaling[key]?.isTruthy == true ? try config.positive(key, of: scaling) : usual
             return size * log(length / (turns * 2 * .pi)) / (2 * log(theta))
         }

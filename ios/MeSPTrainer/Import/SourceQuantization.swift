@@ -67,9 +67,9 @@ struct Quantization: Equatable {
 /// The quantizations of the matrices in a model's files, from its config.json.
 struct Quantizations {
     let main: Quantization
-    /// The quantizations of the modules that differ from the rest, by the names that MeSP uses; nil for a module that is not quantized.
+    /// The quantizations of the modules whose quantization differs from `main`, by the names that MeSP uses; nil for a module that is not quantized.
     private let others: [String: Quantization?]
-    /// The model's `quantization`, as in the bundle's config.json.
+    /// The model's `quantization`, as it stands in the bundle's config.json.
     let entry: JSONValue
     /// Whether the files have 1-bit codes, which a bundle stores in 2 bits.
     let hasOneBit: Bool
@@ -91,7 +91,7 @@ struct Quantizations {
         let main = try Quantization(given, of: model)
         var others = [String: Quantization?]()
         for (name, entry) in given {
-            // As in mlx-lm, an entry is the module's own quantization, or whether the module is quantized as the rest.
+            // As in mlx-lm, an entry is either the module's own quantization, or a flag that says whether the module is quantized like the rest.
             let own: Quantization?
             switch entry {
             case .object(let fields): own = try Quantization(fields, of: model)
@@ -104,8 +104,8 @@ struct Quantizations {
         hasOneBit = main.isOneBit || others.values.contains { $0?.isOneBit == true }
     }
 
-    /// Throws if a config.json describes the quantization with keys that are not read here, such as a rotation of the weights' basis. In a multimodal
-    /// model the text's section may have them too.
+    /// Throws if a config.json describes the quantization with keys that MeSP does not read, such as a rotation of the weights' basis. In a
+    /// multimodal model the section of the text model may have such keys too.
     private static func checkSections(_ config: [String: JSONValue], of model: String) throws {
         let parts = [config] + (config["text_config"]?.object.map { [$0] } ?? [])
         for key in ["quantization_config", "quantization"] {
@@ -158,7 +158,7 @@ struct Quantizations {
         return own
     }
 
-    /// Returns the quantization in a bundle of a matrix with these columns, which must be a multiple of the group size.
+    /// Returns the quantization that a module's matrix has in a bundle. Throws if the number of columns is not a multiple of the group size.
     func of(_ module: String, columns: Int) throws -> Quantization {
         let quantization = try inFiles(module).inBundle
         guard columns % quantization.groupSize == 0 else {

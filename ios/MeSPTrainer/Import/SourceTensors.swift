@@ -96,7 +96,7 @@ struct SourceTensors {
         }
     }
 
-    /// Returns the tensor of this name, which must have this shape.
+    /// Returns the tensor of this name. Throws if there is none, or if its shape is not `shape`.
     func tensor(_ name: String, _ shape: [Int]) throws -> SourceTensor {
         guard let tensor = tensors[name] else {
             throw MeSPError(
@@ -113,7 +113,7 @@ struct SourceTensors {
         tensors[name + ".weight"] != nil && tensors[name + ".scales"] == nil
     }
 
-    /// Whether some scales are float16. In bfloat16 they lose 3 bits of their mantissa.
+    /// Whether some scales are float16. In bfloat16 such scales lose 3 bits of their mantissa.
     var hasFloat16Scales: Bool { tensors.contains { $0.key.hasSuffix(".scales") && $0.value.type == .float16 } }
 
     // MARK: - Files
@@ -148,7 +148,7 @@ struct SourceTensors {
         !["", ".", ".."].contains(name) && !name.contains("/") && !name.contains("\0")
     }
 
-    /// Adds the tensors of a file. The file begins with the length of its JSON header, which has the place of each tensor.
+    /// Adds the tensors of a file. The file begins with the length of its JSON header. The header has the place of each tensor.
     private mutating func add(_ file: URL, _ config: ConfigJSON, _ known: Set<String>) throws {
         let damaged = MeSPError("The weights \(file.path) are truncated or damaged; download the model again.")
         let opened: Int32
@@ -249,7 +249,7 @@ struct SourceTensors {
         return try one.sha256() == other.sha256()
     }
 
-    /// Throws unless packed weights are uint32, scales without biases are uint8, and all others are floating-point numbers.
+    /// Throws unless packed weights are uint32, scales without biases are uint8, and all other tensors have floating-point numbers.
     private func checkTypes() throws {
         for (name, tensor) in tensors.sorted(by: { $0.key < $1.key }) {
             let (stem, part) = Self.parts(name)

@@ -10,10 +10,10 @@ public struct Adapters: Sendable, Equatable {
     /// The folder. When the next run finishes, it removes this folder. To keep the adapters, copy them with ``write(to:)``.
     public let url: URL
 
-    /// Copies the adapters to `folder`. It creates the folder, or replaces one that is empty or has adapters. If the copy fails, the folder stays as
-    /// it was.
+    /// Copies the adapters to `folder`. Creates `folder` if it does not exist. Replaces a folder that is empty or has adapters. If the copy fails,
+    /// the folder stays as it was.
     ///
-    /// - Throws: ``FineTuningError`` if `folder` has other contents, if it cannot be written, or if a later run has removed the adapters.
+    /// - Throws: ``FineTuningError`` if `folder` has other contents, if `folder` cannot be written, or if a later run has removed the adapters.
     public func write(to folder: URL) throws {
         let parent = folder.deletingLastPathComponent()
         let (partial, former) = (parent.hidden(".partial"), parent.hidden(".former"))

@@ -20,9 +20,8 @@ import MeSPSentences
 /// background and may not train there. It also waits while the device is too warm, short of memory or low on battery. The run continues when these
 /// conditions end. No slow work runs on the main actor.
 ///
-/// All fine-tuners of a process share MLX. So one run or answer is in progress at a time, and a call that pauses training, or grants it background
-/// time, applies to all fine-tuners. An app that also generates text with MLX does that within ``whilePaused(isolation:_:)``, or while no run is in
-/// progress.
+/// All fine-tuners of a process share MLX. So at most one run or answer is in progress at a time. A call that pauses training or grants background
+/// time applies to all fine-tuners. An app may also generate text with MLX within ``whilePaused(isolation:_:)``, or while no run is in progress.
 ///
 /// A run reports its state to the main actor. So do not block the main thread while you wait for a fine-tuner.
 public final class FineTuner: Sendable {
@@ -85,33 +84,34 @@ public final class FineTuner: Sendable {
 
     // MARK: - Training
 
-    /// Begins a run on conversations. It holds out the last tenth of them.
+    /// Begins a run on conversations. The run holds out the last tenth of the conversations.
     ///
     /// - Parameters:
     ///   - conversations: two or more conversations. Each becomes one sequence, cut to the sequence length. By default the loss covers the
-    ///     assistant's answers: their text, their tool calls and the token that ends each.
+    ///     assistant's answers: their text, their tool calls and the token that ends an answer.
     ///   - options: the choices of the run.
-    /// - Returns: the updates of the run. The sequence ends with the run. It throws a ``FineTuningError`` before training begins if a conversation or
-    ///   an option is refused, if the memory does not suffice, or if another run is in progress.
+    /// - Returns: the updates of the run. The sequence of updates ends when the run ends. The sequence throws a ``FineTuningError`` before training
+    ///   begins if a conversation or an option is refused, if the memory does not suffice, or if another run is in progress.
     public func train(on conversations: [Conversation], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.conversations(conversations), options)
     }
 
-    /// Begins a run on the text or the records of a file. It holds out the last tenth.
+    /// Begins a run on the text or the records of a file. The run holds out the last tenth of the file's data.
     ///
     /// - Parameters:
     ///   - file: UTF-8 text (`.txt`, `.md`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and `completion`, or with
-    ///     `text`. The rules are the same as for `mesp-export --data`.
+    ///     `text`. The file is read by the rules of `mesp-export --data`.
     ///   - options: the choices of the run.
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on file: URL, _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.file(file), options)
     }
 
-    /// Begins a run of direct preference optimization (DPO) on answers that a person chose over others. It holds out the last tenth.
+    /// Begins a run of direct preference optimization (DPO) on answers that a person chose over other answers. The run holds out the last tenth of
+    /// the choices.
     ///
     /// - Parameters:
-    ///   - choices: at least two choices. Training needs a few hundred to learn more than these answers.
+    ///   - choices: at least two choices. A model needs a few hundred choices to learn more than the chosen answers.
     ///   - options: the choices of the run.
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on choices: [Choice], _ options: TrainingOptions = .init()) -> TrainingUpdates {
@@ -135,7 +135,7 @@ public final class FineTuner: Sendable {
     /// Continues the last run from its last saved state, with its data and options. A run that has saved no state starts again. On the same processor
     /// and with the same memory limit the result is equal, to the last bit, to that of an uninterrupted run.
     ///
-    /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``. They throw if there is no run to continue.
+    /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``. The sequence of updates throws if there is no run to continue.
     public func continueTraining() -> TrainingUpdates {
         updates { [self] in
             guard let settings = runs.settingsToContinue(with: bundle) else {
@@ -158,7 +158,8 @@ public final class FineTuner: Sendable {
         settings.data = tokens.path
         let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
         if let initial = options.initialAdapters {
-            // A run that continues before its first saved state reads the adapters again, so it keeps a copy.
+            // A run that was interrupted before its first saved state reads the initial adapters again when it continues. So the run keeps a copy of
+            // them.
             let copy = output.appendingPathComponent(RunFolders.initialAdapters)
             do { try FileManager.default.copyItem(at: initial, to: copy) } catch {
                 throw MeSPError("Cannot read the adapters in \(initial.path): \(error.plainSentence).")
@@ -193,8 +194,8 @@ public final class FineTuner: Sendable {
         return TrainingUpdates(updates) { work?.cancel() }
     }
 
-    /// Begins `body` as the work of this fine-tuner. When `body` ends, the stream of `sender` ends, with the error that `body` threw, if any. If no
-    /// work can begin now, the stream ends at once with an error.
+    /// Begins `body` as the work of this fine-tuner. When `body` ends, the stream of `sender` ends. If `body` throws an error, the stream ends with
+    /// that error. If no work can begin now, the stream ends at once with an error.
     private func begin<Element>(
         _ sender: AsyncThrowingStream<Element, any Error>.Continuation,
         _ body: @escaping @Sendable () async throws -> Void
@@ -229,7 +230,7 @@ public final class FineTuner: Sendable {
 
     /// Ends the run or the answer of this fine-tuner at the next block. A step that has begun to change the adapters is completed first. The method
     /// returns when the run has saved its adapters and ended. Within ``whilePaused(isolation:_:)`` it returns at once, because the run waits for the
-    /// end of that call. A run that waits for the app to come to the foreground (``PauseReason/away``) ends only when the app is there.
+    /// end of that call. A run that waits for the app to come to the foreground (``PauseReason/away``) ends only when the app is in the foreground.
     public func stop() async {
         let work = Self.turn.work(of: self)
         work?.cancel()
@@ -278,9 +279,9 @@ public final class FineTuner: Sendable {
     /// float32 matrix products in full precision on A19, M5 and later. `MLX_METAL_GPU_ARCH` keeps the neural accelerators off until the self-check
     /// has passed. `MLX_MAX_OPS_PER_BUFFER` makes a step take the same memory on every device.
     ///
-    /// The variables make inference in the same process slower, so a fine-tuner never sets them: the app decides. Without them, a step takes more
-    /// memory on a GPU, and the predicted peak includes this memory. Matrix products on A19, M5 and later then also round their inputs. Call this
-    /// function before the first use of MLX.
+    /// The variables make inference in the same process slower, so a fine-tuner never sets them: the app decides. If the variables are not set, a
+    /// step takes more memory on a GPU. The predicted peak includes this memory. Matrix products on A19, M5 and later then also round their inputs.
+    /// Call this function before the first use of MLX.
     public static func prepareProcess() { MLXSupport.setEnvironment() }
 
     // MARK: - Before and after
@@ -325,7 +326,7 @@ public final class FineTuner: Sendable {
     ///
     /// - Parameters:
     ///   - conversation: the conversation to answer. Its last message must not be an answer.
-    ///   - usesAdapters: whether to use the adapters that were saved last. Without them the model answers as it was exported.
+    ///   - usesAdapters: whether to use the adapters that were saved last. Without adapters the model answers as it was exported.
     ///   - maxTokens: the maximum number of tokens in the answer.
     ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
     /// - Returns: the pieces of the answer. Generation ends at the next block if the reading task is cancelled or leaves the loop. The stream throws
@@ -338,7 +339,7 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Generates the model's answer to a conversation with several adapters at once. It otherwise behaves as
+    /// Generates the model's answer to a conversation with several adapters at once. Otherwise this method behaves as
     /// ``answer(to:usesAdapters:maxTokens:temperature:)`` does.
     ///
     /// - Parameters:
@@ -436,7 +437,8 @@ private final class Turn: @unchecked Sendable {
         lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }
     }
 
-    /// Begins `body` unless other work is in progress. When `body` ends, other work may begin; then the closure that `body` returned is called.
+    /// Begins `body` and returns its task, or returns nil if other work is in progress. When `body` has ended, other work may begin. Then the closure
+    /// that `body` returned is called.
     func take(
         for owner: FineTuner, _ body: @escaping @Sendable () async -> @Sendable () -> Void
     ) -> Task<Void, Never>? {
@@ -465,7 +467,7 @@ extension TrainingUpdate {
         predictedPeak = log.prediction?.predictedPeakBytes
         timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
-        // Other members, and the thrown error, report these events.
+        // The update's other properties, and the error that the run throws, report these events.
         let others = ["pause", "resume", "resumed", "error"]
         notices = told + log.events.filter { !others.contains($0.name) }.map(\.message.localized)
     }

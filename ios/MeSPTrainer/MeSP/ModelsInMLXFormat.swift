@@ -5,11 +5,11 @@ import MeSPImport
 import MeSPSentences
 
 extension FineTuner {
-    /// Opens a model in MLX's 4-bit format, such as those of [mlx-community](https://huggingface.co/mlx-community), which mlx-swift-lm loads.
+    /// Opens a model in MLX's 4-bit format, which mlx-swift-lm loads: for example a model of [mlx-community](https://huggingface.co/mlx-community).
     ///
     /// The first call rewrites the weights into a bundle, in pieces of at most a megabyte. The bundle is a second copy of ``bundleSize(of:)`` bytes
-    /// and is excluded from backups. The model's files are only read. If the call is interrupted, the next one continues. Later calls open the
-    /// existing bundle.
+    /// and is excluded from backups. The model's files are only read. If the call is interrupted, the next call continues its work. Later calls open
+    /// the existing bundle.
     ///
     /// - Parameters:
     ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.

@@ -47,14 +47,14 @@ struct RunFolders: Sendable {
         for run in numbers.map(url) where !hasBegun(run) { try? FileManager.default.removeItem(at: run) }
     }
 
-    /// - Parameter kept: the folder of the run to keep. It is compared by name, because several URLs can lead to one folder.
+    /// - Parameter kept: the folder of the run to keep. Folders are compared by name, because several URLs can lead to one folder.
     func removeAll(but kept: URL) {
         for run in numbers.map(url) where run.lastPathComponent != kept.lastPathComponent {
             try? FileManager.default.removeItem(at: run)
         }
     }
 
-    /// Returns the settings that continue the last run, or nil if it has finished or there is none.
+    /// Returns the settings that continue the last run, or nil if the last run has finished or no run has begun.
     ///
     /// - Parameter bundle: the present URL of the bundle. An app's folders move when the app is updated.
     func settingsToContinue(with bundle: URL) -> RunSettings? {

@@ -4,8 +4,8 @@ import MeSPCore
 
 /// A limit of the memory that training may take.
 ///
-/// A run chooses its plan by the limit: how much of a matrix it computes at once, which intermediates it keeps and which it recomputes. A lower limit
-/// makes steps slower and changes the losses only by rounding. ``FineTuner/predictedPeak(_:)`` predicts the peak of a run.
+/// A run chooses its plan by the limit. The plan says how much of a matrix the run computes at once, which intermediates it keeps and which it
+/// recomputes. A lower limit makes steps slower and changes the losses only by rounding. ``FineTuner/predictedPeak(_:)`` predicts the peak of a run.
 public struct MemoryLimit: Sendable, Equatable {
     let megabytes: Double?
 
@@ -32,19 +32,21 @@ public struct TrainingOptions: Sendable, Equatable {
     public var rank: Int?
     /// The learning rate of AdamW, whose moments have 8 bits. nil: 0.007 / √d for hidden size d, and a tenth of this for choices.
     public var learningRate: Float?
-    /// The number of sequences, or choices, in an update, at least 1. They are computed one after another.
+    /// The number of sequences, or choices, in an update, at least 1. A run computes the sequences one after another.
     public var batchSize = 1
     /// Whether the loss covers answers only. It has no effect on plain text, which has no answers.
     public var trainsAnswersOnly = true
     /// The number of steps between two measurements of the held-out loss. 0: measured at the beginning and the end only.
     public var evaluationInterval = 0
-    /// The maximum rise of perplexity on a page of English, in percent. The run scales its adapters down to stay below it. nil: no limit.
+    /// The maximum rise of perplexity on a page of English, in percent. The run scales its adapters down until the rise is below this limit. nil: no
+    /// limit.
     public var maxForgetting: Double?
     /// The adapters to start from: a folder in the format of mlx-lm, mlx-swift-lm or PEFT. nil: the run starts from the unchanged model, with B = 0.
     public var initialAdapters: URL?
     /// The probability, below 1, that a step drops an input of an adapter (LoRA dropout).
     public var dropout: Float = 0
-    /// Whether to train the length of each output's weights apart from their direction (DoRA). A run with DoRA cannot have ``maxForgetting``.
+    /// Whether to train the length of each row of a weight matrix apart from the row's direction (DoRA). A run with DoRA cannot have
+    /// ``maxForgetting``.
     public var usesDoRA = false
     /// The seed for the order of sequences, the initial A and dropout.
     public var seed: UInt64 = 0
@@ -67,9 +69,9 @@ public struct TrainingOptions: Sendable, Equatable {
 }
 
 extension TrainingOptions {
-    /// Returns the settings of a run of `bundle` with these options, except those for the data.
+    /// Returns the settings of a run of `bundle` with these options. The settings of the data are not set yet.
     ///
-    /// - Throws: `MeSPError` if an option is out of range, or the bundle was not exported for it.
+    /// - Throws: `MeSPError` if an option is out of range, or if the bundle was not exported for an option's value.
     func settings(_ bundle: URL, _ manifest: Manifest, output: URL = URL(fileURLWithPath: "")) throws -> RunSettings {
         try check()
         var settings = RunSettings(bundle: bundle.path, output: output.path)
@@ -90,7 +92,7 @@ extension TrainingOptions {
         return settings
     }
 
-    /// Throws an error for an option out of range. The error has the name of the Swift property.
+    /// Throws an error if an option is out of range. The error names the Swift property.
     private func check() throws {
         try require(steps > 0, "steps", "at least 1")
         try require(memory.megabytes.map { $0 > 0 } ?? true, "memory", "above 0 megabytes")
@@ -104,8 +106,8 @@ extension TrainingOptions {
 }
 
 extension RunSettings {
-    /// Replaces a length that `manifest` lacks with its longest shorter length, or else with its shortest. Replaces a rank that `manifest` lacks with
-    /// its first rank.
+    /// Replaces a sequence length that `manifest` lacks with the longest shorter length in `manifest`, or else with its shortest length. Replaces a
+    /// rank that `manifest` lacks with the first rank in `manifest`.
     package mutating func takeNearest(in manifest: Manifest) {
         if !manifest.seqLens.contains(seqLen) {
             seqLen = manifest.seqLens.filter { $0 <= seqLen }.max() ?? manifest.seqLens.min() ?? 1

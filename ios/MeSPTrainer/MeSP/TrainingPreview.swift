@@ -3,7 +3,7 @@ import MeSPSentences
 
 /// The first sequence of some data as a run would train it, with notices about the data.
 public struct TrainingPreview: Sendable, Equatable {
-    /// Consecutive tokens of one kind: all trained or none, all special or none.
+    /// Consecutive tokens of one kind: either all or none are in the loss, and either all or none are special.
     public struct Span: Sendable, Equatable, Identifiable {
         /// The index among the spans.
         public let id: Int
@@ -24,7 +24,7 @@ public struct TrainingPreview: Sendable, Equatable {
 
     package init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
         sentences = notices
-        // Tokens after the last one in the loss are padding, or do not affect training.
+        // Tokens after the last token in the loss are padding, or do not affect training.
         let ids = example.tokens.prefix((example.counted.last ?? -1) + 2).map { Int($0) }
         let counted = Set(example.counted.map { $0 + 1 })
         var pieces = [Int: [UInt8]]()

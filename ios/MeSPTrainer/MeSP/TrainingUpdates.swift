@@ -46,7 +46,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     /// The granted background time requires a device that is charging.
     case charger
 
-    /// A sentence with the reason and with what ends the pause, in the app's language.
+    /// A sentence that states the reason and says how the pause ends, in the app's language.
     public var message: String { MeSPControl.PauseReason(rawValue: rawValue)?.advice.localized ?? rawValue }
 }
 
@@ -73,7 +73,8 @@ public final class TrainingUpdates: AsyncSequence, AsyncIteratorProtocol, Sendab
     /// - Throws: ``FineTuningError`` if the run fails. Adapters that it has saved stay.
     public func next() async throws -> TrainingUpdate? {
         try await withTaskCancellationHandler {
-            // A separate task is not cancelled with the caller. A cancelled stream would end before the run has saved its adapters.
+            // The stream is read in a separate task, which is not cancelled with the caller. A cancelled stream would end before the run has saved
+            // its adapters.
             try await Task { [updates] in try await updates.first { _ in true } }.value
         } onCancel: {
             stop()

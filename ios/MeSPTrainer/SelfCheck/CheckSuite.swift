@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// The checks of a self-check, and the state that they share. Extensions in other files have the checks, grouped by subject.
+/// The checks of a self-check, and the state that they share. Extensions in other files define the checks, grouped by subject.
 final class CheckSuite {
     typealias Measurement = SelfCheckReport.Measurement
 
@@ -32,7 +32,7 @@ final class CheckSuite {
         (self.atBlock, self.tamper) = (atBlock, tamper)
     }
 
-    /// Returns the checks that the settings name, or all.
+    /// Returns the checks that the settings name; all checks if the settings name none.
     func chosenChecks() throws -> [Check] {
         guard let names = settings.checks else { return checks }
         if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {
@@ -123,8 +123,8 @@ final class CheckSuite {
 
     static var temporaryFolder: URL { FileManager.default.temporaryDirectory }
 
-    /// Returns the median time of `body` in seconds. It repeats `body` at least 3 times, and as often as the settings' time allows. A first call,
-    /// which may compile kernels, is not measured.
+    /// Returns the median time of `body` in seconds. The function calls `body` at least 3 times, and more often within the settings' time. An
+    /// additional first call, which may compile kernels, is not measured.
     func medianTime(_ body: () throws -> Void) throws -> Double {
         try body()
         var times = [Double]()

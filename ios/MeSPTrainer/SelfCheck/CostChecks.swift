@@ -27,7 +27,7 @@ extension CheckSuite {
             .note, "An eval of one number takes \(shown(microseconds: whole)).", [Measurement("eval", whole, "s")])
     }
 
-    /// Measures a kernel that waits for another: the slope of the time of a chain over its length, by least squares.
+    /// Measures the time of a kernel that waits for another kernel: the slope of a chain's time over the chain's length, by least squares.
     func measureDependentKernel() throws -> Finding {
         let lengths = [16, 64, 128, 256]
         let times = try lengths.map { try timeChain($0) }
@@ -42,7 +42,8 @@ extension CheckSuite {
             zip(lengths, times).map { Measurement("\($0) kernels", $1, "s") } + [Measurement("kernel", slope, "s")])
     }
 
-    /// Measures an allocation: a result of 1 MiB in a buffer from MLX's cache, and in a new buffer from the system.
+    /// Measures the time of an allocation, by two additions with a result of 1 MiB: one into a buffer from MLX's cache, and one into a new buffer
+    /// from the system.
     func measureNewBuffer() throws -> Finding {
         let x = MLXArray.zeros([1 << 18])
         eval(x)
@@ -79,8 +80,8 @@ extension CheckSuite {
         func add(_ times: Int) throws -> Double {
             try medianTime { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
         }
-        // The first addition uses a new buffer, so its time is subtracted. On a busy machine one addition may take longer than nine. Then all nine
-        // count.
+        // The first addition uses a new buffer, so the time of one addition is subtracted from the time of nine. On a busy machine one addition may
+        // take longer than nine. Then the time of all nine counts.
         let (one, nine) = (try add(1), try add(9))
         let rate = nine > one ? Double(8 * 2 * bytes) / (nine - one) : Double(9 * 2 * bytes) / nine
         constants.bytesPerSecond = rate
@@ -95,7 +96,7 @@ extension CheckSuite {
         case transposed
         /// The product dy W by `quantizedMM`.
         case plain
-        /// The product x Wᵀ with W dequantized before.
+        /// The product x Wᵀ after W has been dequantized.
         case dequantized
 
         var formula: Sentence {
@@ -107,7 +108,7 @@ extension CheckSuite {
         }
     }
 
-    /// Measures a product of the longest sequence with tiles of rows of a block's wide projection.
+    /// Measures the rate of a product. The sequence has the longest length, and W has different numbers of rows of a block's wide projection.
     func measureProduct(_ product: Product) throws -> Finding {
         let (inputs, length) = (architecture.hiddenSize, longest)
         let rates = try bundle.withBlock(0) { weights in
@@ -115,13 +116,13 @@ extension CheckSuite {
             let begin = ContinuousClock.now
             var rates = [(rows: Int, rate: Double)]()
             for rows in [64, 256, 1024, 4096, all.rows].filter({ $0 <= all.rows }) where rows != rates.last?.rows {
-                // The largest tiles of a large model take long on a CPU and add no information.
+                // A CPU takes long for the largest tiles of a large model, and their rates add no information.
                 guard rates.isEmpty || ContinuousClock.now - begin < .seconds(settings.seconds) else { break }
                 try atBlock()
                 let w = all.rows(0..<rows)
                 let x = MLXRandom.normal(
                     [length, product == .plain ? rows : inputs], dtype: productType, key: MLXRandom.key(0))
-                // A tile of a mapped matrix may be copied before the product, as in training.
+                // Only x is evaluated here. The measured time may include a copy of the tile of the mapped matrix, as in training.
                 eval(x)
                 let time = try medianTime { eval(result(product, x, w)) }
                 rates.append((rows, 2 * Double(length * rows * inputs) / time))
@@ -155,7 +156,8 @@ extension CheckSuite {
     /// The dtype of products in training.
     private var productType: DType { bundle.manifest.device == .cpu ? .float32 : bundle.dtype }
 
-    /// Notes the rate of a product that training uses: quantized products on a GPU, and on a CPU if they dequantize internally.
+    /// Notes the rate if training uses this product. If the processor dequantizes within a product, training uses the products by `quantizedMM`;
+    /// otherwise it dequantizes W before the product.
     private func note(_ product: Product, _ rate: Double) {
         if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)

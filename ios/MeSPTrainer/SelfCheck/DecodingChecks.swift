@@ -2,11 +2,12 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// Compares reading one token at a time, as in generation, with a prefill. A GPU uses other kernels for one row than for many.
+/// Compares a forward pass of one token at a time, as in generation, with a prefill of all tokens. A GPU uses other kernels for one row than for many
+/// rows.
 extension CheckSuite {
     typealias Fields = [String: any Sendable]
 
-    /// The kinds of mixers, each with the manifest's entries of its variants.
+    /// The kinds of mixers. Each kind has variants, given as entries of a manifest.
     static let mixers: [(name: String, variants: KeyValuePairs<String, Fields>)] = [
         (
             "attention",
@@ -50,8 +51,8 @@ extension CheckSuite {
         "norm_eps": 1e-5, "modules": modules([("mamba.in_proj", "in"), ("mamba.out_proj", "out")]),
     ]
 
-    /// The fields of attention with four heads of 32 features. The scores have a variance of 4. With a small variance all weights would be alike
-    /// whatever the positions.
+    /// The fields of attention with four heads of 32 features. The scores have a variance of 4. With a small variance all attention weights would be
+    /// nearly equal, and would not depend on the positions.
     private static let attention: Fields = [
         "type": "attention", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "qk_norm": false,
         "output_gate": false, "attention_scale": 2 / 32.0.squareRoot(), "frequencies": frequencies(16),
@@ -81,7 +82,7 @@ extension CheckSuite {
         (0..<count).map { pow(10000, -Double($0) / Double(count)) }
     }
 
-    /// The number of tokens, which exceeds a recurrent mixer's chunk and a window.
+    /// The number of tokens. It exceeds the chunk of a recurrent mixer and a sliding window.
     private static let decoded = ChunkDecays.chunk + 6
 
     /// Compares a block's output, its state for the next token, and the logits, for each variant of a mixer.

@@ -7,10 +7,11 @@ import MeSPSentences
 
 /// Checks that the device computes the formulas correctly and reproducibly.
 extension CheckSuite {
-    /// The tolerance of ‖a − b‖₂ / ‖b‖₂ for a tensor. In float32 it allows for another order of sums, and in bfloat16 for rounded activations.
+    /// The tolerance of ‖a − b‖₂ / ‖b‖₂ for a tensor. In float32 the tolerance allows for another order of sums, and in bfloat16 for rounded
+    /// activations.
     var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
 
-    /// The number of last blocks to check: enough for errors to propagate, and few enough for the largest model.
+    /// The number of last blocks to check. So many blocks let errors propagate, and are few enough for the largest model.
     var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
 
     func fewBlocks(_ method: GradientMethod) -> RunSettings {
@@ -23,7 +24,7 @@ extension CheckSuite {
         let length = length ?? shortest
         return FormulasOnCPU(
             bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
-            // One segment is used, because a block function returns all intermediates.
+            // The whole sequence is one segment, because a block function returns all intermediates.
             machine: Machine.$segmentTokens.withValue(length) {
                 Machine(
                     architecture, group: bundle.manifest.featureGroup, length: length, bytes: 1 << 20,
@@ -31,7 +32,7 @@ extension CheckSuite {
             })
     }
 
-    /// Returns the finding whether the largest error is within the tolerance. A NaN is not.
+    /// Returns a finding, which passes if all errors are within the tolerance. A NaN is not within the tolerance.
     func compare(
         _ what: Sentence, with other: Sentence, _ errors: [Measurement], tolerance: Double? = nil
     ) -> Finding {
@@ -56,10 +57,10 @@ extension CheckSuite {
         return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
     }
 
-    /// Returns the largest error, or NaN if one is not finite, because `max` would ignore a NaN.
+    /// Returns the largest error. Returns NaN if an error is not finite, because `max` would ignore a NaN.
     func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
 
-    /// Returns the errors of each module's A and B, each the largest over all blocks.
+    /// Returns the errors of the gradients of each module's A and B. Each error is the largest over all blocks.
     func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
         -> [Measurement]
     {
@@ -86,10 +87,10 @@ extension CheckSuite {
         return (loss, gradients)
     }
 
-    // MARK: - Against other ways to the same numbers
+    // MARK: - Comparisons with other computations of the same numbers
 
     func checkBlockOutputs() throws -> Finding {
-        /// The first block of each kind is checked.
+        /// The blocks to check: the first block of each kind that has functions.
         let blocks = bundle.manifest.blocks.filter(\.hasFunctions).map { $0.layers[0] }
         guard !blocks.isEmpty else {
             throw Skipped(reason: "The bundle has no functions.")
@@ -101,7 +102,7 @@ extension CheckSuite {
             let lora = try model.parameters(block)
             let whole = example(shortest)
             let example = Example(tokens: whole.tokens, counted: whole.counted, records: records)
-            // Each block gets the embedding as its input, so side inputs from other blocks are computed from it too.
+            // Each block gets the embedding as its input. So the keys and values of other blocks are also computed from the embedding.
             let context = try model.makeContext(example, x0: x)
             try addKeysAndValues(before: block, x, model, context)
             let side = try sideInputs(block, x, lora, model, context)
@@ -140,7 +141,7 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// Returns the inputs of a block besides x, from a context with those of other blocks.
+    /// Returns the inputs of a block besides x. `context` has the keys and values that earlier blocks share.
     func sideInputs(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel,
         _ context: BlockwiseModel.SequenceContext
@@ -150,7 +151,7 @@ extension CheckSuite {
         }
     }
 
-    /// Returns a block's output, from the device's own forward pass.
+    /// Returns a block's output, as the device's own forward pass computes it.
     private func output(
         _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws -> MLXArray {
@@ -168,7 +169,7 @@ extension CheckSuite {
         }
     }
 
-    /// Returns the input of the first trained block `[1, T, hidden]`, from the device's own forward pass, and its context.
+    /// Returns the input of the first trained block, `[1, T, hidden]`, as the device's own forward pass computes it, and the context of the sequence.
     func inputOfTrained(_ trainer: Trainer) throws -> (x: MLXArray, context: BlockwiseModel.SequenceContext) {
         let model = trainer.model
         var x = try model.embed(example(shortest))
@@ -240,12 +241,13 @@ extension CheckSuite {
             "Loss and gradient of one, two and three targets", with: "those of the formulas on the CPU", errors)
     }
 
-    // MARK: - Against itself
+    // MARK: - Comparisons of results with repeated results
 
     /// Returns the bytes of a vector.
     private func bits(_ array: MLXArray) throws -> Data { try array.withBytes { $0.withUnsafeBytes { Data($0) } } }
 
-    /// Checks that repeated gradients are equal to the last bit. The number of repeats is the settings', or fewer after twenty times their seconds.
+    /// Checks that repeated gradients are equal to the last bit. Repeats a gradient as often as the settings say, but stops after twenty times the
+    /// settings' seconds.
     func repeatGradient() throws -> Finding {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let first = try gradients(trainer).gradients.mapValues(bits)
@@ -264,7 +266,8 @@ extension CheckSuite {
             [Measurement("repeats", Double(done)), Measurement("different", Double(different))])
     }
 
-    /// Compares three steps of one trainer with two steps and a third by another trainer, which resumes from the first one's saved state.
+    /// Checks that a resumed run equals an uninterrupted run. One trainer takes three steps and saves its state after the second. Another trainer
+    /// loads this state and takes the third step.
     func checkResume() throws -> Finding {
         var run = fewBlocks(.mesp)
         (run.optimizer, run.learningRate, run.output) = (.adamw8bit, 1e-3, "")

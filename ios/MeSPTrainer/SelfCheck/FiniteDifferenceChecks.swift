@@ -4,12 +4,13 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 
-/// Compares the derivative formulas with finite differences of the loss, which does not use them. The check `gradients.cpu` relies on them.
+/// Compares the derivative formulas with finite differences of the loss. Finite differences do not use the formulas. The check `gradients.cpu` relies
+/// on the formulas.
 extension CheckSuite {
     /// The largest allowed relative error. Rounding the losses to float32 causes errors of up to 10⁻⁴.
     private static let differenceTolerance = 5e-4
 
-    /// The number of targets, enough for their rounding errors to average out.
+    /// The number of targets. With so many targets the rounding errors of their losses average out.
     private static let differenceTokens = 64
 
     /// Compares the slope of the loss along the gradient of each module's A and B, in each of the last blocks, with the norm of that gradient. The
@@ -20,7 +21,7 @@ extension CheckSuite {
     /// The first of these blocks gets the embedding as its input. The check begins with the last block and stops after twenty times the settings'
     /// seconds.
     ///
-    /// - Parameter derivatives: a bundle with the same weights whose backward pass is checked; nil for the bundle itself.
+    /// - Parameter derivatives: the bundle whose backward pass is checked. This bundle has the same weights. nil for the bundle of the self-check.
     func compareGradientsWithDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
         guard !architecture.hasExperts else {
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
@@ -36,7 +37,8 @@ extension CheckSuite {
         var x = try model.embed(example).asType(.float32)
         let context = try model.makeContext(example, x0: x)
         try addKeysAndValues(before: blocks[0], x, model, context)
-        /// Returns the outputs of a block with these parameters. The keys and values that it has for later blocks also come from these parameters.
+        /// Returns the outputs of a block with these parameters. The keys and values that the block shares with later blocks also come from these
+        /// parameters.
         func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
             try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
         }
@@ -59,7 +61,7 @@ extension CheckSuite {
                 try backward.backward(
                     block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, dShared: &dShared)
             )
-            /// Returns the loss with other parameters in this block.
+            /// Returns the loss with the parameters `changed` in this block.
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y
                 for later in block + 1..<model.blocks.upperBound {
@@ -97,12 +99,12 @@ extension CheckSuite {
 
     private func norm(_ x: MLXArray) -> Float { x.square().sum().sqrt().item(Float.self) }
 
-    /// The change of the loss by a step of h, in nats.
+    /// The change of the loss, in nats, that moving the parameters by h is meant to cause.
     private static let differenceInLoss: Float = 0.005
 }
 
 extension LoRALayout {
-    /// The name of each module's A and B, with a vector `[P]` that is 1 for its parameters and 0 for all others.
+    /// The names of each module's A and B. Each has a mask `[P]`, which is 1 for the parameters of this matrix and 0 for all other parameters.
     fileprivate var parts: [(name: String, mask: MLXArray)] {
         modules.flatMap { module in
             [("A", Float(1)), ("B", Float(0))].map { name, a in

@@ -3,11 +3,11 @@ import MLX
 import MeSPControl
 import MeSPCore
 
-/// The measurements of the first step in the process. On a GPU that step compiles every kernel, and Metal takes memory for them.
+/// The measurements of the first step in the process. On a GPU the first step compiles every kernel, and Metal takes memory for the kernels.
 struct FirstStep {
-    /// The growth of the footprint, without MLX's arrays, since before MLX was used, in bytes: after the first use, and after the step.
+    /// The growth of the footprint, without MLX's arrays, in bytes: from before the first use of MLX to after this use, and to after the step.
     let afterUse, afterStep: Int
-    /// The longest time between two boundaries in the first step, in seconds; `longestAgain` is that of a second step.
+    /// The longest time between two boundaries in the first step, in seconds; `longestAgain` is the longest time in a second step.
     let longest, longestAgain: Double
 }
 
@@ -33,7 +33,7 @@ extension CheckSuite {
         return step
     }
 
-    /// Returns the longest time between two boundaries of a step, and that of a second step.
+    /// Takes two steps. Returns, for each step, the longest time between two boundaries, in seconds.
     private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
         let trainer = try makeTrainer(run, plan: plan)
         defer { trainer.clock.atBlock = {} }
@@ -67,7 +67,8 @@ extension CheckSuite {
             ])
     }
 
-    /// Checks the longest time to a boundary. An app that enters the background waits for one, and iOS terminates an app that takes too long.
+    /// Checks the longest time to a boundary. An app that enters the background waits for the next boundary, and iOS terminates an app that takes too
+    /// long.
     func checkLeaving() throws -> Finding {
         let step = try takeFirstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)

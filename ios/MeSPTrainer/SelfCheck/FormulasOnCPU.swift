@@ -3,8 +3,8 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 
-/// Computes a block, and the head, by the formulas on the CPU in float32. Results of a GPU are compared with these. On a CPU they are an independent
-/// computation of the block function's results.
+/// Computes a block, and the head, by the formulas on the CPU in float32. The results of a GPU are compared with the results of this type. On a CPU,
+/// the results of the block function are compared with them.
 struct FormulasOnCPU {
     let bundle: ModelBundle
     let layouts: [LoRALayout]
@@ -28,7 +28,8 @@ struct FormulasOnCPU {
 
     /// Returns the gradient of a block's LoRA parameters `[P]`, and changes d from dy to dx. Both are evaluated.
     ///
-    /// - Parameter dShared: the parameter of `Block.structuredBackward`, by the index of the block that owns the keys and values.
+    /// - Parameter dShared: the gradients of shared keys and values, by the index of the block that owns the keys and values; see
+    ///   `Block.structuredBackward`.
     func backward(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs, _ intermediates: Intermediates,
         d: inout MLXArray, dShared: inout [Int: MixerState.KeyValues]

@@ -69,8 +69,8 @@ extension CheckSuite {
             ])
     }
 
-    /// Checks that mapping does not copy. If Metal refuses an address or a length, MLX copies silently, and then the array does not show a change of
-    /// the file.
+    /// Checks that mapping does not copy. If Metal refuses an address or a length, MLX copies the data without an error. Then a change of the file
+    /// does not show in the array.
     func checkMapWithoutCopy() throws -> Finding {
         let size = min(largestFile.words * 4, 16 << 20)
         let path = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)").path
@@ -100,7 +100,7 @@ extension CheckSuite {
         }
     }
 
-    /// Measures the footprint of a map, by reading every page of the largest weight file through MLX.
+    /// Measures by how much the footprint grows when MLX reads every page of the largest weight file through a map.
     func measureMapFootprint() throws -> Finding {
         let size = largestFile.words * 4
         func read() throws -> Int {
@@ -124,14 +124,14 @@ extension CheckSuite {
     }
 
     /// Returns the verdict on the growth of the footprint. A copy would add the whole size. For a small file the growth proves nothing, because a
-    /// kernel's own memory is as large.
+    /// kernel's own memory is as large as the file.
     static func verdict(footprintOfMap grown: Int, size: Int) -> SelfCheckReport.Verdict {
         let slack = 1_000_000
         guard size > 4 * slack else { return .note }
         return grown < size / 4 + slack ? .pass : .fail
     }
 
-    /// Measures the cost of mapping a block: the map, and the first kernel that reads it.
+    /// Measures the time to map a block's file and to run the first kernel that reads the map.
     func measureMapFirstUse() throws -> Finding {
         let file = bundle.file(ofBlock: 0)
         let (url, words) = (bundle.url.appendingPathComponent(file.file), file.words)

@@ -5,12 +5,12 @@ import MeSPCore
 
 /// Compares each row of a product in bfloat16, because one wrong row among many hardly changes the error of the whole product.
 extension CheckSuite {
-    /// The largest allowed relative error of a row. Rounding the result to bfloat16 causes an error of 2·10⁻³. Rounding the dequantized W causes
-    /// about 5·10⁻³ at 8 bits, where codes are large compared with the steps between them.
+    /// The largest allowed relative error of a row. Rounding the result to bfloat16 causes an error of 2·10⁻³. Rounding the dequantized W causes an
+    /// error of about 5·10⁻³ at 8 bits, because 8-bit codes are large compared with the steps between them.
     private static let rowTolerance = 0.02
 
-    /// The numbers of rows to check. MLX has kernels for few rows, for more rows, and for matrices. The last use the neural accelerators of a GPU
-    /// that has them.
+    /// The numbers of rows to check. MLX has kernels for few rows, for more rows, and for matrices. The kernels for matrices use the neural
+    /// accelerators of a GPU that has them.
     private static let numbersOfRows = [9, 33, 256]
 
     /// The maximum number of elements in W.
@@ -26,13 +26,13 @@ extension CheckSuite {
     /// Compares x Wᵀ, plain and quantized, with the product of the same numbers in float32 on the CPU. W has the first rows of a block's wide
     /// projection.
     ///
-    /// - Parameter tolerance: the largest allowed relative error of a row. A CPU needs a larger tolerance, as it sums in bfloat16.
+    /// - Parameter tolerance: the largest allowed relative error of a row. A CPU needs a larger tolerance, because it sums in bfloat16.
     func checkProductRows(tolerance: Double) throws -> Finding {
         let inputs = architecture.hiddenSize
         let errors = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
             let w = all.rows(0..<min(all.rows, max(1, Self.mostElements / inputs)))
-            // Only affine quantization has scales that are numbers; in other formats they are codes.
+            // Only affine quantization has floating-point scales. The scales of other formats are codes.
             let isAffine = w.biases != nil
             let scales = isAffine ? w.scales.asType(.bfloat16) : w.scales
             let biases = w.biases?.asType(.bfloat16)

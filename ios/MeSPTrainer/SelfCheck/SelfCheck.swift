@@ -5,15 +5,15 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A check of the properties that training needs: mapping of weights without a copy; the cost of an `eval`, a kernel and a buffer; the
-/// agreement of gradients with the CPU's; and the agreement of a step's peak with the prediction.
+/// A check of the machine for training. It checks that weights are mapped without a copy, that gradients agree with the formulas on the CPU, and that
+/// a step's peak agrees with the prediction. It measures the times of an `eval`, a kernel and a buffer.
 ///
-/// With a bundle for the CPU every check runs too, and compares with the CPU's own formulas.
+/// With a bundle for the CPU every check also runs, and compares the CPU's results with the formulas on the CPU.
 public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
         package var bundle: String
-        /// The number of repeats of a gradient, which must be equal to the last bit.
+        /// The number of times that a gradient is repeated. All results must be equal to the last bit.
         package var repeats = 50
         /// The duration of one measurement, in seconds.
         package var seconds = 1.0
@@ -55,7 +55,8 @@ public struct SelfCheck {
     /// Runs the checks, one after the other.
     ///
     /// - Parameters:
-    ///   - atBlock: called before each check and at every block boundary. It may wait, or throw `CancellationError`, which ends the self-check.
+    ///   - atBlock: a closure that is called before each check and at every block boundary. The closure may wait, or throw `CancellationError`, which
+    ///     ends the self-check.
     ///   - report: receives each part of the report when it is complete.
     /// - Returns: the whole report.
     /// - Throws: `MeSPError` if the bundle cannot be used, and `CancellationError`. A failed check throws no error.
@@ -63,7 +64,7 @@ public struct SelfCheck {
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
         let begin = ContinuousClock.now
-        // This comes before any use of a GPU.
+        // `firstUseOfMLX` gets its value at its first use. Reading it here comes before any use of a GPU.
         let isFirstUse = firstUseOfMLX.time >= begin
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))

@@ -4,13 +4,13 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// The report of a machine's self-check: the result of each check, and the measured constants.
+/// The report of a self-check: the result of each check, and the measured constants of the machine.
 public struct SelfCheckReport: Codable, Sendable {
     /// The machine and the model of the run.
     package var start: Start
     public var checks = [Check]()
-    /// The end of the report; nil until every check has run. If it stays nil, the process was terminated, during the check after the last one in
-    /// `checks`.
+    /// The end of the report; nil until every check has run. If `end` stays nil, the process was terminated during the check that follows the last
+    /// check in `checks`.
     package var end: End?
 
     package struct Start: Codable, Sendable {
@@ -18,7 +18,7 @@ public struct SelfCheckReport: Codable, Sendable {
         package var mlxVersion: String
         /// The machine and its system.
         package var host: String
-        /// The name of the GPU, from the system; nil if there is none, or if MLX's GPU is not Apple's. `gpuArchitecture` is its architecture.
+        /// The name of the GPU, from the system; nil if there is no GPU, or if MLX's GPU is not Apple's. `gpuArchitecture` is its architecture.
         package var gpu: String?
         package var gpuArchitecture: String?
         /// The bundle's name.
@@ -65,7 +65,7 @@ public struct SelfCheckReport: Codable, Sendable {
         }
     }
 
-    /// The constants of a model of a step's time; nil if they were not measured:
+    /// The measured constants. A constant is nil if it was not measured. The constants predict the time of a step:
     ///
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
     ///               + the larger of  bytes / bytesPerSecond  and  FLOP / flopsPerSecond
@@ -82,7 +82,7 @@ public struct SelfCheckReport: Codable, Sendable {
         package var bytesPerSecond: Double?
         /// The memory that MLX adds to the footprint after a step, besides its arrays: on a GPU, Metal's libraries, kernels and command buffers.
         package var metalBytes: Double?
-        /// The rate of the products that training uses, at the fastest tile: the slower of x Wᵀ and dy W.
+        /// The rate of the products that training uses: the slower of x Wᵀ and dy W, each measured with its fastest tile.
         package var flopsPerSecond: Double?
     }
 

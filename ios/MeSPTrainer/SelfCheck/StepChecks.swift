@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// The times of a run's steps, by phase.
+/// The times and the memory of a run's steps, by phase.
 private struct Steps {
     static var phases: [(name: String, path: KeyPath<StepClock.Phases, Double>)] {
         [("forward", \.forward), ("head", \.loss), ("backward", \.backward)]
@@ -96,8 +96,8 @@ extension CheckSuite {
             [Measurement("predicted", Double(predicted), "bytes")] + measured)
     }
 
-    /// Measures the phases with several plans: the default, the fastest ones within twice its memory, halfway between it and the minimum, and at the
-    /// minimum, and one that keeps MLX's cache.
+    /// Measures the phases with several plans. The plans are the default plan, the fastest plans within three memory limits, and on a GPU the default
+    /// plan with MLX's cache kept. The limits are twice the default plan's peak, the mean of this peak and the least peak, and the least peak.
     func measureTimes(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
@@ -129,7 +129,8 @@ extension CheckSuite {
             measured)
     }
 
-    /// Compares the speeds at the beginning and at the end of a long run, each over a minute or a tenth of it.
+    /// Compares the speeds at the beginning and at the end of a long run, each over a minute, or over a tenth of a run that is shorter than ten
+    /// minutes.
     func measureThrottling() throws -> Finding {
         guard settings.minutes > 0 else {
             throw Skipped(reason: "No long run was requested; set minutes.")

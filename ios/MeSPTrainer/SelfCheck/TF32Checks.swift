@@ -40,7 +40,7 @@ extension CheckSuite {
     /// A threshold between the relative errors of float32, below 10⁻⁶, and of TF32, about 10⁻⁴.
     private static let roundedFrom = 1e-5
 
-    /// Returns the relative errors of products with a diagonal matrix, in which each result is the product of two numbers.
+    /// Returns the relative errors of products with a diagonal matrix. Each element of such a product is the product of two numbers.
     private func errorsOfProducts() -> [Measurement] {
         let (rows, features) = (256, 512)
         let x = MLXRandom.normal([rows, features], key: MLXRandom.key(0))

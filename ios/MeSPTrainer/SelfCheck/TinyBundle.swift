@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPFiles
 
 /// A bundle of one block with random weights. The self-check writes such a bundle for each mixer, so that a check does not depend on the mixers of
-/// the chosen bundle. The bundle has no block function, so it can generate but not train.
+/// the chosen bundle. The bundle's file of block functions is empty, so the bundle can generate but not train.
 struct TinyBundle {
     /// The manifest's entry for the mixer.
     let mixer: [String: any Sendable]
@@ -45,7 +45,7 @@ struct TinyBundle {
         }
         let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
         let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
-        // A manifest must name a block function for each length. Generation does not call it.
+        // The manifest names this empty file as the block function. Generation does not call the function.
         let function = "block.mlxfn"
         try Data().write(to: folder.appendingPathComponent(function))
 

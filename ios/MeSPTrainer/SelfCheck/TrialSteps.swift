@@ -12,7 +12,7 @@ package final class TrialSteps {
     private var number = 0
 
     /// - Parameters:
-    ///   - settings: the settings of a run. Their output is not used.
+    ///   - settings: the settings of a run. The output folder in them is not used.
     ///   - plan: chooses the plan.
     /// - Throws: `MeSPError`, as a run does at its start.
     package init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
@@ -45,7 +45,7 @@ package final class TrialSteps {
     /// Whether the model has experts.
     package var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
 
-    /// Takes a step with the settings' number of sequences; with an objective, with one.
+    /// Takes a step with as many sequences as the settings give a step. With an objective, the step has one sequence.
     ///
     /// - Parameter atBlock: called at each block boundary, where a run may pause.
     package func step(atBlock: @escaping () -> Void = {}) throws {

@@ -15,7 +15,7 @@ public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
 }
 
 extension Error {
-    /// The error as a sentence: its own, or the system's description.
+    /// The error as a sentence: the error's own sentence, or else the system's description.
     package var plainSentence: Sentence {
         if let error = self as? any SentenceError { return error.sentence }
         if let decoding = self as? DecodingError {
@@ -23,7 +23,7 @@ extension Error {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
             case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
                 let path = context.codingPath.map(\.stringValue).joined(separator: ".")
-                // Foundation does not say which number is out of range for its type.
+                // If a number is out of range for its type, Foundation does not give its path.
                 guard !path.isEmpty else { return "it is not JSON, or has a number that is too large or too small" }
                 return "\(path) has the wrong type"
             @unknown default: break

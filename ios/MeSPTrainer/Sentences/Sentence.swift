@@ -2,9 +2,9 @@ import Foundation
 
 /// A text for a person: in English for logs and programs, and in the language of the app's String Catalog on the screen.
 ///
-/// It is written as a literal, `"\(name) has \(count) tokens"`. Its key in the catalogue is the one that Xcode derives from such a literal, `%@ has
-/// %lld tokens`. Whole numbers are `%lld`, so that a translation can vary by them, and all other values are `%@`. A translation may reorder the
-/// values, as `%2$lld` and `%1$@`. A sentence within a sentence is in the language of the outer one, and loses its full stop.
+/// A sentence is written as a literal, `"\(name) has \(count) tokens"`. Its key in the catalogue is the key that Xcode derives from the literal, `%@
+/// has %lld tokens`. Whole numbers are `%lld`, so that a translation can vary by them, and all other values are `%@`. A translation may reorder the
+/// values, as `%2$lld` and `%1$@`. A sentence within a sentence has the language of the outer sentence, and loses its full stop.
 public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     private let key: String
     private let values: [Value]
@@ -17,7 +17,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
 
     public init(stringLiteral text: String) { self.init(english: text) }
 
-    /// - Parameter english: a sentence that was read from a file. The catalogue has a translation only if it was written without values.
+    /// - Parameter english: a sentence that was read from a file. The catalogue has a translation only if the sentence was written without values.
     package init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }
@@ -36,7 +36,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     }
 
     private func filled(_ format: String, locale: Locale?, _ words: (Sentence) -> String) -> String {
-        // As in Xcode, a key without values is not a format, so a % in it stays a %.
+        // As in Xcode, a key without values is not a format, so a % in the key stays a %.
         guard !values.isEmpty else { return format }
         let arguments = values.map { value -> any CVarArg in
             switch value {
@@ -81,7 +81,7 @@ extension Sentence: Equatable {
     public static func == (one: Sentence, other: Sentence) -> Bool { one.english == other.english }
 }
 
-/// In files a sentence is its English text.
+/// A file has the English text of a sentence.
 extension Sentence: Codable {
     public init(from decoder: any Decoder) throws {
         self.init(english: try decoder.singleValueContainer().decode(String.self))

@@ -96,7 +96,7 @@
                 #expect(report.faults == [:], "evaluation \(first)")
                 #expect(adapters == nil || adapters == whole.adapters, "evaluation \(first)")
                 #expect(log.map(loss) == Array(losses.prefix(log.count)), "evaluation \(first)")
-                // The run evaluates only up to the end of the block or the head.
+                // After the failure the run evaluates only up to the end of the present block or of the head.
                 #expect(report.evaluations - first < 80, "evaluation \(first): \(report.evaluations - first)")
             }
         }
@@ -212,7 +212,7 @@
             let result = withMetal(.init(gpuByDefault: true)) {
                 try Run.run(settings)
                 let a = MLXArray([1, 2])
-                // The default device is still the GPU, because on iOS `compile` fuses nothing for another.
+                // The default device is still the GPU, because on iOS `compile` fuses nothing for another device.
                 #expect(throws: MLXError.self) {
                     try withError {
                         Device.withDefaultDevice(.cpu) {

@@ -23,18 +23,18 @@ import MeSPSentences
         private static let families = folders(
             "tied-gpu", "qwen3_5-gpu", "gemma4-gpu", "lfm2_moe-gpu", "granite-mamba-gpu")
 
-        /// Returns a failure whose error is thrown when the stream is synchronized or in one of the next evaluations, by turns, and which leaves NaN
-        /// or zeros.
+        /// Returns rules under which `count` command buffers fail, the first of them `buffer`. This number decides whether an error is thrown when
+        /// the stream is synchronized or in one of the next evaluations, and whether the buffer's arrays become NaN or zeros.
         private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
             var failing = FailingCommandBuffers(first: buffer)
             failing.count = count
-            // Of several failures each belongs to another attempt.
+            // Several errors are thrown only when the stream is synchronized, so that each failure belongs to another attempt.
             failing.delay = count > 1 ? .max : [.max, 0, 1, 4][buffer % 4]
             failing.garbage = buffer / 4 % 2 == 0 ? .nan : .zeros
             return .init(failingBuffers: failing)
         }
 
-        /// Compares the results of `work` with a failure of each command buffer with its results without failures.
+        /// Checks that `work` has the same results as without failures, whichever command buffer fails.
         ///
         /// - Parameters:
         ///   - step: the distance between buffers that fail.
@@ -234,7 +234,7 @@ import MeSPSentences
             }
         }
 
-        /// Three failures of one piece of work end the run at any place. Saved files belong to one step and are unchanged.
+        /// Three failures of one piece of work end the run, wherever in the run it is. Saved files belong to one step and are unchanged.
         @Test func workThatFailsThreeTimesEndsTheRun() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }
@@ -308,7 +308,8 @@ import MeSPSentences
             }
         }
 
-        /// Several texts at once, two of them after one prompt and one that ends early; then the next turn of a conversation.
+        /// Texts that are generated together are the same after a failure. Two of them share a prompt, and one ends early. The next turn of a
+        /// conversation is tested too.
         @Test(arguments: plain) func textsTogetherAreTheSame(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             let requests = [request(0, 4), request(1, 2), request(1, 5, prompt: [4, 5])]

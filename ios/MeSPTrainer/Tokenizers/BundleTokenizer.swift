@@ -5,7 +5,7 @@ import Tokenizers
 /// Loads the tokenizer of a bundle with swift-transformers.
 ///
 /// - Parameter bundle: the folder of the model.
-/// - Throws: `FineTuningError` if its files cannot be read.
+/// - Throws: `FineTuningError` if the tokenizer's files cannot be read.
 public func loadTokenizer(bundle: URL) async throws -> any TextTokenizer {
     try await BundleTokenizer(bundle: bundle)
 }

@@ -1,7 +1,7 @@
 #if os(iOS)
     import ActivityKit
 
-    /// The content of a run's Live Activity. The app, which sets it, and the widget, which displays it, both compile this file. iOS identifies the
+    /// The content of a run's Live Activity. The app sets the content, and the widget displays it. Both compile this file, because iOS identifies the
     /// type by its name.
     struct RunAttributes: ActivityAttributes {
         struct ContentState: Codable, Hashable, Sendable {
@@ -12,7 +12,7 @@
             var loss: String?
             /// The remaining time; nil before the first step and after the last.
             var timeLeft: String?
-            /// The reason why the run waits, or how it has ended.
+            /// The reason why the run waits, or the way in which it has ended; nil while the run trains.
             var note: String?
         }
 

@@ -2,7 +2,7 @@ import ActivityKit
 import SwiftUI
 import WidgetKit
 
-/// The run in progress, on the lock screen and in the Dynamic Island.
+/// The display of the run in progress, on the lock screen and in the Dynamic Island.
 @main struct RunWidget: Widget {
     var body: some WidgetConfiguration {
         ActivityConfiguration(for: RunAttributes.self) { context in

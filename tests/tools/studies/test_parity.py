@@ -39,7 +39,8 @@ def test_an_interval_is_that_of_paired_means():
     noise = draw.normal(0, 0.2, 400)
     baseline = scores(base, exact)
     assert paired([baseline], [baseline], what="loss") == (0, 0, 0)
-    # Nats a token, for two targets each. The sequences' own spread, which is much larger, cancels.
+    # The difference is in nats a token, with two targets a sequence. The sequences' own spread,
+    # which is much larger, cancels.
     other = scores(base + 0.1 + noise, exact)
     difference = paired([other], [baseline], what="loss")
     half = 1.96 * noise.std() / 2 / np.sqrt(400)
@@ -94,7 +95,9 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_a_problem_is_right_where_the_number_written_is(
     monkeypatch: pytest.MonkeyPatch, problems: Bundle
 ):
-    """The solution does not matter; one that ends without a number is wrong."""
+    """A problem is right if the number at the end is right. The rest of the solution does not
+    matter; a solution that ends without a number is wrong.
+    """
     tokenizer = load_bundle_tokenizer(problems.path)
     asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
 
@@ -186,7 +189,8 @@ def test_every_plan_trains_the_same(tmp_path: Path):
         for number, each in enumerate(options.values())
     )
     for each in others:
-        # The study promises this; when it was written, they agreed to the last digit of the log.
+        # The study promises this. When it was written, the losses agreed to the last digit of the
+        # log.
         assert np.abs(np.subtract(each.losses, first.losses)).max() <= parity.PLAN_MARGIN
 
 

@@ -30,10 +30,11 @@ JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 def measure_bits(
     cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
 ) -> Iterator[Row]:
-    """Yields a row for each quantization of a geometry in memory, all on disk, and on disk in a
-    control group.
+    """Yields up to three rows for each quantization of a geometry: in memory, with all on disk, and
+    with all on disk in a control group.
 
     The control group has less memory than the first quantization's weights take. Runs alternate.
+    There is no third row if nobody may make a control group.
     """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
@@ -89,8 +90,9 @@ def run_and_count(
 
 
 def forget(folder: Path) -> None:
-    """Makes the system drop a folder's files from its cache, as cached files count in a control
-    group.
+    """Makes the system drop a folder's files from its cache.
+
+    A control group counts only the files that its own processes read into the cache.
     """
     for file in folder.rglob("*"):
         if file.is_file():
@@ -100,7 +102,9 @@ def forget(folder: Path) -> None:
 
 
 def limit_file() -> Path | None:
-    """Returns the path of a control group's limit, below its parent, in the mounted version."""
+    """Returns the file for the memory limit of a new control group, in the mounted version of
+    control groups; None if nobody may make one.
+    """
     for parent, name in ((GROUPS / "memory", "memory.limit_in_bytes"), (GROUPS, "memory.max")):
         if (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK):
             return parent / f"mesp-bench-{os.getpid()}" / name

@@ -48,7 +48,7 @@ class Cell(NamedTuple):
 def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
     """Returns every model with every length and rank of a table's options, with a ready bundle.
 
-    A table with quantizations has a cell for each.
+    A table with quantizations has a cell for each quantization.
     """
     cells = []
     for model in quantized_models(options, work):
@@ -67,9 +67,10 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
 
 
 def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
-    """Yields the table's models, or with quantizations, folders with a config.json for each.
+    """Yields the table's models. If the table has quantizations, yields folders instead.
 
-    Each folder stands for a model in MLX's format. Its matrices all have these bits and groups.
+    There is a folder for each model and quantization. It has only a config.json, and stands for a
+    model in MLX's format whose matrices are all quantized in this way.
     """
     for model in options["models"]:
         if "quantizations" not in options:
@@ -91,9 +92,9 @@ def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
     """Returns the model's bundle in `work`.
 
-    It has the model's weights if the table is about learning, or if it is the demo model or a GGUF
-    file; otherwise random weights. An existing bundle of a known geometry is used again, and keeps
-    its lengths and ranks.
+    The bundle has the model's weights if the table is about learning, or if the model is the demo
+    model or a GGUF file. Otherwise its weights are random. An existing bundle of a known geometry
+    is used again, and keeps its lengths and ranks.
     """
     seq_lens, ranks = {*options["seq_lens"]}, {*options["ranks"]}
     learns = "data" in options

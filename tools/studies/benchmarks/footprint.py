@@ -26,7 +26,7 @@ def footprint() -> int:
 class Peak:
     """The highest footprint since its creation, in bytes.
 
-    A thread samples it: while MLX or PyTorch computes, Python is free.
+    A thread samples the footprint. It can run while MLX or PyTorch computes.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class Writer:
         self.process, self.is_engine = process, is_engine
 
     def write(self, prompts: list[list[int]], tokens: int) -> Use:
-        """Writes this many of the likeliest tokens after each of the prompts, together."""
+        """Writes `tokens` tokens, the likeliest ones, after each of the prompts, together."""
         began, cpu = time.perf_counter(), self._cpu_seconds()
         peak, adapters = (
             self._ask_engine(prompts, tokens) if self.is_engine else (self._ask(prompts, tokens), 0)
@@ -93,7 +93,7 @@ class Writer:
         raise MespError("A process that generates ended early.")
 
     def _cpu_seconds(self) -> float | None:
-        """Returns the user and system time of all threads so far; None except on Linux."""
+        """Returns the user and system time of all threads so far; None if this is not Linux."""
         path = Path(f"/proc/{self.process.pid}/stat")
         if not path.exists():
             return None
@@ -130,7 +130,7 @@ def measure_generation(
     eight.
 
     The eight texts are written together. A round measures each program and number of texts once, so
-    that a slow minute affects all.
+    that a slow minute affects all programs.
     """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())

@@ -112,8 +112,9 @@ def page(rows: dict[str, list[Row]], command: str) -> str:
 
 
 def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
-    """Our figures beside the paper's, for the figures that the paper reports too. Failed runs are
-    left out.
+    """Yields a line for each figure that was measured here, with the paper's figure beside it.
+
+    Failed runs are left out.
     """
     for row in rows["length"]:
         model, tokens = row["model"], row["seq_len"]
@@ -152,5 +153,5 @@ def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
 
 
 def line(figure: str, theirs: float | str | None, here: str) -> dict[str, str]:
-    """A line of the comparison. A figure is None if the paper does not report it."""
+    """Returns a line of the comparison; `theirs` is None if the paper does not have the figure."""
     return {"figure": figure, "paper": "-" if theirs is None else f"{theirs}", "here": here}

@@ -1,4 +1,4 @@
-"""Compares a step on preference data with a supervised one on the same sequences."""
+"""Compares a step on preference data with a supervised step on the same sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from studies.benchmarks.variants import Variant
 
 
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
-    """Yields a row for supervised steps, whose gradients are summed and clipped, and one an
+    """Yields a row for supervised steps, whose gradients are summed and clipped, and a row for each
     objective.
 
     For DPO there is also a row with block inputs on disk: the inputs of an answer are kept there
@@ -67,7 +67,8 @@ def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:
     """Writes and returns a folder of data with `count` pairs of random answers, for `data` in the
     settings.
 
-    A pair is as long as a sequence, and half of it is prompt. Without labels they are examples.
+    Each answer with its prompt is as long as a sequence, and half of it is prompt. If not
+    `labelled`, the data has no labels, and so the answers are ordinary examples.
     """
     length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle).architecture.vocab_size
     examples = np.arange(2 * count, dtype="<u4")[:, None] * length

@@ -62,8 +62,8 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> RunLog:  # fmt: skip
-    """Returns the report of `benchmarks.in_python`, with OpenBLAS if `preload` is set and there is
-    one.
+    """Returns the report of `benchmarks.in_python`. With `preload` it runs with OpenBLAS, if an
+    OpenBLAS is installed.
     """
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
@@ -83,7 +83,7 @@ def run_peft(
     """
     environment = with_threads(threads) | {"PYTHONPATH": str(TOOLS)}
     settings = settings | {"output": str(folder.resolve())}
-    # The path is not resolved, because Python finds its environment by the link.
+    # Links in the path are not resolved, because Python finds its virtual environment by the link.
     command = [python.absolute(), "-m", "studies.in_peft.train"]
     return run_program(command, settings, folder, tell, environment)
 
@@ -94,7 +94,7 @@ def run_program(
 ) -> RunLog:  # fmt: skip
     """Runs a program with a file of settings, and returns a log of the records that it prints.
 
-    Raises MespError with the last line that it printed if it fails.
+    If the program fails, raises MespError with the last line that the program printed.
     """
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:
@@ -122,8 +122,9 @@ def run_program(
 
 @cache
 def find_openblas() -> str | None:
-    """Returns an OpenBLAS to preload, on Linux: MLX uses the executable's BLAS before its
-    wheel's.
+    """Returns the name of an OpenBLAS to preload on Linux; None if there is none.
+
+    MLX uses a preloaded BLAS in place of its wheel's.
     """
     name = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
     with suppress(OSError):

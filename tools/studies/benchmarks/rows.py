@@ -37,16 +37,15 @@ from studies.benchmarks.variants import (
 )
 from studies.in_peft.inputs import first_adapters, write_inputs
 
-# The number of steps after which the memory is compared with that of the last step, to see whether
-# it grows.
+# The peak of this step is compared with that of the last step, to see whether memory grows.
 SETTLED_AFTER = 10
 
 # The entries of the engine's plan of a run.
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
 
-# A ratio -> its value, and its divisor: the paper's value, or the value of a method's first row in
-# the same cell.
+# A ratio -> the figure that is divided, and whose figure divides it: the paper's, or that of a
+# method's first row in the same cell.
 RATIOS = {
     "peak_to_paper": ("footprint_peak_bytes", "paper"),
     "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
@@ -91,10 +90,11 @@ def measure(
     cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
     tell: Tell,
 ) -> Row:  # fmt: skip
-    """Trains some steps in a separate process. The row of a run that fails has its error.
+    """Trains some steps in a separate process, and returns the row. If the run fails, the row has
+    the error.
 
-    `before` has the previous rows; if MeBP's peak is the limit, MeBP's row of the same cell is
-    among them. `peft` is a Python with PyTorch and PEFT.
+    `before` has the previous rows. If the limit is MeBP's peak, they must include MeBP's row of the
+    same cell. `peft` is a Python with PyTorch and PEFT.
     """
     row = new_row(cell, variant)
     try:
@@ -150,7 +150,8 @@ def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
     """Returns the whole model's row. Its values lie on the line through the rows with the fewest
     and the most blocks.
 
-    The plan and the predicted peak in the row are the engine's, for the whole model.
+    The plan and the predicted peak in the row are the engine's, for the whole model. Returns None
+    if fewer than two rows were measured.
     """
     row = new_row(full, variant)
     names = ("model", "seq_len", "rank", "variant")
@@ -202,8 +203,8 @@ def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:
-    """Returns the first row of this method in the row's cell with its threads; empty if there is
-    none.
+    """Returns the first of `rows` with this method, and with the cell and the threads of `row`.
+    Returns an empty row if there is none.
     """
     same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank", "threads")}
     same["method"] = method
@@ -211,7 +212,7 @@ def first(row: Row, rows: list[Row], method: str) -> Row:
 
 
 def compare(rows: list[Row]) -> None:
-    """Fills in the values that follow from figures of a row and of others in its cell."""
+    """Fills in the values of each row that follow from its figures and those of other rows."""
     for row in rows:
         peak = row["footprint_peak_bytes"]
         if peak and row["baseline_bytes"]:

@@ -41,7 +41,7 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
            "LFM2.5-8B-A1B", "LFM3-1.7B", "Granite-4.0-H-350M", "Granite-4.0-H-1B", "Gemma-4-E2B",
            "Gemma-4-E4B")  # fmt: skip
 
-# MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
+# MeZO's estimate is so noisy that its loss would diverge at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
 ROUNDS = 3  # measurements of the table `parts`, which alternate
@@ -61,7 +61,7 @@ _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-RECORDS = 512  # the number of records; only the short ones are measured
+RECORDS = 512  # the number of records in the data of the tables records and packing
 
 # The entries of the engine's counts in a row.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
@@ -267,9 +267,10 @@ def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
 
 
 def records_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for records that are padded to the longest length, and one at their own lengths.
+    """Yields a row for records that are padded to the longest length, and a row for records at
+    their own lengths.
 
-    A record's own length is the shortest of the bundle's that holds it.
+    A record's own length is the shortest of the bundle's lengths that holds the record.
     """
     lengths = sorted(set(bench.options["seq_lens"]))
     for cell in bench.cells():
@@ -299,9 +300,11 @@ def records_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for records of 40 to 120 tokens, one a step, and one for as many packed records.
+    """Yields a row for records of 40 to 120 tokens, one a step, and a row for the same records,
+    packed.
 
-    Without packing, a record runs at the shortest length that holds it; packed ones at the longest.
+    An unpacked record runs at the shortest length that holds it. Packed records run at the longest
+    length.
     """
     lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
     for cell in bench.cells():
@@ -333,8 +336,8 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     """Yields the rows of `packing_rows` for a phone's GPU, with the ledger's model of the time."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
-    # Unpacked records, by the length of their step. The last token of a record is only a target, so
-    # it does not count.
+    # The sizes of the records that run unpacked at each length. A record may have one token more
+    # than the length, because its last token is only a target.
     alone = {n: sizes[(sizes <= n + 1) & (sizes > before + 1)]
              for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
     alone = {n: these for n, these in alone.items() if len(these)}
@@ -350,7 +353,7 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
         if cell.seq_len != longest:
             continue
-        # One record stands for all those of its length.
+        # Records of their mean size stand for all records that run at one length.
         each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
                 for n, these in alone.items()}  # fmt: skip
         share = {n: len(these) / len(sizes) for n, these in alone.items()}
@@ -430,7 +433,7 @@ def adapters_rows(bench: Bench) -> Iterator[Row]:
 
 
 def bits_rows(bench: Bench) -> Iterator[Row]:
-    """Yields rows for each quantization of each geometry; those of a geometry stand together."""
+    """Yields rows for each quantization of each geometry, one geometry after the other."""
     cells, count = bench.cells(), len(bench.options["quantizations"])
     each = len(bench.options["seq_lens"]) * len(bench.options["ranks"])
     for start in range(0, len(cells), count * each):
@@ -476,7 +479,7 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
 
 
 def largest_difference(rows: list[Row]) -> float:
-    """Returns the largest relative difference of a loss of MeSP from MeBP's; NaN if one is."""
+    """Returns the largest relative difference of a loss of MeSP from MeBP's; NaN if one is NaN."""
     differences = [0.0]
     for cell in grouped(rows, SIZE):
         mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
@@ -495,7 +498,7 @@ def check_agreement(rows: list[Row]) -> None:
 
 
 class Kind(NamedTuple):
-    """The variants, columns and explanation of a table."""
+    """The function for the rows of a table, the axes of its plot, and the note under it."""
 
     rows: Callable[[Bench], Iterator[Row]]
     x: str | None  # None: the length or, if only the rank varies, the rank

@@ -16,8 +16,8 @@ MARGIN = 1.08  # the ratio of a memory limit to the planner's predicted peak
 def plans(bundle: Path, task: Task, optimizer: str) -> dict[str, tuple[object, ...]]:
     """Returns the options of mesp-train for each plan, by the plan's name.
 
-    Without a limit no intermediates are kept; with a very high limit, those of all blocks; with a
-    limit half-way between the two peaks, those of some blocks.
+    Without a limit, no intermediates are kept. With a very high limit, the intermediates of all
+    blocks are kept. With a limit half-way between these two peaks, those of some blocks are kept.
     """
     engine, found = find_engine(), {}
     settings = {

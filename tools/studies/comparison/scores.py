@@ -1,4 +1,4 @@
-"""Scores of adapters, and the test whether two of them are equivalent."""
+"""Scores of adapters, and the test whether the scores of two trainers are equivalent."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DATA = {"model_file": None}  # mlx-lm would run this file
 class Scores(NamedTuple):
     """The scores of each held-out sequence, float64 [n] each.
 
-    For each sequence, they are the sum of its losses in nats, its number of counted targets, and
-    whether the model's greedy answer is right.
+    They are the sum of a sequence's losses in nats, the number of its targets that are in the loss,
+    and whether the model's greedy answer is right.
     """
 
     losses: np.ndarray
@@ -72,8 +72,8 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
             written = write(model, ids[:start], task.seq_len - start, tokenizer.eos_token_id)
             number = final_number(tokenizer.decode(ids[start:].tolist()))
             right = number is not None and final_number(tokenizer.decode(written)) == number
-        # Checks that each token of the answer is the likeliest one after the tokens before it. Then
-        # the model would write the answer.
+        # The answer is right if each of its tokens is the likeliest one after the tokens before it,
+        # because then the model would write the answer.
         else:
             missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
             right = missed.sum().item() == 0
@@ -90,8 +90,8 @@ def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int
 def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | None:
     """Returns the ids of a text that the task is not about, int32 [n], to measure forgetting.
 
-    It is the end of `file`, or of the prose of Python's language reference; None if that prose is
-    the task.
+    The text is the end of `file` or, without a file, of the prose of Python's language reference.
+    Returns None if there is no file and that prose is the task.
     """
     if file is not None:
         text = read_text(file)

@@ -1,4 +1,4 @@
-"""The trainers that are compared; all train from the same adapters on the same batches."""
+"""The trainers that are compared. All begin with the same adapters and take the same batches."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Trained:
 
 
 def rate_of(task: Task, optimizer: str) -> float:
-    """Returns the first learning rate, which falls to 0 linearly."""
+    """Returns the learning rate of the first step. After it, the rate falls to 0 linearly."""
     return SGD_RATE if optimizer == "sgd" else task.rate
 
 
 def multiply_dequantized() -> None:
     """Makes mlx-lm's models in this process multiply with whole dequantized matrices.
 
-    The result is the same, but packed matrices are slow on a CPU.
+    The result is the same, but products with packed matrices are slow on a CPU.
     """
     nn.QuantizedLinear.__call__ = dequantized_linear
     nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
@@ -94,8 +94,8 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
 
     def iterate_batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
         for ids, counted in batches(opened, task, seed):
-            # mlx-lm counts targets from 1. It takes all targets between the first and the last that
-            # count.
+            # mlx-lm counts targets from 1. Its loss covers all targets from the first to the last
+            # of a span.
             spans = [(row.argmax() + 1, row.size - row[::-1].argmax()) for row in counted]
             yield mx.array(ids), mx.array(np.array(spans))
 
@@ -156,6 +156,6 @@ def with_peft(
 
 
 def has_bitsandbytes(python: Path) -> bool:
-    """Returns whether that Python can train on weights in NF4."""
+    """Returns whether `python` has bitsandbytes, and so can train on weights in NF4."""
     line = [python.absolute(), "-c", "import bitsandbytes"]
     return subprocess.run(line, capture_output=True).returncode == 0

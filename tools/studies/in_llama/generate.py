@@ -2,9 +2,10 @@
 
     python -m studies.in_llama.generate SETTINGS.json
 
-Reads a request a line, `{"prompts": [[1, 2]], "tokens": 8}` in token ids. Writes this many of the
-likeliest tokens after each prompt, and then prints a line with the highest footprint so far. Keys
-and values are float32. Products of quantized weights are llama.cpp's, with activations in 8 bits.
+Each line that it reads is a request, such as `{"prompts": [[1, 2]], "tokens": 8}` in token ids. For
+a request, it writes 8 tokens, the likeliest ones, after each prompt. Then it prints a line with the
+highest footprint so far. Keys and values are float32. llama.cpp multiplies quantized weights with
+activations in 8 bits.
 """
 
 from __future__ import annotations

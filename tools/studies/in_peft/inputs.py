@@ -21,8 +21,8 @@ def write_inputs(
 ) -> None:
     """Writes `model/`, `first.safetensors` and `batches.npz`.
 
-    `first`: the initial adapters, by mlx-lm's names; `ids`: those of each step, int32 [steps,
-    batch, T + 1]; `counted`: which of their targets count, bool [steps, batch, T].
+    `first`: the initial adapters, by mlx-lm's names; `ids`: the token ids of each step, int32
+    [steps, batch, T + 1]; `counted`: whether each target is in the loss, bool [steps, batch, T].
     """
     write_model(bundle, folder / "model")
     mx.save_safetensors(str(folder / "first.safetensors"), first)

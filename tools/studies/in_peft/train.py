@@ -4,8 +4,8 @@
 
 The folder `output` of the settings has the files of `inputs.py`, and gets `adapters.safetensors`.
 Prints a record a line, as the engine does. With `nf4`, a Hugging Face model, it trains on that
-model's weights in NF4, as QLoRA does. They are dequantized once and left in `base/`, since on a CPU
-bitsandbytes dequantizes a matrix more slowly than PyTorch multiplies by it.
+model's weights in NF4, as QLoRA does. These weights are dequantized once and left in `base/`,
+because on a CPU bitsandbytes takes longer to dequantize a matrix than PyTorch to multiply with it.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ SCALE = ALPHA / RANK
 
 @dataclass(frozen=True)
 class Task:
-    """A task, trained on sequences of `seq_len` tokens, `batch_size` a step, for `steps`, at
-    AdamW's `rate`.
+    """A task. Each of `steps` steps trains on `batch_size` sequences of `seq_len` tokens.
 
-    The loss is measured on `held_out` sequences. So is the share of right answers: answers are
-    compared by the `letter` or by their final `number`, or not at all (None).
+    `rate` is the learning rate of AdamW. The loss and the share of right answers are measured on
+    `held_out` sequences. An answer is right if it is equal to the letter, or has the right final
+    number; with None, answers are not compared.
     """
 
     name: str
@@ -84,7 +84,7 @@ def export(
 
 
 def write_data(task: Task, folder: Path) -> Path:
-    """Writes requests with the answers asked for: all of it as JSON, or only the action."""
+    """Writes requests with their answers: the whole command as JSON, or only its action."""
     splits = {
         "train": house_requests.cases(task.steps * task.batch_size, seed=0, held_out=False),
         "valid": house_requests.cases(task.held_out, seed=1, held_out=True),
@@ -108,10 +108,10 @@ def command(module: str, *arguments: object) -> None:
 
 
 def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns the engine's batches, in its order.
+    """Returns the batches of the engine's steps, in the engine's order.
 
-    Each step has the ids, int32 [batch_size, seq_len + 1], padded with 0, and which of their
-    targets count, bool [batch_size, seq_len].
+    Each batch has the ids, int32 [batch_size, seq_len + 1], padded with 0. It also has whether each
+    target is in the loss, bool [batch_size, seq_len].
     """
     tokens, examples, mask = bundle.tokens("train"), bundle.examples("train"), bundle.mask("train")
     if examples is None:

@@ -39,7 +39,8 @@ WHEN = {
     "tomorrow": ["tomorrow"],
     **{day: [f"on {day}", f"next {day}"] for day in calendar.day_name},
 }
-# Times that the demo model learns to tell apart in two minutes of training, wherever they stand.
+# Times that the demo model learns to tell apart in two minutes of training, wherever in a request
+# they are.
 SOON = {
     "now": ["now", "right now"],
     "today": ["today"],

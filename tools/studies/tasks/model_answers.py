@@ -27,7 +27,7 @@ def answers(
 ) -> list[Answer]:
     """Returns the model's greedy answers, up to the length of the right ones.
 
-    The first `whole` answers are read as a whole; later ones only until they are wrong.
+    The first `whole` answers are read as a whole, later answers only up to their first wrong token.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     prompts, right = [], []

@@ -15,7 +15,7 @@ import random
 import zlib
 from typing import NamedTuple
 
-HELD_OUT = 5  # one day and time in this many
+HELD_OUT = 5  # of this many pairs of a day and a time, one is held out
 
 # the instruction, also for the model without fine-tuning
 INSTRUCTION = "Calendar entry as JSON with title, with, where, day, time: "
@@ -79,7 +79,7 @@ BUILDINGS = """
 cafe hall room office school library hotel bar restaurant theater clinic gym pool studio
 club house center square shop inn tower terrace
 """
-# Many words, so that copying a word is easier to learn than all words.
+# There are many words, so that copying words is easier to learn than the words themselves.
 HEARD = Words(
     titles=_pairs(SUBJECTS, KINDS),
     people=PEOPLE.split(),

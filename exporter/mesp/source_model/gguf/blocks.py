@@ -3,7 +3,7 @@ MLX.
 
 A row consists of blocks of 32 to 256 weights with scales of their own.
 https://github.com/ggml-org/ggml defines the types in ggml-common.h and their values in
-ggml-quants.c; https://github.com/PrismML-Eng/llama.cpp defines the types that begin with P.
+ggml-quants.c; https://github.com/PrismML-Eng/llama.cpp defines the types whose names begin with P.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _mxfp4(blocks: np.ndarray) -> Arrays:
 
 
 def _q1_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of blocks of Q1_0: a code of 0 is -d, and 1 is d."""
+    """Returns the codes, scales and biases of blocks of Q1_0: the code 0 is -d, and 1 is d."""
     scale = _half(blocks[..., :2])
     return np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little"), 2 * scale, -scale
 
@@ -128,7 +128,7 @@ def _quarters(fields: np.ndarray) -> np.ndarray:
 def _q2_0(blocks: np.ndarray) -> Arrays:
     """Returns the codes, scales and biases of blocks of Q2_0, in which a byte holds neighbours.
 
-    A code of 0 is -d, 1 is 0, 2 is d and 3 is 2 d.
+    The code 0 stands for -d, 1 for 0, 2 for d and 3 for 2 d. d is the block's scale.
     """
     scale = _half(blocks[..., :2])
     codes = np.swapaxes(_quarters(blocks[..., 2:]), -1, -2)
@@ -151,8 +151,8 @@ def _tq2_0(blocks: np.ndarray) -> Arrays:
 
 
 def _trits(fields: np.ndarray, count: int) -> np.ndarray:
-    """Returns bytes [..., n] as codes 0 to 2 [..., count · n]: the first of all bytes, then the
-    second.
+    """Returns bytes [..., n] as codes 0 to 2 [..., count · n]: the first codes of all bytes, then
+    the second codes, and so on.
 
     A byte is a fraction of 256 whose digits in base 3 are the codes.
     """
@@ -164,14 +164,16 @@ def _trits(fields: np.ndarray, count: int) -> np.ndarray:
 def _tq1_0(blocks: np.ndarray) -> Arrays:
     """Returns the codes, scales and biases of blocks of TQ1_0.
 
-    Codes are 0 to 2, as in TQ2_0. A byte holds five of them, but four of the last 16.
+    Codes are 0 to 2, as in TQ2_0. A byte holds five codes, but each of the last four bytes holds
+    four.
     """
     parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
     codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)
     return _of_two_groups(codes, blocks[..., 52:])
 
 
-# By llama.cpp's name: the bytes of a block, MLX's quantization, and the function for the arrays.
+# llama.cpp's name of a type -> the bytes of a block, MLX's quantization, and the function that
+# makes MLX's arrays.
 CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "Q4_0": (18, Quantization(4, 32), _q4_0),
     "Q4_1": (20, Quantization(4, 32), _q4_1),

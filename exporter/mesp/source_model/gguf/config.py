@@ -21,8 +21,8 @@ _MODEL_TYPES = {
 # The number of blocks of Gemma's 27B models, which scale attention by 1/√(width / heads).
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
-# Keys that change nothing: a text's three positions are equal. LFM2's list of heads is read
-# elsewhere.
+# Keys that `get` need not read. `finetuned` changes nothing, and neither do dimension sections,
+# because a text's three positions are equal. LFM2's list of heads is read by `_lfm2`.
 _NOTHING = ("rope.scaling.finetuned", "rope.dimension_sections", "attention.head_count_kv")
 
 
@@ -36,7 +36,7 @@ class _Metadata:
     def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
         """Returns the value of ``{architecture}.{key}``; None if there is none.
 
-        A floating-point number becomes its shortest decimal in float32.
+        A floating-point number becomes the shortest decimal that float32 rounds to this number.
         """
         self.read.add(key)
         key = f"{self.prefix}.{key}"
@@ -140,10 +140,10 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if rotated and rotated != head_dim:
         config["partial_rotary_factor"] = rotated / (head_dim or 1)
     config |= _READ.get(model_type, lambda its, config: {})(its, config)
-    if not model_type.startswith("lfm2"):  # its blocks with convolutions have none
+    if not model_type.startswith("lfm2"):  # LFM2's blocks with convolutions have no such heads
         config["num_key_value_heads"] = its.get("attention.head_count_kv") or heads
     config["rope_scaling"] = _rope_scaling(its, config)
-    if model_type == "ministral3":  # mlx-lm reads the value here
+    if model_type == "ministral3":  # mlx-lm reads Ministral 3's RoPE in `rope_parameters`
         scaling = config.pop("rope_scaling") or {"type": "default"}
         config["rope_parameters"] = {
             "rope_type": scaling.pop("type"),
@@ -222,8 +222,8 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(its: _Metadata, scores: ExpertGatingFuncType) -> dict[str, Any]:
-    """Returns the keys of a mixture whose weights add up to 1, as llama.cpp computes these
-    families.
+    """Returns the keys of a mixture of experts. The experts' weights add up to 1, because llama.cpp
+    computes the families with experts so.
     """
     if its.get("expert_gating_func") not in (None, scores.value) or its.get(
         "expert_weights_scale", _NUMBER

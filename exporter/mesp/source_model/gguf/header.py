@@ -1,6 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and the places of its tensors. Copies such files.
 
-The gguf package's reader trusts the file's counts and takes 20 s for a vocabulary of 262,144.
+The gguf package's reader is not used, because it trusts the file's counts and takes 20 s for a
+vocabulary of 262,144.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 _KINDS = {
     kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()
 }  # the number of a type -> its name, and the weights and bytes of a block
-_Q2_0 = 42  # llama.cpp's type; earlier PrismML's type with the same number
+_Q2_0 = 42  # the number of llama.cpp's Q2_0 and, in PrismML's earlier files, of PQ2_0
 _OF_BOTH = [("Q2_0", 64, 18), ("PQ2_0", 128, 34)]
 _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
 
@@ -56,7 +57,7 @@ class Tensor:
 class GGUF:
     """The metadata of a file by key, and its tensors by name; the file is mapped.
 
-    `keys` are its first bytes, up to the metadata's end; its tensors begin at multiples of
+    `keys` are the file's first bytes, up to the metadata's end. The tensors begin at multiples of
     `alignment`.
     """
 
@@ -124,7 +125,7 @@ def copy(
 
 
 class _Cursor:
-    """A reader of little-endian values, one after another, none beyond the end."""
+    """Reads little-endian values one after another. Raises ValueError beyond the end."""
 
     def __init__(self, data: np.ndarray):
         self.data, self.at = memoryview(data), 0
@@ -198,8 +199,9 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
 def _kind_of_q2_0(
     found: list[tuple[str, tuple[int, ...], int, int]], length: int, alignment: int
 ) -> dict[int, tuple[str, int, int]]:
-    """Returns the type that the number 42 means in a file. Of its two meanings, it is the one whose
-    blocks fill the space of each tensor.
+    """Returns the type that the number 42 means in a file. The number has two meanings; the blocks
+    of the right type fill the space of each tensor. Raises ValueError if the blocks of both types
+    do, or of neither.
     """
     ends = sorted({*(offset for *_, offset in found), length})
     rooms = [

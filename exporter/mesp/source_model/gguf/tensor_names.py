@@ -1,6 +1,6 @@
 """llama.cpp's names of architectures and tensors, and its order of rows and columns.
 
-They are those of llama.cpp's convert_hf_to_gguf.py.
+Names and order are as in llama.cpp's convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Names:
         self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
-        """Returns a tensor's name in the file, from its name here, as in
+        """Returns a tensor's name in the file, from MeSP's name, as in
         ``model.layers.0.mlp.up_proj.weight``.
 
         Raises KeyError if the architecture has no such tensor.
@@ -91,8 +91,8 @@ def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
     """Returns the place in the file of each number of the value heads. A value head has `size`
     numbers.
 
-    Here the value heads of a key head stand together. In the file, the first value heads of all key
-    heads come first, then the second ones.
+    In MeSP, the value heads of a key head stand together. In the file, the first value heads of all
+    key heads come first, then the second ones.
     """
     shape = (mixer.num_value_heads // mixer.num_key_heads, mixer.num_key_heads, size)
     return np.arange(mixer.num_value_heads * size).reshape(shape).swapaxes(0, 1).ravel()

@@ -25,8 +25,8 @@ from mesp.source_model.gguf.header import GGUF
 # The types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _LONGEST, _MOST = 1024, 1 << 20  # limits: characters of a token, and tokens
-# The limit of the characters of all merges: 500,000 merges, as for a vocabulary of 262,144, of 32
-# characters each.
+# The most characters of all merges together. A vocabulary of 262,144 has about 500,000 merges, and
+# this limit allows 32 characters for each.
 _MERGED = 1 << 24
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
@@ -55,10 +55,10 @@ PRE_TOKENIZERS = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
-# Tokenizers that keep a word that is a token whole, whatever their merges, and that begin a text
-# with a token.
+# Tokenizers that keep a word whole if it is a token, whatever the merges are. By default, they also
+# begin a text with the begin token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
-# Tokenizers that compose a character and its accents first.
+# Tokenizers that first compose a letter and its accents to one character (NFC).
 _COMPOSED = ("qwen2", "qwen35")
 
 # Tokens that end an answer, besides those that the metadata names.
@@ -239,7 +239,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
 
 def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
     """Returns the post-processor that adds the tokens at a text's beginning and end; None if there
-    is neither.
+    is no such token.
     """
     begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special

@@ -91,7 +91,7 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """Returns a description of the share of weights that keep their values in the file."""
+        """Returns a text: which share of the weights keeps its values, and which is quantized."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -130,7 +130,7 @@ class GGUFWeights:
         return self._floats(name, self._tensor(name), rows)
 
     def _tensor(self, name: str) -> Tensor:
-        """Returns a tensor by its name here."""
+        """Returns the file's tensor by MeSP's name of it."""
         theirs = self.names.tensor(name)
         tensor = self.file.tensors.get(theirs)
         if tensor is None:
@@ -152,7 +152,7 @@ class GGUFWeights:
         return None, name
 
     def _data(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray:
-        """Returns the bytes of rows of a matrix, in the order of rows here."""
+        """Returns the bytes of rows of a matrix, in MeSP's order of rows."""
         block, local = self._block(name)
         order = None if block is None else self.names.rows(block, local)
         if order is None:

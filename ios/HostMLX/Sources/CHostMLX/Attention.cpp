@@ -18,18 +18,19 @@ namespace mx = mlx::core;
 namespace host {
 namespace {
 
-/// Inlines a function into the clone of its caller, so that it is compiled for that CPU.
+/// Inlines a function into each CPU's clone of its caller, so that the function is compiled for that CPU.
 #define INLINE __attribute__((always_inline)) inline
 
 // MARK: - Products
 
-/// A matrix with contiguous rows, `stride` numbers apart, or its transpose.
+/// A matrix with contiguous rows that begin `stride` numbers apart, or the transpose of such a matrix.
 struct Matrix {
     const float *data;
     ptrdiff_t stride;
 };
 
-/// Computes c = a b, or c + a b, for c [rows, 16], whose sums stay in registers. a, or its transpose, and b are stored by rows.
+/// Computes c = a b, or adds a b to c, for c [rows, 16]. The sums stay in registers. b is stored by rows, and so is a, or the transpose of a if
+/// `transposed` is set.
 template <int rows, bool transposed>
 INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, ptrdiff_t c_stride) {
     Floats sums[rows] = {};
@@ -50,7 +51,7 @@ INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, pt
     for (int i = 0; i < rows; i++) std::memcpy(c + i * c_stride, &sums[i], sizeof(Floats));
 }
 
-/// Computes c = a b, or c + a b, for c [rows, columns] with a multiple of 16 columns. The sums of six rows fill AVX2's registers.
+/// Computes c = a b, or adds a b to c, for c [rows, columns] with a multiple of 16 columns. The sums of six rows fill AVX2's registers.
 template <bool transposed = false>
 INLINE void multiply(Matrix a, Matrix b, int rows, int columns, int depth, bool adds, float *c, ptrdiff_t c_stride) {
     int i = 0;
@@ -91,11 +92,11 @@ struct Problem {
     ptrdiff_t mask_row = 0, mask_column = 0;
 
     int per_group() const { return heads / groups; }
-    /// The heads of a group are processed together, because they read the same keys, in parts of at most 8.
+    /// The number of parts of a group's heads. Up to 8 heads are processed together, because all heads of a group read the same keys.
     int head_parts() const { return (per_group() + 7) / 8; }
     int heads_together() const { return (per_group() + head_parts() - 1) / head_parts(); }
-    /// The number of positions that are processed together. It is small, because each is computed with all keys up to the last position's, but it
-    /// makes some 64 rows.
+    /// The number of positions that are processed together. The number is small, because each of these positions is computed with all keys up to the
+    /// last position. It is large enough for some 64 rows.
     int positions() const { return std::max(1, 4 / heads_together()) * lanes; }
     /// The number of `Queries` of a group.
     int parts() const { return (queries + positions() - 1) / positions() * head_parts(); }
@@ -131,7 +132,7 @@ struct Queries {
     }
 
     int head(int row) const { return first_head + row / positions; }
-    /// Whether a row has a query. Rows after the last query use its place.
+    /// Whether a row has a query. Rows after the last query read the numbers of the last query.
     bool exists(int row) const { return position + row % positions < problem.queries; }
     int query(int row) const { return std::min(position + row % positions, problem.queries - 1); }
     bool sees(int query, int key) const { return problem.mask[query * problem.mask_row + key * problem.mask_column]; }
@@ -149,7 +150,7 @@ struct Queries {
     }
 };
 
-/// Sets the scores [keys, rows] of keys `first` ..< `end` to which a query does not attend to −∞.
+/// Sets scores [keys, rows] of the keys `first` ..< `end` to −∞ if the query of the row does not attend to the key.
 INLINE void hide(const Queries &q, int first, int end, float *scores) {
     const int before = q.problem.keys - q.problem.queries;
     const bool *mask = q.problem.mask;
@@ -192,8 +193,8 @@ struct Sums {
     }
 };
 
-/// Replaces scores [keys, rows] by exp(S − maximum), with the maximum over these and all earlier keys, and adds them to the sums. `dp` is dP, or
-/// null. `factors`, unless null, become exp(earlier maximum − maximum), by which earlier results must be multiplied.
+/// Replaces the scores S [keys, rows] by exp(S − maximum), and adds the results to the sums. The maximum is over these and all earlier keys. `dp` is
+/// dP, or null. `factors`, unless null, become exp(earlier maximum − maximum), by which earlier results must be multiplied.
 INLINE void exponentiate(float *scores, const float *dp, int keys, int rows, const Sums &sums, float *factors) {
     for (int row = 0; row < rows; row += lanes) {
         Floats before, most, total, weighted{};
@@ -261,14 +262,14 @@ void attend(
 
 // MARK: - Backward
 
-/// The arrays of the derivative of some queries' attention. It has two phases, each of which processes parts of the keys in parallel.
+/// The arrays of the derivative of some queries' attention. The derivative has two phases. Each phase processes parts of the keys in parallel.
 struct Pass {
     Queries q;
     /// The number of keys in a part, a multiple of `keys_together`.
     int part;
-    /// scale q and dO, [rows, d], and their transposes.
+    /// q multiplied by the scale, and dO, [rows, d], with their transposes.
     float *q_rows, *q_columns, *d_rows, *d_columns;
-    /// exp(S − maximum) and dP, later P and dS, [keys, rows]. `largest` has the maximum for each `keys_together`, [rows].
+    /// exp(S − maximum) and dP, later P and dS, [keys, rows]. `largest` has the maxima [rows] of each block of `keys_together` keys.
     float *e, *dp, *largest;
     /// The sums of the keys of each part, [rows]. `dq` has the term that each part adds to dq / scale, [rows, d].
     float *sums, *dq;
@@ -286,7 +287,8 @@ struct Pass {
                                       parts(problem, part) * (3 + problem.d));
     }
 
-    /// Calls `f(i, first, keys)` for each `keys_together`, the i-th of all, in a part's keys to which some query attends.
+    /// Calls `f(i, first, keys)` for each block of `keys_together` keys in a part, without keys to which no query attends. i counts the blocks of all
+    /// parts.
     template <class F>
     INLINE void each(int index, F f) const {
         const int end = std::min(q.end, (index + 1) * part);
@@ -391,7 +393,8 @@ void finish(const Pass &pass, float *dq) {
     }
 }
 
-/// Computes dq, dk and dv. dk and dv [groups, keys, d] must be 0 before. Their sums are in the order of the queries, whatever the threads.
+/// Computes dq, dk and dv. dk and dv [groups, keys, d] must be 0 before. The sums in dk and dv have the order of the queries, for any number of
+/// threads.
 void backward(
     const Problem &problem, const Heads &query, const Heads &key, const Heads &value, const Heads &d_out, float *dq,
     float *dk, float *dv) {
@@ -556,7 +559,7 @@ class AttentionGradient : public mx::Primitive {
     const bool isCausal;
 };
 
-/// The attention of q, k, v and optionally a mask. The output's numbers of a position are contiguous, because the next product reads them so.
+/// The attention of q, k, v and optionally a mask. In the output the numbers of a position are contiguous, as the next product reads them.
 class Attention : public mx::UnaryPrimitive {
   public:
     Attention(mx::Stream s, float scale, bool isCausal) : UnaryPrimitive(s), scale(scale), isCausal(isCausal) {}

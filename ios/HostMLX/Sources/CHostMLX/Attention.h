@@ -1,4 +1,4 @@
-// Attention on the CPU, whose scores stay in the CPU's caches.
+// Attention on the CPU. The scores stay in the CPU's caches.
 
 #ifndef ATTENTION_H
 #define ATTENTION_H

@@ -50,7 +50,7 @@ void report(const char *message) {
     error_handler(message);
 }
 
-/// Runs `f`, which creates no array. An exception is reported and gives a zero result.
+/// Runs `f`, which creates no array, and returns its result. Reports an exception, and returns zero after it.
 template <class F>
 auto reported(F &&f) -> decltype(f()) {
     try {
@@ -99,12 +99,12 @@ std::optional<int> maybe(HostOptionalInt i) { return i.has_value ? std::make_opt
 HostArray wrap(mx::array a) { return reinterpret_cast<HostArray>(new mx::array(std::move(a))); }
 HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::move(v))); }
 
-/// Evaluates `expression`, an array or a vector of arrays, to a handle.
+/// Returns a handle to `expression`, an array or a vector of arrays.
 #define WRAP(expression) guarded([&] { return wrap(expression); })
 
 mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
 mx::Stream get(HostStream s) {
-    // Without a GPU, its default stream is the one of `make_gpu_stream`.
+    // Without a GPU, the stream of `make_gpu_stream` stands for the GPU's default stream.
     if (auto gpu = s.device == 1 ? host::gpu_stream() : std::nullopt) {
         return *gpu;
     }
@@ -125,7 +125,7 @@ mx::Dtype dtype(int32_t value) {
     return all[value];
 }
 
-/// A Swift function as a C++ function. The last copy releases it.
+/// A Swift function as a C++ function. The last copy of this object releases the Swift function.
 class Closure {
    public:
     explicit Closure(HostClosure f) : call_(f.call), context_(f.context, f.release) {}
@@ -169,9 +169,9 @@ void copy_in_order(const char *source, char *&destination, const mx::array &a, i
 }  // namespace
 
 #ifdef __GLIBC__
-// HostMLX sets MLX's cache on the CPU to nothing, but glibc would keep the memory that MLX frees. So the largest blocks are returned to the system at
-// once, and one arena serves all threads, which host_clear_cache trims completely. The limit is 8 MiB. With a lower limit, activations and tiles
-// would need fresh mappings with every operation, whose page faults cost a fifth of a step. The arena's gaps cost only some megabytes.
+// HostMLX sets MLX's cache on the CPU to nothing, but glibc would keep the memory that MLX frees. So blocks of 8 MiB or more are returned to the
+// system at once, and all threads share one arena, which host_clear_cache trims completely. With a lower limit than 8 MiB, activations and tiles
+// would need fresh mappings with every operation, and the page faults would cost a fifth of a step. The arena's gaps cost only some megabytes.
 __attribute__((constructor)) static void set_up_malloc() {
     mallopt(M_MMAP_THRESHOLD, 8 << 20);
     mallopt(M_TRIM_THRESHOLD, 32 << 20);
@@ -387,7 +387,7 @@ std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx:
     return needs_mlx() ? std::nullopt : host::exponential(f, x, s);
 }
 
-// These overloads take precedence over MLX's, which have a `StreamOrDevice`.
+// These overloads take precedence over MLX's functions, which have a parameter of type `StreamOrDevice`.
 mx::array add(const mx::array &a, const mx::array &b, mx::Stream s) {
     if (needs_mlx()) return mx::add(a, b, s);
     if (const auto sum = host::packed_sum(a, b, s)) return *sum;
@@ -724,7 +724,7 @@ HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostV
         if (needs_mlx() || host::gpu_is_default() || mx::default_device() == mx::Device::gpu) {
             return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
         }
-        // To fuse operations, MLX would call a C++ compiler.
+        // Switches the fusion of operations off, because MLX would call a C++ compiler for it.
         struct WithoutFusing {
             WithoutFusing() { mx::set_compile_mode(mx::CompileMode::no_fuse); }
             ~WithoutFusing() { mx::set_compile_mode(mx::CompileMode::enabled); }
@@ -840,8 +840,8 @@ void host_clear_cache(void) {
     }
     mx::clear_cache();
 #ifdef __GLIBC__
-    // The next block allocates again the memory that this one freed, and pages that were returned to the system cost page faults, some 0.25 ms per
-    // MiB. Up to 32 MiB are kept if those faults would take more than a fiftieth of the processor time since the last call.
+    // The model's next block allocates the memory again that the present block has freed. Pages that were returned to the system would cost page
+    // faults, some 0.25 ms per MiB. Up to 32 MiB are kept if these faults would take more than a fiftieth of the processor time since the last call.
     static std::atomic<std::clock_t> last{0};
     std::clock_t now = std::clock();
     double seconds = double(now - last.exchange(now)) / CLOCKS_PER_SEC;
@@ -858,7 +858,7 @@ void host_set_default_device(int32_t type) {
 }
 bool host_new_stream(int32_t type, HostStream *stream) {
     return done([&] {
-        // Without a GPU, its stream is the one of `make_gpu_stream`.
+        // Without a GPU, the stream of `make_gpu_stream` stands for a new stream of the GPU.
         const auto gpu = type == 1 ? host::gpu_stream() : std::nullopt;
         *stream = wrap(gpu ? *gpu : host::new_stream(device(type)));
     });

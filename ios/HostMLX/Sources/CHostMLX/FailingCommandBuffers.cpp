@@ -34,8 +34,8 @@ HostMetalRules rules;
 std::string message;
 /// The number of evaluations that computed something. Each counts as one command buffer.
 size_t buffers = 0;
-/// The number of failed buffers. `has_error` says whether the error of the last is pending, and `evaluations_until_error` after how many evaluations
-/// it is thrown.
+/// The number of failed buffers. `has_error` says whether the error of the last failed buffer is pending, and `evaluations_until_error` after how
+/// many evaluations it is thrown.
 size_t failed_buffers = 0;
 bool has_error = false;
 size_t evaluations_until_error = 0;
@@ -123,7 +123,7 @@ bool next_buffer_fails(const std::vector<mx::array> &outputs) {
 void evaluate(const std::vector<mx::array> &outputs, const std::function<void()> &evaluate) {
     bool is_needed = false;
     for (const auto &a : outputs) {
-        // An array that is being computed does not count, because its state depends on the speed of the machine.
+        // An evaluation that only waits for arrays does not count, because the speed of the machine decides whether they are already computed.
         is_needed = is_needed || a.status() == mx::array::Status::unscheduled;
     }
     if (!is_on || !is_needed || !next_buffer_fails(outputs)) {

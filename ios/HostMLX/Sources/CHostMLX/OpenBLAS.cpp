@@ -1,4 +1,4 @@
-// libmlx resolves these three names in the executable first, and then in the BLAS of its wheel.
+// The functions of BLAS that MLX calls. libmlx resolves their three names in the executable first, and then in the BLAS of its wheel.
 
 #include <algorithm>
 #include <bit>
@@ -96,7 +96,7 @@ void cblas_sgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
     constexpr int row_major = 101, transposed = 112;
-    // A product with a vector has another kernel (metal/matmul.cpp), without TF32.
+    // On Metal a product with a vector has another kernel (metal/matmul.cpp), without TF32.
     if (order != row_major || m < 2 || n < 2 || !host::has_tf32()) {
         return product(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     }

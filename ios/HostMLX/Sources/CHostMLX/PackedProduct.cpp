@@ -68,7 +68,7 @@ float factor(const PackedMatrix &w, ptrdiff_t index) {
     return w.mode == Mode::Nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
 }
 
-/// Inlines a function into the clone of its caller, so that it is compiled for that CPU.
+/// Inlines a function into each CPU's clone of its caller, so that the function is compiled for that CPU.
 #define INLINE __attribute__((always_inline)) inline
 
 /// Reads 16 codes of `bits` bits, the lowest bits first. `last` says whether they are the last ones of a group.
@@ -83,12 +83,13 @@ INLINE void read_codes(const uint8_t *packed, Words &codes) {
         codes = (Words{} + word) >> shifts & 3;
         return;
     }
-    // Two loads, for example of 8 and 4 bytes, take longer than one of 16. A group of 32 or more codes has these 16 bytes: from the codes on, or, for
-    // the last codes, up to their end.
+    // One load of 16 bytes is faster than two shorter loads, for example of 8 and 4 bytes. A group of 32 or more codes has 16 bytes: they begin with
+    // these codes, or, for the last codes of the group, end with them.
     constexpr int size = (bits & (bits - 1)) == 0 ? 2 * bits : 16, before = last ? size - 2 * bits : 0;
     Bytes bytes{};
     std::memcpy(&bytes, packed - before, size);
-    // For each code, these are the byte of its first bit and the byte of its last bit, which are often the same.
+    // For each code, four bytes: the byte with the code's first bit, and three times the byte with the code's last bit. The two are often the same
+    // byte.
     Quads quads;
     [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
         quads = (Quads)__builtin_shufflevector(
@@ -167,13 +168,14 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         result = parts[0];                                              \
     }
 
-/// Returns the number of rows of W that are processed together with at most `most` ≤ 4 rows of x. Their sums fit into the 16 registers of AVX2.
+/// Returns the number of rows of W that are processed together with at most `most` ≤ 4 rows of x. The sums of these rows fit into the 16 registers of
+/// AVX2.
 constexpr int rows_at_once(int most) { return most > 1 ? 1 : 2; }
 
-/// The codes in a 32-bit word of W. A code that crosses from one word into the next is treated as two fields, whose sum is its number. Words are
-/// shifted by the bits of their first code that are in the previous word. Then all words have their first `whole` fields in the same places, and the
-/// first field has the word's part of its code. After these comes one field up to the word's end, and, in some words, one more complete code before
-/// it, the `extra` one.
+/// The codes in a 32-bit word of W. A code that crosses from one word into the next is treated as two fields, whose sum is its number. Each word is
+/// shifted by the number of bits of its first code that are in the previous word. Then the first `whole` fields have the same places in all words,
+/// and the first field has the word's part of its code. After these fields, some words have one more complete code, the `extra` one. The last field
+/// reaches up to the word's end.
 template <int bits>
 struct Fields {
     /// The number of words after which the pattern repeats.
@@ -187,10 +189,10 @@ struct Fields {
     static constexpr int last_bit(int word) { return whole * bits - shift(word) + has_extra(word) * bits; }
 };
 
-/// x in the order for products with a block of W, which has 16 words. The numbers for the first field of each word come first, then those for the
-/// second, so that one mask gives 16 fields for 16 numbers of x. A field is not shifted, so it is multiplied by a power of two, by which the number
-/// of x is divided. Only the last field is shifted, because an integer has its sign there. A row's last block is its last 16 words, with zeros for
-/// words that are also in the block before.
+/// x in the order in which it is multiplied by blocks of W. A block has 16 words. The numbers for the first field of each word come first, then those
+/// for the second, so that one mask gives 16 fields for 16 numbers of x. A field is not shifted to the lowest bits, so its value is the code times a
+/// power of two, and the number of x is divided by this power. Only the last field is shifted, because an integer has its sign in the highest bit. A
+/// row's last block is its last 16 words, with zeros for words that are also in the block before.
 struct FewRows {
     /// 16 numbers in the order of a vector, aligned to lines of the cache.
     struct alignas(64) Sixteen {
@@ -279,7 +281,7 @@ INLINE void multiply_block(
 #pragma unroll
         for (int r = 0; r < block; r++) {
             if (is_short) sixteen[r] = Words{};
-            // A short row has less than a block.
+            // A short row has fewer words than a block.
             std::memcpy(&sixteen[r], packed[r] + first_word * 4, is_short ? x.words * 4 : 64);
             shifted[r] = sixteen[r] << shifts;
             // The following rows are prefetched here, because automatic prefetching stops at the end of a memory page.
@@ -348,7 +350,7 @@ INLINE void multiply_block(
                 ((b < x.blocks - 1 ? add_block(b++, std::integral_constant<int, variant>()) : void()), ...);
             }(std::make_integer_sequence<int, Fields::period>());
         }
-        // A row ends with a group, and so do 16 · period words.
+        // The last 16 words of a row have the shifts of a period's last block, because a row and a period of blocks both end with a group.
         add_block(x.blocks - 1, std::integral_constant<int, Fields::period - 1>());
     }
     for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
@@ -420,7 +422,7 @@ FewRows few_rows(const float *x, int stride, int m, int columns, int bits) {
     }
 }
 
-/// The number of rows of x up to which this is faster than unpacking W for OpenBLAS.
+/// The largest number of rows of x for which sums in registers are faster than unpacking W for OpenBLAS.
 constexpr int few = 16;
 
 // MARK: - By OpenBLAS
@@ -429,9 +431,9 @@ constexpr int row_major = 101, plain = 111, transposed = 112;
 /// The number of columns, or rows, of a part that are unpacked at a time, so that a tile stays in a core's own cache.
 constexpr int tile_length = 512;
 
-/// Returns the bounds of the parts of a product, in rows or columns of W. A part has a quarter of them, but at least 128, and at most 256 because
-/// OpenBLAS packs x again for each part. The number of parts is even. The last two divide the rest, in multiples of `unit`; if the rest is at most
-/// `unit`, it is one part.
+/// Returns the bounds of the parts of a product, in rows or columns of W. A part has a quarter of the rows or columns, but at most 256, and at least
+/// 128 because OpenBLAS packs x again for each part. The last two parts divide the rest in multiples of `unit`. The number of parts is even, unless
+/// the rest is at most `unit` and so makes one part.
 std::vector<int> bounds(int count, int unit) {
     const int size = std::clamp((count / 4 + unit - 1) / unit * unit, 128, 256);
     std::vector<int> bounds{0};
@@ -445,7 +447,8 @@ std::vector<int> bounds(int count, int unit) {
     return bounds;
 }
 
-/// Returns whether a product is worth waking a thread. Unpacking a weight takes 0.3 ns, as long as multiplying it with some 16 rows.
+/// Returns whether a product is worth waking a thread. Unpacking a weight takes 0.3 ns, as long as multiplying the weight by numbers of some 16 rows
+/// of x.
 bool is_work(int outputs, int inputs, int m) { return int64_t(outputs) * inputs * (m + 16) > 1 << 23; }
 
 /// The product alpha a b, for a with few columns.
@@ -505,7 +508,7 @@ struct Addends {
 };
 
 /// Calls `multiply(first, count, start, length, beta, tile)` for each tile of a product. A tile has the outputs of a part, and some of the `inputs`.
-/// Tiles are summed in order: with `beta` 1 they are added to y [m, outputs], and with 0 they replace it. `tile` has room for their weights.
+/// Tiles are summed in order: a tile is added to y [m, outputs] if `beta` is 1, and replaces it if `beta` is 0. `tile` has room for a tile's weights.
 template <class F>
 void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, float *y, F multiply) {
     const std::vector<int> parts = bounds(outputs, unit);
@@ -544,7 +547,7 @@ void by_columns(
     const int unit = w.group_size;
     by_tiles(columns, unit, rows, m, addends, y, [&](int first, int count, int start, int length, float beta, float *tile) {
         for (int row = 0; row < length; row++) {
-            // The part of a row is too short for a CPU to predict where the next begins.
+            // Parts of rows are prefetched here, because they are too short for a CPU to predict where the next part begins.
             const uint8_t *later = w.codes + (start + row + 8) * w.codes_stride + first / 8 * w.bits;
             const int bytes = count * w.bits / 8;
             for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later + byte);
@@ -650,8 +653,8 @@ class PackedProduct : public mx::UnaryPrimitive {
     }
 };
 
-/// Returns the primitive of a product on stream `s` if it is not yet computed and can include `terms`. Tracers cannot, because they are
-/// differentiated and compiled operation by operation.
+/// Returns the primitive of a product on stream `s` if the product is not yet computed and can include `terms`; otherwise null. Tracers cannot be
+/// included, because they are differentiated and compiled operation by operation.
 const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::array *> terms, mx::Stream s) {
     if (y.status() != mx::array::Status::unscheduled || !y.has_primitive() || y.primitive().stream() != s) return nullptr;
     if (y.shape().empty() || y.size() / y.shape(-1) <= few || y.is_tracer()) return nullptr;
@@ -674,7 +677,7 @@ std::optional<mx::array> packed_product(
     const mx::array &x, const mx::array &w, const mx::array &scales, const std::optional<mx::array> &biases,
     bool transpose, int group_size, int bits, const std::string &mode, mx::Stream s) {
     if (s.device != mx::Device::cpu || x.dtype() != mx::float32 || x.ndim() < 1 || w.ndim() != 2) return std::nullopt;
-    // MLX reports arrays that do not fit.
+    // Arrays that do not fit are left to MLX's own function, which reports them.
     const bool is_affine = mode == "affine";
     if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
     if (bits < 2 || bits > 8 || bits == 7) return std::nullopt;
@@ -713,7 +716,7 @@ std::optional<mx::array> packed_sum(
     const mx::array &y, const mx::array &a, const mx::array &b, float alpha, mx::Stream s) {
     const PackedProduct *product = open(y, {&a, &b}, s);
     if (!product || product->options.hasLowRank || product->options.hasSum) return std::nullopt;
-    // A product with more columns is worth all cores separately.
+    // If a has more columns, a b is large enough to be a separate product on all cores.
     if (y.ndim() != 2 || a.ndim() != 2 || b.ndim() != 2 || a.shape(1) > 64) return std::nullopt;
     if (a.shape(0) != y.shape(0) || b.shape(1) != y.shape(1) || a.shape(1) != b.shape(0)) return std::nullopt;
     auto options = product->options;

@@ -48,7 +48,7 @@ class Pool {
         wait(lock, done, [this] { return unfinished == 0; });
     }
 
-    /// The lock of the thread that runs parts, because MLX has a thread for each stream.
+    /// The lock that the thread of a stream holds while it uses the pool, because MLX has a thread for each stream.
     std::mutex inUse;
 
   private:
@@ -60,7 +60,7 @@ class Pool {
         }
     }
 
-    /// Polls for a while before it sleeps, because most waits are shorter than the time to wake a thread.
+    /// Waits for a condition. Polls for 20 µs before it sleeps, because most waits are shorter than the time to wake a thread.
     template <class Condition>
     void wait(std::unique_lock<std::mutex> &lock, std::condition_variable &changed, Condition condition) {
         const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(20);

@@ -82,16 +82,16 @@ namespace {
 
 enum class Operation { add, subtract, multiply, divide, maximum, square, rsqrt, negative, exp, sigmoid, tanh, sum, largest };
 
-/// Returns whether the operation reduces a row. Its result is used for each number of the row.
+/// Returns whether the operation reduces a row. The result of a reduction is used for each number of the row.
 bool is_reduction(Operation operation) { return operation == Operation::sum || operation == Operation::largest; }
 
-/// A result of operands before it, or, if `a` is negative, the numbers of an array.
+/// A term of the fused formula: the result of an operation on earlier terms, or, if `a` is negative, the numbers of an array.
 struct Term {
     Operation operation{};
     int a = -1, b = -1;
     int leaf = -1;
-    /// The number of earlier passes over the row, because a reduction is known only at the end of a pass. `isKept` says whether a later pass reads
-    /// the result.
+    /// The number of passes over the row before the one that computes the term. A reduction is known only at the end of a pass. `isKept` says whether
+    /// a later pass reads the result.
     int pass = 0;
     bool isKept = false;
 
@@ -249,7 +249,7 @@ class FusedPrimitive : public mx::UnaryPrimitive {
         const bool isOne = out.shape() != shape;
         int64_t size = 1;
         for (int n : shape) size *= n;
-        // A single row is cut into several.
+        // If `isFlat` is set, all numbers are one row, which is cut into several.
         const int64_t length = isFlat ? std::min<int64_t>(size, 16 * chunk) : shape.back();
         const int64_t rows = (size + length - 1) / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
@@ -279,8 +279,8 @@ class FusedPrimitive : public mx::UnaryPrimitive {
         const std::vector<int> &steps;
         /// The beginning of the row's numbers in each array.
         std::vector<const float *> starts, at;
-        /// The beginning of the row's numbers of each term, and the present place of its numbers. `isWhole` says whether each chunk has its own
-        /// place.
+        /// The beginning of the row's numbers of each term, and the present place of its numbers. `isWhole` says whether the term's whole row is
+        /// stored, so that each chunk has its own place.
         std::vector<float *> row, x;
         std::vector<char> isWhole;
         std::vector<Reduction> reductions;

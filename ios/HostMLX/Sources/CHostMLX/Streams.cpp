@@ -23,7 +23,7 @@ std::optional<mx::Stream> made_gpu_stream;
 /// The stream that stands for the GPU on this thread, if any, and the thread's own default stream.
 thread_local std::optional<mx::Stream> instead_of_gpu, own;
 
-/// Whether the rule makes the GPU the default device of C++. `is_gpu_default` says whether the default was not changed to the CPU.
+/// Whether the rule makes the GPU the default device of C++. `is_gpu_default` is false if the default device was changed to the CPU.
 std::atomic<bool> has_gpu_rule = false;
 std::atomic<bool> is_gpu_default = true;
 
@@ -57,7 +57,7 @@ void make_gpu_stream() {
 }
 
 void enter() {
-    // Without a GPU MLX caches 32 MB of freed memory, unlike on a phone.
+    // Without a GPU MLX would cache 32 MB of freed memory, unlike on a phone, so the cache is switched off.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
     const bool is_gpu = gpu_is_default();

@@ -3,7 +3,7 @@
 public struct FailingCommandBuffers: Sendable {
     /// The number of the first command buffer that fails, from 1.
     public var first: Int
-    /// The number of command buffers that fail. Each one after the first fails only after the error of the one before was thrown.
+    /// The number of command buffers that fail. A further buffer fails only after the error of the previous one was thrown.
     public var count = 1
     /// The number of later evaluations that succeed before one throws the error and computes nothing. Waiting for a stream throws the error earlier.
     /// The error is thrown once. The arrays of the failed buffer count as evaluated and hold `garbage`.

@@ -95,7 +95,7 @@ extension HasDType {
 }
 
 extension HasDType where Self: BinaryInteger {
-    /// Returns an integer as an operand beside an array of `dtype`. The integer gets the array's type unless this type is `bool`.
+    /// Returns an integer as an operand beside an array of `dtype`. The integer gets the type `dtype` unless that is `bool`.
     fileprivate func asOperand(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? Self.dtype
         return MLXArray(self, dtype: dtype == .bool ? Self.dtype : dtype)

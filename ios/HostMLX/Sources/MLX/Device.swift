@@ -39,7 +39,7 @@ public final class Device: Sendable, Hashable {
         try await Stream.withDefaultDevice(device, body)
     }
 
-    /// Sets C++'s default device, and also Swift's unless that has been used before.
+    /// Sets C++'s default device. Swift's default device changes too, unless it has been used before.
     @available(
         *, deprecated,
         message: "use withDefaultDevice() -- this only works before any mlx resources are created"

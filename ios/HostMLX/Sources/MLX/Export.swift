@@ -3,7 +3,7 @@ import Foundation
 
 /// Calls `body` with the positional and the named arguments of a function. If a name is given twice, the first counts.
 ///
-/// As in mlx-swift, a failed argument is an error for the caller's handler, and the call is made without it.
+/// As in mlx-swift, a failed argument is an error for the caller's handler, and the call is made without that argument.
 private func withArguments<R>(
     _ arguments: KeyValuePairs<String, MLXArray>,
     _ body: (_ positional: HostVector?, _ names: UnsafePointer<UnsafePointer<CChar>?>, _ count: Int, HostVector?) -> R

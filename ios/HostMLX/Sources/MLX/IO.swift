@@ -27,7 +27,7 @@ public func save(
     arrays: [String: MLXArray], metadata: [String: String] = [:], url: URL, stream: StreamOrDevice = .default
 ) throws {
     let path = try path(url, "safetensors")
-    // As in mlx-swift, a failed array is an error for the caller's handler, and the file is written without it.
+    // As in mlx-swift, a failed array is an error for the caller's handler, and the file is written without that array.
     let arrays = arrays.filter { succeeded($0.value) }
     _ = try withError {
         withVector(Array(arrays.values)) { values in

@@ -20,7 +20,7 @@ public struct ArrayAtIndices {
     let operations: [MLXArrayIndexOperation]
     let stream: StreamOrDevice
 
-    /// Returns the array with `values` added to these elements. If an index occurs twice, both values are added.
+    /// Returns the array with `values` added to these elements. If an index occurs twice, the values of both places are added to its element.
     public func add(_ values: some ScalarOrArray) -> MLXArray {
         guard operations.count == 1, case .array(let indices) = operations[0], indices.ndim == 1 else {
             fatalError("only one array of rows names what is added to")

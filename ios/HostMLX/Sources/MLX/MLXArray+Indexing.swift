@@ -213,7 +213,7 @@ extension MLXArray {
             (array, dimensions) = gather(before.filter { !$0.isNewAxis }, first: gathersFirst)
             sizes = array.shape
 
-            // After the gather its axes are full ranges.
+            // The slice after the gather takes full ranges of the axes that the gather has made.
             let gathered = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: dimensions)
             let others =
                 (gathersFirst ? before.filter { !$0.isArrayOrIndex } : Array(before.prefix { !$0.isArrayOrIndex }))

@@ -142,7 +142,7 @@ extension MLXArray {
         }
     }
 
-    /// Creates a float16 scalar. On x86-64 Swift has no `Float16`, and mlx-swift no such scalars.
+    /// Creates a float16 scalar. On x86-64 Swift has no `Float16`, and mlx-swift has no such scalars.
     private convenience init(float16 value: Float) {
         #if arch(x86_64)
             fatalError("dtype \(DType.float16) not supported")

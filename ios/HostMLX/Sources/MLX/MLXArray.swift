@@ -131,7 +131,7 @@ extension MLXArray {
 
     /// Copies the elements of an evaluated array in row-major order.
     private func copy(to destination: UnsafeMutableRawPointer?) {
-        // mlx-swift's loop over the elements ends at the last one, so there must be one.
+        // mlx-swift's loop over elements that are not contiguous ends at the last element, so there must be one.
         precondition(size > 0 || strides == packedStrides, "an empty array of shape \(shape) that is not contiguous")
         host_array_copy_bytes(ctx, destination)
     }

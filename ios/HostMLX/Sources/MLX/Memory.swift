@@ -34,7 +34,7 @@ public enum Memory {
         get {
             queue.sync {
                 if let limit = cacheLimitInUse { return limit }
-                // MLX returns the limit only when it is set.
+                // MLX returns the present limit only to a call that sets another.
                 let limit = host_set_cache_limit(cacheMemory)
                 _ = host_set_cache_limit(limit)
                 cacheLimitInUse = limit

@@ -115,7 +115,7 @@ private func first(_ results: [MLXArray]) -> MLXArray {
     results.first ?? MLXArray(0)
 }
 
-/// Returns `f`, traced and with fused operations. `inputs` and `outputs` have the arrays that it reads or changes besides its arguments.
+/// Returns `f`, traced and with fused operations. `inputs` and `outputs` have the arrays that `f` reads or changes besides its arguments.
 public func compile(
     inputs: [any Updatable] = [], outputs: [any Updatable] = [], shapeless: Bool = false,
     _ f: @escaping ([MLXArray]) -> [MLXArray]

@@ -16,7 +16,7 @@ extension AllTests {
             return matmul(softmax(scores, axis: -1), v).reshaped(q.shape)
         }
 
-        /// One query over a part of longer keys and values, and several queries with an additive mask.
+        /// Attention equals the formula for one query over a part of longer keys and values, and for several queries with an additive mask.
         @Test(arguments: [1, 3, 17, 300], [16, 24]) func fewQueries(length: Int, d: Int) {
             let (k, v) = (random([1, 2, length + 5, d], 1), random([1, 2, length + 5, d], 2))
             for queries in [1, 2] {
@@ -30,7 +30,8 @@ extension AllTests {
             }
         }
 
-        /// The last n queries over N keys, with heads that share keys. Every query attends to at least one key.
+        /// Attention and its derivative equal the formulas for the last n queries over N keys, with heads that share keys. Every query attends to at
+        /// least one key.
         @Test(arguments: [
             (heads: 4, groups: 1, n: 5, keys: 5, d: 16), (6, 2, 33, 70, 32), (14, 2, 130, 257, 16), (3, 3, 64, 400, 64),
             (18, 2, 17, 129, 24), (1, 1, 2, 2100, 8),
@@ -61,13 +62,13 @@ extension AllTests {
                 let (right, derivatives) = vjp({ [expected($0, visible)] }, primals: x, cotangents: [dy])
                 for (a, b) in zip(y + gradients, right + derivatives) {
                     #expect(a.shape == b.shape)
-                    // Sums of up to 18 · 130 terms are in another order.
+                    // Sums of up to 18 · 130 terms are added in another order than by the formulas.
                     #expect(abs(a - b).max().item(Float.self) <= 1e-5 * max(1, abs(b).max().item(Float.self)))
                 }
             }
         }
 
-        /// Scores that are NaN, and scores whose exp overflows.
+        /// Attention is right for scores whose exp overflows, and for a score that is NaN.
         @Test func extremeScores() {
             let (q, k, v) = (
                 random([1, 2, 20, 16], 1) * Float(100), random([1, 1, 20, 16], 2) * Float(100),

@@ -131,7 +131,7 @@ extension AllTests {
             #expect(x[8..<9].shape == [0])
             #expect(x[-9 ..< -2].asArray(Int.self) == [0, 1, 2, 3])
             #expect(x[...(-2)].asArray(Int.self) == [0, 1, 2, 3, 4])
-            // The bound after -1 is 0, which is the beginning.
+            // The range ...(-1) ends before -1 + 1 = 0, which is the beginning, so it is empty.
             #expect(x[...(-1)].shape == [0] && x[-3 ... -1].shape == [0])
         }
     }

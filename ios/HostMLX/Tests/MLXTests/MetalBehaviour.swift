@@ -136,7 +136,7 @@ import Testing
             try withError { Device.withDefaultDevice(.cpu) { eval(a + 1) } }
         }
         #expect(throws: Never.self) { try inside.result.get() }
-        // C++ copies the primals on its own default device.
+        // C++ copies the primals on its own default device, the GPU.
         let differentiated = withMetal(.init(gpuByDefault: true)) {
             try withError {
                 Device.withDefaultDevice(.cpu) { eval(vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1) }

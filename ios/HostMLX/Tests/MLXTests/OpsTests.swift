@@ -90,7 +90,7 @@ extension AllTests {
             [2, 3, 4, 5, 6, 8].flatMap { bits in [32, 64, 128].map { (.affine, bits, $0) } }
             + [(.mxfp4, 4, 32), (.mxfp8, 8, 32), (.nvfp4, 4, 16)]
 
-        /// Products in every format, with rows and columns that don't fill the tiles of a product, and with parts of a matrix.
+        /// Products are right in every format, with rows and columns that don't fill the tiles of a product, and with parts of a matrix.
         @Test(arguments: formats.indices) func quantizedProducts(_ index: Int) throws {
             let (mode, bits, groupSize) = Self.formats[index]
             let w = MLXRandom.normal([410, 1408], key: MLXRandom.key(0))
@@ -140,7 +140,7 @@ extension AllTests {
             }
         }
 
-        /// All rows of W on several threads, and so few rows at a time that the caller's thread computes them.
+        /// A product with all rows of W, on several threads, equals products with so few rows that the caller's thread computes them.
         @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 128]) func threadsDoNotChangeAQuantizedProduct(
             bits: Int, groupSize: Int
         ) {
@@ -156,7 +156,7 @@ extension AllTests {
             }
         }
 
-        /// x as rows of a wider matrix, transposed, and as one broadcast row.
+        /// A product is right if x is rows of a wider matrix, transposed, or one broadcast row.
         @Test(arguments: [2, 3, 4, 6]) func aQuantizedProductReadsItsOperandWhereItIs(bits: Int) {
             let q = quantized(MLXRandom.normal([96, 128], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             let numbers = MLXRandom.normal([160, 192], key: MLXRandom.key(1))

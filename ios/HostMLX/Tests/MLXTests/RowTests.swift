@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import Testing
 
-/// Compares operations that HostMLX fuses and computes on all cores with the same operations one by one.
+/// Compares operations that HostMLX fuses and computes on all cores with MLX's separate operations.
 extension AllTests {
     @Suite struct RowTests {
         /// A function with every fused operation, on operands that vary along rows, columns and both.
@@ -29,7 +29,8 @@ extension AllTests {
             #expect(!f([a, row, column, MLXArray(Float(0.5))])[0].asArray(Float.self).contains { $0.isNaN })
         }
 
-        /// Softmax of masked rows and its derivative: sums and maxima of whole rows between elementwise operations.
+        /// Softmax of masked rows and its derivative have the same results if they are fused. They have sums and maxima of whole rows between
+        /// elementwise operations.
         @Test(arguments: [[1, 1], [7, 300], [300, 7], [3, 5, 1_000], [2, 3, 40, 130]])
         func fusedReductionsOverRows(shape: [Int]) {
             let x = MLXRandom.normal(shape, key: MLXRandom.key(1)) * 4

@@ -61,7 +61,7 @@ extension AllTests {
             try onAnotherThread { function.value = try importFunction(from: path) }
             let imported = try #require(function.value)
             expectNoStream { eval(try imported(MLXArray.ones([2]))) }
-            // After the arrays in it are read, other threads may call it.
+            // After the arrays in an imported function are read, other threads may call the function.
             try onAnotherThread {
                 let imported = try importFunction(from: path)
                 eval(try imported(MLXArray.zeros([2])))

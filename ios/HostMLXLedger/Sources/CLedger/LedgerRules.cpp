@@ -139,7 +139,7 @@ void as_type(const Call &call) {
     copy(call, in, call.out(), vector_or_general(in.flags().contiguous));
 }
 
-/// gpu/primitives.cpp:156: `in` is a copy there too, so nothing is donated.
+/// gpu/primitives.cpp:156: in MLX too, `in` is a second reference to the input, so nothing is donated.
 void full(const Call &call) {
     auto in = call.in()[0];
     const auto type = in.data_size() == 1 ? mx::CopyType::Scalar : vector_or_general(in.flags().contiguous);
@@ -525,8 +525,8 @@ void arg_reduce(const Call &call) {
     call.recorder.kernel("arg_reduce", {call.in()[0]}, {call.out()});
 }
 
-/// Gives the output the layout of `x`, in the memory of `x` if possible; without `keeps_layout`, that of a contiguous copy. Returns the array that
-/// the kernel reads.
+/// Gives the output the layout of `x`, in the memory of `x` if possible. Without `keeps_layout` the output gets the layout of a contiguous copy.
+/// Returns the array that the kernel reads.
 mx::array in_place_or_like(const Call &call, const mx::array &x, bool keeps_layout) {
     auto &out = call.out();
     if (!keeps_layout) {
@@ -578,7 +578,7 @@ void scan(const Call &call) {
     const auto axis = std::get<1>(call.primitive<mx::Scan>().state());
     auto in = call.in()[0];
     auto &out = call.out();
-    // `in` is a second reference there too, so nothing is donated.
+    // In MLX too, `in` is a second reference to the input, so nothing is donated.
     if (in.flags().contiguous && in.strides()[axis] != 0) {
         out.set_data(call.recorder.take(in.data_size() * out.itemsize()), in.data_size(), in.strides(), in.flags());
     } else {
@@ -624,7 +624,7 @@ struct Operand {
     mx::array array;
 };
 
-/// metal/matmul.cpp:27: a matrix with a unit stride is used directly, and others are copied.
+/// metal/matmul.cpp:27: a matrix with a unit stride is used directly, and other matrices are copied.
 Operand check_transpose(const Call &call, const mx::array &a, bool is_vector) {
     const auto rows = a.strides()[a.ndim() - 2];
     const auto columns = a.strides()[a.ndim() - 1];

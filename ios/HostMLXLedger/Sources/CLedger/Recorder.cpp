@@ -2,8 +2,8 @@
 //
 // Swift code and `.mlxfn` files create MLX's own unevaluated graphs. While a ledger records, an evaluation walks the graph in MLX's order, and
 // applies to each primitive the effects of its `eval_gpu` on Metal: the buffers that it allocates, the input that it overwrites, and the kernels that
-// it encodes. Outputs become arrays with the layout and the length of buffer that they would have there. Their contents are zeros, or the values if
-// these are computed too. MLX's own references count these arrays, so their lifetimes equal those of real ones.
+// it encodes. Outputs become arrays with the layout and the length of buffer that they would have on Metal. Their contents are zeros, or the values
+// if these are computed too. MLX's own references count these arrays, so their lifetimes equal those of real ones.
 //
 // Comments cite files and lines of MLX 0.32.2 (commit 846d176 of 22 August 2026).
 
@@ -60,7 +60,7 @@ struct Counted {
 
 /// The recorder that provides the next allocation of this thread.
 thread_local Recorder *taking = nullptr;
-// MLX's threads free buffers while another thread holds `mutex` and waits for them, so these have another mutex.
+// MLX's threads free buffers while another thread holds `mutex` and waits for them, so the counted buffers have another mutex.
 std::mutex counted_mutex;
 std::unordered_map<const void *, Counted> counted_buffers;
 std::atomic<size_t> counted_count = 0;
@@ -229,8 +229,8 @@ void Recorder::give(Block *block, size_t tracked) {
 #ifdef __linux__
 namespace {
 
-/// A replacement of MLX's allocator, which returns the ledger's buffers when the ledger allocates, and gives them back to it. MLX donates only
-/// buffers of its allocator.
+/// A replacement of MLX's allocator. It returns the ledger's buffers when the ledger allocates, and gives them back to the ledger when MLX frees
+/// them. MLX donates only buffers of its allocator, so the ledger's buffers must come from this class.
 class LedgerAllocator : public mx::allocator::Allocator {
    public:
     mx::allocator::Buffer malloc(size_t size) override {
@@ -363,7 +363,8 @@ void Recorder::commit(bool counted) {
     }
 }
 
-/// Runs the completion handlers of the oldest command buffer whose handlers have not run. They end its task and free its arrays (metal/eval.cpp:64).
+/// Runs the completion handlers of the oldest command buffer whose handlers have not run. The handlers end the buffer's task and free its arrays
+/// (metal/eval.cpp:64).
 void Recorder::run_oldest_handlers() {
     CommandBuffer done = std::move(running_.front());
     running_.pop_front();

@@ -136,11 +136,11 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
 
-    /// The rules of an iPhone whose GPU completes each command buffer as soon as it is committed. With these, arrays take the least memory.
+    /// The rules of an iPhone whose GPU completes each command buffer as soon as it is committed. By these rules arrays take the least memory.
     public static var fastPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0, lateHandlers: 0)
     }
-    /// The rules of `phone` with one late command buffer. With these rules a ledger has the memory that arrays take if handlers run at once.
+    /// The rules of `phone` with one late command buffer. By these rules the peak memory is that of a phone whose handlers run at once.
     public static var strictPhone: LedgerRules { inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
     /// The rules of an iPhone whose handlers run 0.5 to 3 ms after their command buffer. Then up to 36 of MLX's command buffers are in flight.
     public static var slowPhone: LedgerRules {

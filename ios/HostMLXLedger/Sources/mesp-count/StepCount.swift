@@ -12,14 +12,14 @@ struct StepCount: Encodable {
     let evals, kernels, readBytes, writtenBytes, newBuffers, newBufferBytes: Int
     let tflop: Double
     let modelledSeconds: Double
-    /// The peak memory of MLX's arrays and its cache, without the process and mapped weights, with MLX's default command buffers, and the planner's
-    /// prediction for it. Here arrays are freed when their command buffer is complete.
+    /// The peak memory of MLX's arrays and its cache, and the planner's prediction of that peak. Both leave out mapped weights and other memory of
+    /// the process. The command buffers have MLX's default sizes, and arrays are freed when their command buffer is complete.
     let ledgerPeakBytes, predictedPeakBytes: Int
-    /// The number of command buffers, and the number of waits in which `eval` polls. `spinningSeconds` is an upper bound of their time.
+    /// The number of command buffers, and the number of waits in which `eval` polls. `spinningSeconds` is an upper bound of the time of these waits.
     let commandBuffers, spins: Int
     let spinningSeconds: Double
-    /// The same counts with the trainer's command buffers. In `fast` each is complete at once. In `strict` each is complete when it must be, and the
-    /// last one's handlers are late. In `slow` the handlers of many are late.
+    /// The same counts with the trainer's command buffers. In `fast` each command buffer is complete at once. In `strict` each is complete only when
+    /// it must be, and the handlers of the last one are late. In `slow` the handlers of many are late.
     let fast, strict, slow: Short
     /// The number of kernels that this step and the one before compile. `mostFirstKernels` is the largest number from one block to the next.
     let firstKernels, mostFirstKernels: Int

@@ -55,7 +55,7 @@ struct LedgerTests {
         #expect(ledger.evals == 0)
         #expect(ledger.commandBuffers == 0)
         #expect(ledger.kernels == 0)
-        // A kernel reads an array that the CPU wrote.
+        // A kernel can read an array that the CPU writes in the same evaluation.
         let both = try count { eval(exp(exp(floats(4), stream: .cpu))) }
         #expect(both.evals == 1)
         #expect(both.commandBuffers == 1)
@@ -212,7 +212,8 @@ struct LedgerTests {
     /// Returns the memory of the arrays that are alive besides the measured ones: those of tests and of MLX itself.
     private func baseline() -> Int { Memory.activeMemory }
 
-    /// Evaluates 42 products, each of the previous one, in two command buffers. `x` and `w` are held by the caller.
+    /// Evaluates 42 products, each of the previous one and `w`. By the rules of an iPhone they fill two command buffers, and a third ends the
+    /// evaluation.
     private func products(_ body: () -> Void = {}) {
         let x = floats(64, 64)
         let w = floats(64, 64)
@@ -229,7 +230,8 @@ struct LedgerTests {
         #expect(ahead.commandBuffers == 3)
         #expect(ahead.peakArrays == 44)
         #expect(ahead.peakBytes - before == 44 * page)
-        // Otherwise 21 products are held until the first buffer is complete, and then only the last of them. 21 more are created.
+        // If each buffer is complete at once, 21 products are held until the first buffer is complete, and then only the last of these. The second
+        // buffer adds 21.
         let none = try count(.fastPhone) { products() }
         #expect(none.peakArrays == 24)
         #expect(none.peakActiveBytes - before == 24 * page)
@@ -245,7 +247,7 @@ struct LedgerTests {
             x = nil
             eval(results)
         }
-        // The second operation is the last to read x, but the first one's command buffer is incomplete and still holds it.
+        // The second operation is the last to read x, but the first operation's command buffer is incomplete and still holds x.
         #expect(try count(.phone, body).newBuffers == 3)
         let each = LedgerRules(isMetal: true, operationsPerBuffer: 0, megaElementsPerBuffer: 40, runAhead: 0)
         #expect(try count(each, body).newBuffers == 2)
@@ -323,7 +325,7 @@ struct LedgerTests {
         #expect(alive == (1 + min(late, 6)) * page)
         #expect(synchronized == page)
         #expect(ledger.waits == 1)
-        // With the one of `synchronize` there are seven command buffers.
+        // There are seven command buffers: one for each evaluation, and one for `synchronize`.
         #expect(ledger.mostInFlight == min(max(late, 1), 7))
     }
 
@@ -378,7 +380,7 @@ struct LedgerTests {
                 products()
             }
         }
-        // One buffer runs when memory is short, and the encoder waits for its 21 products.
+        // When memory is short, only one buffer runs, and the encoder polls until the 21 products of this buffer are complete.
         let short = try ledger(pages: 30)
         #expect(short.spins == 1)
         #expect(short.spinning.kernels == 21)
@@ -386,7 +388,7 @@ struct LedgerTests {
         let time = LedgerTime()
         #expect(abs(short.secondsSpinning() - 21 * time.secondsPerKernel) < 23e-6)
         #expect(try ledger(pages: 60).spins == 0)
-        // With several buffers it sleeps until memory is free.
+        // With several buffers the encoder sleeps until memory is free.
         let limits = try count(
             LedgerRules(isMetal: true, operationsPerBuffer: 4, megaElementsPerBuffer: 40, runAhead: 10)
         ) {
@@ -527,7 +529,7 @@ struct LedgerTests {
         #expect(try product(floats(8, 16, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(8, 16, 256), floats(8, 256, 64)) == ["gemm": 1])
         #expect(try kernels { [addMM(floats(64), floats(64, 64), floats(64, 128)[0..., ..<64])] } == ["gemm": 1])
-        // 256 / 16 iterations and 2 · 2 tiles of 32 give four parts in float32, and the product.
+        // 256 / 16 iterations and 2 · 2 tiles of 32 give four parts in float32, which the kernel gemm writes.
         let inParts = try count { eval(matmul(floats(64, 256), floats(256, 64))) }
         #expect(inParts.flop == 2 * 64 * 64 * 256)
         #expect(inParts.kinds["gemm"]?.writtenBytes == 65536)
@@ -596,17 +598,18 @@ struct LedgerTests {
         #expect(counts(try ledger([12, 1024], w)) == ["qmv": 1])
         #expect(counts(try ledger([32, 1024], w, generation: 17)) == ["qmv": 1])
         #expect(counts(try ledger([14, 1024], w, generation: 14)) == ["qmm": 1, "reduce": 1])
-        // More than 256 tiles are not split.
+        // A product with more than 256 tiles is not split.
         #expect(counts(try ledger([160, 1024], w)) == ["qmm": 1])
         #expect(counts(try ledger([2, 32, 1024], [2] + w)) == ["qmm": 1])
-        // The first has as many parts as groups of 64. The second would have four parts, which do not divide ten groups, so it has two.
+        // The first product has as many parts as a row has groups of 64. The second would have four parts, but four does not divide its ten groups,
+        // so it has two.
         #expect(try ledger([256, 896], [128, 896]).kinds["qmm"]?.writtenBytes == Double(14 * 256 * 128 * 4))
         #expect(try ledger([256, 640], [448, 640]).kinds["qmm"]?.writtenBytes == Double(2 * 256 * 448 * 4))
         #expect(counts(try ledger([4, 2048], w, transpose: false)) == ["qmm": 1])
         // k has eight parts, whose sum is a reduction of short columns.
         #expect(counts(try ledger([1, 2048], w, transpose: false)) == ["qvm": 1, "reduce": 1])
         #expect(counts(try ledger([3, 2048], [2048, 192], transpose: false)) == ["qvm": 1, "reduce": 1])
-        // A slice of columns needs three copies.
+        // A slice of columns needs copies of the words, the scales and the biases.
         #expect(counts(try ledger([32, 512], w, slice: true)) == ["copy": 3, "qmm": 1, "reduce": 1])
         #expect(
             try kernels {
@@ -650,7 +653,7 @@ struct LedgerTests {
     }
 
     @Test func adoptedMemoryIsActiveButNotInThePeak() throws {
-        // As in MemoryTests, the pages follow a word with their length.
+        // As in HostMLX's MemoryTests, the pages follow a word with their length.
         let bytes = 64 * page
         let base = UnsafeMutableRawPointer.allocate(byteCount: 2 * page + bytes, alignment: page)
         let data = base + page
@@ -731,7 +734,7 @@ struct LedgerTests {
         #expect(counts(full) == ["attention": 1])
         // Each of 32 rows of 4 heads attends to the keys up to its own: 528 pairs, in two products of 64.
         #expect(full.flop == 540_672)
-        // Rows of q that are not contiguous are copied. Other transpositions are not.
+        // q is copied only if its rows are not contiguous. Other transpositions are read in place.
         #expect(
             counts(try attention(floats(1, 32, 4, 64).transposed(0, 2, 1, 3), floats(1, 2, 32, 64)))
                 == ["attention": 1])

@@ -86,13 +86,13 @@ final class StepTests {
         #expect(planners[1].peak(plan) < planners[0].peak(plan))
     }
 
-    /// With MLX's default command buffers a core would poll for most of the step.
+    /// Waits for memory do not keep a core busy. With MLX's default command buffers a core would poll for most of the step.
     @Test func waitsForMemorySleep() throws {
         let (ledger, _, _) = try step(settings(256))
         #expect(ledger.secondsSpinning() < 0.01 * ledger.seconds())
     }
 
-    /// A run maps each file, and each array on disk, only once.
+    /// A step maps nothing, because a run maps each file and each array on disk only once.
     @Test(arguments: RunSettings.Offload.allCases) func aStepMapsNothing(_ offload: RunSettings.Offload) throws {
         let (ledger, _, _) = try step(settings { $0.offload = offload })
         #expect(ledger.mappings == 0)
@@ -137,7 +137,7 @@ final class StepTests {
         #expect(mapped.values.allSatisfy { $0 == 1 })
     }
 
-    /// With a kernel that gathers rows, Metal would keep the whole file in memory.
+    /// No kernel gathers rows of the embedding, because Metal would then keep the whole file in memory.
     @Test func noKernelReadsTheEmbedding() throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let bundle = try ModelBundle(url: Self.demo)
@@ -170,7 +170,7 @@ final class StepTests {
         #expect(ledger.firstKernels > 30 && ledger.mostFirstKernels <= 30)
     }
 
-    /// `qvm_split_k` takes up to three rows without a copy.
+    /// Products of a few rows copy nothing. MLX's kernel `qvm_split_k` takes up to three rows without a copy.
     @Test(arguments: 1...4, [128, 96]) func productsOfFewRowsCopyNothing(_ rows: Int, _ columns: Int) throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let words = MLXArray.zeros([1024, columns / 8], dtype: .uint32)

@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The choices of the person: each answer that they took, with the one that they did not take.
+/// The choices of the person: each chosen answer, with the rejected answer.
 struct ChoicesView: View {
     @Environment(AppModel.self) private var model
 

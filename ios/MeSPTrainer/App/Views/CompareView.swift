@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// Comparisons: the base model with the fine-tuned model, and MeSP, MeBP and MeZO on this phone with the paper's figures.
+/// Two comparisons: the base model with the fine-tuned model, and the measurements of MeSP, MeBP and MeZO on this phone with the paper's figures.
 struct CompareView: View {
     @Environment(AppModel.self) private var model
     @State private var steps = 5

@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// Training a model together with other people. Everybody's text stays on their device.
+/// The screen to train a model together with other people. Each person's text stays on that person's device.
 struct FederationView: View {
     @Environment(AppModel.self) private var model
     @State private var asks = false

@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// Two examples of a run's effect, and the button to try it.
+/// Two examples of a run's effect, and the button that opens the tab *Try* with the run.
 struct LearnedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun

@@ -2,7 +2,7 @@ import Charts
 import MeSPAppModel
 import SwiftUI
 
-/// The run in progress, or the last one.
+/// The run in progress, or the last run.
 struct RunView: View {
     @Environment(AppModel.self) private var model
 
@@ -158,7 +158,7 @@ struct StateLabel: View {
     }
 }
 
-/// The dark screen of an overnight run. A tap ends it.
+/// The dark screen of an overnight run. A tap restores the screen's brightness.
 struct NightView: View {
     @Environment(AppModel.self) private var model
     var body: some View {

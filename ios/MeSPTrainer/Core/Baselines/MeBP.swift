@@ -1,7 +1,8 @@
 import MLX
 
 extension BlockwiseModel {
-    /// Differentiates a block automatically, in plain operations and from its input (MeBP).
+    /// Computes a block's derivative by automatic differentiation, from the block's input (MeBP). It differentiates the block's plain function, whose
+    /// operations MLX does not fuse.
     ///
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
@@ -15,7 +16,7 @@ extension BlockwiseModel {
         guard let plain = try function(call.index, x, \.plainFunctions) else {
             preconditionFailure("block \(call.index) has no function")
         }
-        // Shared keys and values are inputs of the blocks that attend to them, and outputs of the block that has them.
+        // Shared keys and values are outputs of the block that computes them, and inputs of the other blocks that attend to them.
         let (taken, sum) = (call.side.shared, call.side.shared == nil ? dShared : nil)
         let dtype = x.dtype
         /// Returns the gradients of the inputs, from the gradients `cotangents` of some of the block's outputs.
@@ -33,7 +34,7 @@ extension BlockwiseModel {
                             return try outputs(plain(call, layout, scale: self.scale), primals[0])
                         } catch {
                             failure = error
-                            return cotangents  // they have the outputs' shapes
+                            return cotangents  // arrays in the outputs' shapes; `failure` is thrown below
                         }
                     }, primals: [x, layout.trained(in: call.lora)] + (taken.map { [$0.keys, $0.values] } ?? []),
                     cotangents: cotangents)

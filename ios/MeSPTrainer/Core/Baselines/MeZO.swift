@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// A step of MeZO, which estimates the gradient from two forward passes, with z ~ N(0, 1) from a seed:
+/// A step of MeZO. It estimates the gradient from two forward passes. z ~ N(0, 1) is drawn from a seed:
 ///
 ///     ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ − ℒ₋) / 2ε        ∂ℒ/∂lora ≈ g z
 ///

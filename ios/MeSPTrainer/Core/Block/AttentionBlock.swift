@@ -2,15 +2,15 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The attention mixer:  x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g. In q, each head's gate follows
-/// its query.
+/// The attention mixer:  x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g. In q, the gate of each head follows the
+/// head's query.
 extension Block {
     func attention(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
-        // Generation, one token at a time, takes a shorter path. Training never takes that path, as its sequences begin here, without earlier tokens.
+        // Generation, one token at a time, takes a shorter path. Training never takes that path, as its sequences have no earlier tokens.
         if sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
@@ -33,7 +33,7 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// Returns q, k and v, `[heads, n, …]` each. In q, each head's gate follows its query if the mixer has gates.
+    /// Returns q, k and v, `[heads, n, …]` each. If the mixer has gates, the gate of each head follows the head's query in q.
     func projectQKV(_ mixer: AttentionMixer, _ mixerIn: MLXArray) -> (q: MLXArray, k: MLXArray, v: MLXArray) {
         let (heads, keyHeads) = (mixer.numAttentionHeads, mixer.numKeyValueHeads)
         let q = project(.q, mixerIn).byHead(heads)
@@ -70,7 +70,7 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// Computes o(attention(q, k̂, v̂)) with the keys and values of another block, which has read the same tokens before.
+    /// Computes o(attention(q, k̂, v̂)) with the keys and values of another block. That block has already read the same tokens.
     private func attentionOverShared(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
@@ -106,8 +106,7 @@ extension Block {
             values: attention.value(project(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
-    /// Returns the `ProjectionGradients` of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from the gradient of its
-    /// output `[T, hidden]`.
+    /// Returns the gradients of the outputs of the block's projections q, k, v and g, from the gradient of the mixer's output `[T, hidden]`.
     func attentionBackward(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
@@ -158,7 +157,7 @@ extension Block {
 
     /// Computes the derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
     ///
-    /// - Returns: the gradient of attn_out `[T, heads·d]`, and the gradient of g in the shape of g, which is nil without a gate.
+    /// - Returns: the gradient of attn_out `[T, heads·d]`, and the gradient of g in the shape of g. Without a gate, the gradient of g is nil.
     private func attentionOutput(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients

@@ -7,24 +7,24 @@ import MeSPBundle
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// A block may have a mixture of experts instead of the MLP or in addition to it. Each projection is a `LoRALinear`. In a block with
-/// post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of
-/// `Intermediates` have the bundle's dtype. Everything between them is float32.
+/// A block may have a mixture of experts instead of the MLP or in addition to it. Each projection is a `LoRALinear`. In a block with post-norms, the
+/// outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of `Intermediates` have the
+/// bundle's dtype. All arrays between these are float32.
 ///
 /// BlockForward.swift and StructuredBackward.swift contain the two passes. AttentionBlock.swift, GatedDeltaNetBlock.swift,
-/// ShortConvolutionBlock.swift and Mamba2Block.swift contain both passes of a mixer. ExpertsBlock.swift contains both passes of a mixture
-/// of experts, and PerLayerBlock.swift both passes of the term that embeddings for each layer add to y.
+/// ShortConvolutionBlock.swift and Mamba2Block.swift contain both passes of one mixer each. ExpertsBlock.swift contains both passes of a mixture of
+/// experts, and PerLayerBlock.swift both passes of the term that embeddings for each layer add to y.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
-    /// DoRA's formulas, which compute A, B̃ and G from `lora`; nil without DoRA, or if `lora` already consists of these.
+    /// DoRA's formulas, which compute A, B̃ and G from `lora`; nil without DoRA, or if `lora` already contains A, B̃ and G.
     var dora: DoRA?
     let layout: LoRALayout
     /// The factor s of the adapters' output, see `BlockwiseModel.scale`.
     let scale: Float
     var machine: Machine
-    /// The linear layers that a generating model keeps from token to token; nil elsewhere.
+    /// The linear layers that a generating model keeps from token to token; nil if it keeps none, and in training.
     var keptLayers: [Projection: LoRALinear]?
     let side: SideInputs
     /// The position of the block's first token in the sequence, on which dropout's masks depend.
@@ -40,11 +40,11 @@ package struct Block {
         self.side = side
     }
 
-    /// Returns the rows of each record in a sequence of T tokens. Only the mixer relates tokens to each other, so it takes each record separately.
+    /// Returns the rows of each record in a sequence of T tokens. The mixer takes each record separately, as it alone relates tokens to each other.
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
-    /// Returns the segments that the mixer takes one at a time, with at most `Machine.mixerTokens` tokens each. There are none for a shorter sequence
-    /// or packed records.
+    /// Returns the segments that the mixer takes one at a time, with at most `Machine.mixerTokens` tokens each. Returns an empty list for a sequence
+    /// of at most that many tokens, for packed records, and for a mixer that takes no segments.
     func segments(_ length: Int) -> [Range<Int>] {
         guard side.records == nil, length > machine.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
         return tiles(of: length, size: machine.mixerTokens)
@@ -64,7 +64,8 @@ package struct Block {
                 dropout: dropoutKey(projection).map { Dropout(key: $0, firstToken: firstToken) })
     }
 
-    /// Returns the dropout key of a projection's layer, by the layer's place among the trainable layers; nil without dropout.
+    /// Returns the dropout key of a projection's layer; nil without dropout. The key follows from the layer's index among the block's trainable
+    /// layers.
     private func dropoutKey(_ projection: Projection) -> DropoutKey? {
         guard let key = side.dropout else { return nil }
         let module = layout.block.place(projection).module
@@ -80,7 +81,7 @@ package struct Block {
         return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 
-    /// Returns the block for tokens that begin at the position `token` among this block's tokens.
+    /// Returns this block for the tokens from position `token` on, counted from this block's first token.
     func from(_ token: Int) -> Block {
         var block = self
         block.firstToken += token
@@ -115,13 +116,13 @@ package struct BlockCall {
     }
 }
 
-/// The inputs of a block besides the output of the block before. One value holds all of them, so that none is omitted where a block runs again.
+/// The inputs of a block besides the output of the block before. One value holds all of them, so that a block that runs again gets the same inputs.
 package struct SideInputs {
     /// The rows of each record, see `Example.records`; nil for one record.
     var records: [Range<Int>]?
-    /// The layer's part p `[T, size]` of the tokens' embeddings; nil if the model has none.
+    /// p `[T, size]`, the tokens' embeddings for this layer; nil if the model has no embeddings for each layer.
     var perLayer: MLXArray?
-    /// The keys and values of another block, if this block has none.
+    /// The keys and values of the other block that this block attends to; nil if this block has its own, and in generation (`Block.sharedStates`).
     var shared: MixerState.KeyValues?
     /// The dropout key of the block, for one sequence in a step; nil without dropout.
     package var dropout: DropoutKey?

@@ -1,7 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// The forward pass by formulas. Training uses it on a CPU, and for blocks without a function. Generation uses it on every device.
+/// The forward pass by formulas. Training uses the formulas on a CPU, with dropout or DoRA, and for blocks without a function. Generation uses them
+/// on every device.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self
@@ -22,7 +23,7 @@ extension Block: BlockForward {
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
-        // x_mid, whose rows are replaced by the rows of y, some tokens at a time.
+        // This array begins as x_mid. Then the rows of y replace the rows of x_mid, some tokens at a time.
         var y = {
             let x = x.squeezed(axis: 0)
             let cut = segments(x.dim(0))
@@ -73,8 +74,8 @@ extension Block: BlockForward {
             }())
     }
 
-    /// Computes the first half of the block in segments of a long sequence. Of the arrays inside the mixer, only attention's keys, values
-    /// and output are then as long as the sequence.
+    /// Computes the first half of the block in segments of a long sequence. Inside the mixer, only attention's keys, values and output then have all
+    /// tokens of the sequence.
     ///
     /// - Parameter keeps: whether to keep the arrays that the backward pass reads.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
@@ -83,8 +84,8 @@ extension Block: BlockForward {
         var segments = [Intermediates.Segment]()
         var (xMid, mixerOut) = (MLXArray.zeros(x.shape, dtype: x.dtype), MLXArray.zeros(x.shape, dtype: x.dtype))
         for rows in rows {
-            // With attention, each segment gets the state after the last segment, which has all keys. Until this state exists, `start` stands in for
-            // it.
+            // At the end, each segment of attention gets the state after the last segment, which contains the keys of all positions. Until then it
+            // has `start`.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixer = from(rows.lowerBound).inForwardPass.mixer(x, [0..<rows.count], &states)
@@ -129,7 +130,8 @@ extension Block: BlockForward {
         return (p.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
     }
 
-    /// Returns x + norm(output), or x + output without a norm, in x's dtype. The norm takes the output in x's dtype, in which it would be stored.
+    /// Returns x + norm(output), or x + output without a norm, in x's dtype. With a norm, the output is first rounded to x's dtype, in which the
+    /// backward pass reads it.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         sumInFloat32(x, norm, output).asType(x.dtype)
     }
@@ -144,7 +146,7 @@ extension Block: BlockForward {
     /// A mixer's intermediates, and its output `[n, hidden]` in float32.
     typealias MixerResult = (intermediates: MixerIntermediates, out: MLXArray)
 
-    /// Applies the mixer to RMSNorm(x). The parameters are those of `output`.
+    /// Applies the mixer to RMSNorm(x). `output(_:sequences:_:)` describes the parameters.
     private func mixer(_ x: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> MixerResult {
         let mixerIn = weights.mixerNorm(x)
         return switch weights.shape.mixer {
@@ -155,7 +157,7 @@ extension Block: BlockForward {
         }
     }
 
-    /// Returns a projection of mixer_in in the dtype in which it would be stored.
+    /// Returns a projection of mixer_in in mixer_in's dtype, in which the backward pass reads it.
     func project(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
         machine.part(linear(name)(mixerIn, machine: machine).asType(mixerIn.dtype))
     }
@@ -170,7 +172,8 @@ extension Block: BlockForward {
 
     // MARK: - The MLP
 
-    /// Returns the sum of the gated MLP and the mixture of experts, or whichever of the two the block has, in float32.
+    /// Returns the sum of the outputs of the gated MLP and of the mixture of experts, in float32. If the block has only one of these, returns its
+    /// output.
     ///
     /// - Parameter inner: gate and up of the MLP; nil to compute them.
     private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {
@@ -185,11 +188,11 @@ extension Block: BlockForward {
     }
 
     /// Returns the output of `mlp`, and the MLP's gate and up as they are stored. gate and up are nil without an MLP. They are also nil with DoRA, as
-    /// its derivative does not read them.
+    /// the derivative with DoRA does not read them.
     private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
         let shape = weights.shape.mlp
         let hasInner = !shape.modules.isEmpty && !layout.hasMagnitudes
-        // With experts the tokens are not cut here, as each expert takes its tokens from all of them.
+        // With experts the tokens are not cut here, as `mixtureOfExperts` cuts them into the same parts as the derivative.
         let tokens = tiles(of: mlpIn.dim(0), size: shape.experts == nil ? machine.mlpTileTokens : .max)
         var inputs = [mlpIn]
         let parts = machine.reduce(tokens, [[MLXArray]](), reading: &inputs) { parts, tokens, inputs in

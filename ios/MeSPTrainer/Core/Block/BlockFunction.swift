@@ -5,7 +5,8 @@ import MeSPBundle
 /// The function `f(x, lora, scale, weights)` in a bundle's file. It returns y, mixer_in, the arrays of `MixerIntermediates`, x_mid, gate,
 /// up and, with post-norms, mixer_out and mlp_out.
 ///
-/// Further arguments are the arrays of `SideInputs`. With packed records, the last is the position at which each token's record begins.
+/// Further arguments are the arrays of `SideInputs`. With packed records, the last argument contains the position at which each token's record
+/// begins.
 package final class BlockFunction {
     /// The outputs that a caller evaluates.
     fileprivate enum Selection {
@@ -38,7 +39,7 @@ package final class BlockFunction {
     /// - Parameters:
     ///   - call: has records only if this is the function for packed records
     ///   - layout: the layout of the call's parameters
-    ///   - pause: called after each output, which is evaluated first; nil once a GPU has compiled the kernels
+    ///   - pause: called after the evaluation of each output; nil once a GPU has compiled the kernels
     package func callAsFunction(
         _ call: BlockCall, _ layout: LoRALayout, scale: Float, pause: (() -> Void)? = nil
     ) -> some BlockForward {
@@ -57,15 +58,15 @@ package final class BlockFunction {
         // If an argument could not be created, there is no result.
         try MLXErrors.check()
         if let error {
-            // If the function stayed here, MLX would not trace it again. After the error, the traced function is empty.
+            // After the error, the traced function is empty. It is removed, so that MLX traces the function again.
             fused[selection] = nil
             throw error
         }
         return result
     }
 
-    /// Makes a GPU compile the kernels for these outputs, once. It evaluates the outputs one after the other, and calls `pause` after each. If y is
-    /// the only output, it evaluates the intermediates first, as they share kernels with y.
+    /// Makes a GPU compile the kernels for these outputs, once. To do so, this function evaluates the outputs one after the other, and calls `pause`
+    /// after each. If y is the only output, the intermediates are evaluated first, as they share kernels with y.
     fileprivate func compileKernels(_ selection: Selection, _ arguments: [MLXArray], pause: () -> Void) throws {
         for selection in selection == .output ? [.intermediates, .output] : [selection]
         where compiled.insert(selection).inserted {
@@ -77,7 +78,7 @@ package final class BlockFunction {
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {
-        // Swift takes arguments with equal keywords only as a literal.
+        // Swift accepts equal keywords only in a literal, so each number of arguments has a literal.
         switch a.count {
         case 4: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
         case 5: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4]])

@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A block's frozen weights, and the formulas that they belong to.
+/// A block's frozen weights, and the formulas that use them.
 package struct BlockWeights {
     let shape: BlockShape
     var packed: PackedWeights
@@ -58,7 +58,8 @@ package struct BlockWeights {
 
     /// The norm of the block's input.
     var mixerNorm: RMSNorm { norm("input_layernorm") }
-    /// The norm of x_mid. It is named `post_attention_layernorm` as in Llama. In a block with post-norms, that is the name of the mixer's post-norm.
+    /// The norm of x_mid. Its name is `post_attention_layernorm`, as in Llama. In a block with post-norms, the mixer's post-norm has that name, so
+    /// this norm has another.
     var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
     /// The norms of the mixer's and the MLP's outputs; nil without post-norms.
     var mixerPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }
@@ -72,7 +73,7 @@ package struct BlockWeights {
                 ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil)
     }
 
-    /// The factor `[1]` of the output of a block with embeddings for each layer, and the norm of the term that they add.
+    /// The factor `[1]` of y in a block with embeddings for each layer. `perLayerNorm` is the norm of the term that these embeddings add to y.
     var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
     var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
 

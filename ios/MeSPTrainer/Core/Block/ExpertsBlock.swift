@@ -4,8 +4,8 @@ import MeSPBundle
 
 /// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with w from Router.swift.
 ///
-/// The pairs of a token and one of its experts are sorted by expert. So an expert's matrices are read once. If many tokens chose the expert, they are
-/// read a few times, and if no token did, not at all. Terms are summed in the order of the experts.
+/// The pairs of a token and one of its experts are sorted by expert. So an expert's matrices are read once, or a few times if many tokens chose the
+/// expert. The matrices of an expert that no token chose are not read. A token's terms are summed in the order of the experts.
 extension Block {
     /// Returns the mixture for each token, `[n, hidden]` in float32.
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
@@ -23,7 +23,7 @@ extension Block {
         return concatenated(parts)
     }
 
-    /// Computes the derivative through each expert and through the router. The router with its matrix R adds dz R to dx.
+    /// Computes the derivative through each expert and through the router. The router, whose matrix is R, adds dz R to dx.
     ///
     /// - Parameters:
     ///   - mlpIn: `[n, hidden]`
@@ -61,7 +61,7 @@ extension Block {
     }
 
     /// Returns the largest number of tokens that an expert takes at a time: a quarter of all tokens, but at least 64. So memory does not depend on
-    /// the router's choice. If the router spreads the tokens, no expert has more than this number.
+    /// the router's choice. If the router spreads the tokens evenly, no expert has more tokens than this number.
     private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
     /// Returns the number of an expert's features to compute at a time. An expert's tile has fewer tokens than a tile of the MLP, so it may have more
@@ -119,7 +119,7 @@ private struct Routed {
         w.flattened().take(pairs.places, axis: 0).expandedDimensions(axis: -1)
     }
 
-    /// Returns dz `[T, E]` from dw of all pairs in the order of `byExpert`. It is 0 for experts that were not chosen.
+    /// Returns dz `[T, E]` from dw of all pairs in the order of `byExpert`. dz is 0 for experts that were not chosen.
     func backward(dw: MLXArray) -> MLXArray {
         let order = argSort(concatenated(byExpert.map(\.places)))
         let dz = experts.weightsBackward(z, dw: dw.flattened().take(order, axis: 0).reshaped(z.shape))

@@ -24,8 +24,7 @@ extension Block {
         )
     }
 
-    /// Returns the `ProjectionGradients` of out(norm(o) ∘ silu(z)), where o is the gated delta rule of qkv, b and a, from the
-    /// gradient of its output `[T, hidden]`.
+    /// Returns the gradients of qkv, z, b and a, from the gradient of the mixer's output `[T, hidden]`.
     func gatedDeltaNetBackward(
         _ mixer: GatedDeltaNetMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,
@@ -51,7 +50,7 @@ extension Block {
     ///
     /// - Parameters:
     ///   - inputs: returns o and z from the intermediates
-    ///   - f, derivative: f, and its derivative, which returns the gradients of o and z
+    ///   - f, derivative: the gated norm, and its derivative, which returns the gradients of o and z
     /// - Returns: the gradients of o and z, with an element for each range of tokens.
     func gatedOutput(
         _ intermediates: consuming Intermediates, _ inputs: (Intermediates) -> (o: MLXArray, z: MLXArray),

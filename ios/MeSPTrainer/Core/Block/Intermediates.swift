@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
 package struct Intermediates: Arrays {
-    /// The mixer's arrays; nil for a long sequence, where they are recomputed for each segment.
+    /// The mixer's arrays; nil for a long sequence, as the backward pass recomputes them for each segment.
     var mixer: MixerIntermediates?
     let xMid: MLXArray
     /// gate and up `[T, intermediate_size]`; nil if the backward pass recomputes them, tile by tile.
@@ -17,7 +17,7 @@ package struct Intermediates: Arrays {
     /// Consecutive tokens of a long sequence.
     struct Segment {
         let rows: Range<Int>
-        /// The state before the segment. For attention, the keys and values of the whole sequence.
+        /// The state before the segment; for attention, the state after the last segment, with the keys and values of the whole sequence.
         var state: MixerState
         /// The output of attention, which would take longest to recompute; nil for other mixers.
         let attnOut: MLXArray?
@@ -29,10 +29,10 @@ package struct Intermediates: Arrays {
     }
 }
 
-/// The outputs of a mixer's projections `[T, features]`, and the result of its formula before its output's gate or norm.
+/// The outputs of a mixer's projections `[T, features]`, and the result of the mixer's formula before the gate or the norm of the output.
 package enum MixerIntermediates: Arrays {
-    /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. In q, each head's gate follows its query if the mixer has
-    /// gates.
+    /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. If the mixer has gates, the gate of each head follows the head's query
+    /// in q.
     case attention(q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray)
     /// qkv before its convolution, z, b followed by a, and o.
     case gatedDeltaNet(qkv: MLXArray, z: MLXArray, ba: MLXArray, o: MLXArray)
@@ -52,7 +52,7 @@ package enum MixerIntermediates: Arrays {
             }
     }
 
-    /// Returns the names in docs/method.md, in the block function's order.
+    /// Returns the arrays' names in docs/method.md, in the block function's order.
     static func names(of mixer: Mixer) -> [String] {
         switch mixer {
         case .attention: ["q", "k", "v", "attn_out"]
@@ -73,7 +73,7 @@ package enum MixerIntermediates: Arrays {
     }
 }
 
-/// The arrays of the mixer that the block has.
+/// The arrays of `mixer`. Each of these properties requires a mixer of its kind.
 extension Intermediates {
     var attention: (q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray) {
         guard case .attention(let q, let k, let v, let attnOut)? = mixer else { preconditionFailure("another mixer") }
@@ -106,7 +106,7 @@ package struct BlockOutputs {
     package let mixerIn: MLXArray
     package let intermediates: Intermediates
 
-    /// Returns the names in docs/method.md, in the function's order.
+    /// Returns the outputs' names in docs/method.md, in the function's order.
     package static func names(of mixer: Mixer) -> [String] {
         ["y", "mixer_in"] + MixerIntermediates.names(of: mixer) + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
     }
@@ -118,10 +118,10 @@ package struct BlockOutputs {
     }
 }
 
-/// The gradients that the later segments of a sequence pass to the earlier ones.
+/// The gradients that later segments of a sequence pass to earlier segments.
 struct CarriedGradients {
     /// The gradients of attention's k̂ and v̂ at the last n positions before a segment, `[kv_heads, d, n]`; nil if there are none.
     var keyValues: MixerState.KeyValues?
-    /// The gradients of a gated delta net; nil if it does not take segments.
+    /// The gradients of a gated delta net; nil for other mixers, and without segments.
     var net: GatedDeltaNet.CarriedGradients?
 }

@@ -8,7 +8,7 @@ extension Block {
         _ mixer: Mamba2Mixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
         let mamba = weights.mamba2(mixer)
-        // Each part has its own product. A part that is a view of one product would keep all three alive.
+        // Each part has its own product. If the parts were views of one product, each would keep all three alive.
         func part(_ start: Int, _ count: Int) -> MLXArray {
             linear(.in).outputs(start..<start + count)(mixerIn, machine: machine).asType(mixerIn.dtype)
         }
@@ -24,8 +24,7 @@ extension Block {
         return (.mamba2(z: z, xBC: xBC, dt: dt, o: o), linear(.out)(mamba.gatedNorm(o: o, z: z), machine: machine))
     }
 
-    /// Returns the `ProjectionGradients` of out(norm(o ∘ silu(z))), where o is the state space model of xBC and dt, from the gradient
-    /// of its output `[T, hidden]`.
+    /// Returns the gradient of z, xBC and dt, the output of the projection `in`, from the gradient of the mixer's output `[T, hidden]`.
     func mamba2Backward(
         _ mixer: Mamba2Mixer, _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> ProjectionGradients {

@@ -8,7 +8,7 @@ package enum MixerState {
     case recurrent(Recurrent, count: Int)
     /// b ∘ u of the last K − 1 tokens.
     case shortConvolution(tail: MLXArray, count: Int)
-    /// The state of attention to another block's keys and values, which that block keeps.
+    /// The state of attention to another block's keys and values. The other block keeps the keys and values.
     case shared(count: Int)
 
     /// A recurrence's state, and the last inputs of the convolution before it.
@@ -39,12 +39,12 @@ package enum MixerState {
         /// The size of the tokens' keys and values in bytes, without the room.
         var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
 
-        /// Adds keys and values, `[kv_heads, n, head_dim]` each. The keys and values of a single token go into the room. They are written in place
-        /// unless something else refers to the arrays.
+        /// Adds keys and values, `[kv_heads, n, head_dim]` each. The keys and values of a single token go into the room if there is any. They are
+        /// written in place unless something else refers to the arrays.
         mutating func append(_ newKeys: MLXArray, _ newValues: MLXArray) {
             let n = newKeys.dim(1)
             if n == 1, count < keys.dim(1) {
-                // New objects, as others may refer to the old ones.
+                // These are new array objects, as other code may refer to the old ones.
                 (keys, values) = (keys.view(dtype: keys.dtype), values.view(dtype: values.dtype))
                 keys[0..., count..<count + 1] = newKeys
                 values[0..., count..<count + 1] = newValues
@@ -58,7 +58,7 @@ package enum MixerState {
             count += n
         }
 
-        /// Keeps copies of the first tokens' keys and values, as views would keep all alive.
+        /// Keeps copies of the first `count` tokens' keys and values. Views would keep the keys and values of all tokens alive.
         mutating func cut(to count: Int) {
             (keys, values) = (contiguous(keys[0..., 0..<count]), contiguous(values[0..., 0..<count]))
             eval(keys, values)
@@ -111,7 +111,7 @@ package enum MixerState {
         return cache
     }
 
-    /// The keys and values of attention; nil for other mixers, and if they are another block's.
+    /// The keys and values of attention; nil for other mixers, and for attention to another block's keys and values.
     var keysAndValues: KeyValues? {
         if case .attention(let cache) = self { cache } else { nil }
     }

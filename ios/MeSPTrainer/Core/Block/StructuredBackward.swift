@@ -10,9 +10,10 @@ extension Block {
     ///   - x: `[1, T, hidden]`
     ///   - intermediates: consumed, so that each array is freed after its last use
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - wantsDx: false for the first trained block, whose dx nothing reads; d then ends as d_x_mid
+    ///   - wantsDx: false for the first trained block, as nothing reads dx of that block; d is d_x_mid afterwards
     ///   - dShared: the sum of the gradients by shared keys and values, `[kv_heads, T, head_dim]` each. A block that attends to another block's keys
-    ///     and values adds to the sum. The block that has these keys and values takes it. nil at first, and for other blocks.
+    ///     and values adds to the sum. The block that has these keys and values adds the sum to its own gradients. The sum is nil at first, and for
+    ///     blocks without shared keys and values.
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and d are evaluated.
     package func structuredBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
@@ -48,7 +49,7 @@ extension Block {
         }
     }
 
-    /// Returns d_x_mid of the `rows` from their dy.
+    /// Returns d_x_mid of the `rows` from dy of these rows.
     private func mlpBackward(
         _ intermediates: Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
@@ -81,7 +82,7 @@ extension Block {
         return weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
     }
 
-    /// Returns the gradient of the input of a post-norm; dy without such a norm.
+    /// Returns the gradient of the input of a post-norm; dy without a post-norm.
     private func postNormBackward(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         return machine.phase(norm.backward(output, dy: dy))
@@ -89,7 +90,7 @@ extension Block {
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
-    /// Computes the mixer's derivative. A long sequence is taken in segments, the last first, and each passes gradients to the one before.
+    /// Computes the mixer's derivative. A long sequence is taken in segments, the last first. Each segment passes gradients to the segment before it.
     ///
     /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx if dx is wanted
     private func mixerBackward(
@@ -156,7 +157,7 @@ extension Block {
         }
     }
 
-    /// Computes the derivative of an output projection, such as o or out.
+    /// Computes the derivative of an output projection, such as o of attention.
     /// - Returns: the gradient of the projection's input `[T, features]`.
     func outputProjectionBackward(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients

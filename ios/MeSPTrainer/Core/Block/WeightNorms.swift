@@ -3,9 +3,9 @@ import MeSPAdapters
 import MeSPBundle
 
 extension BlockWeights {
-    /// Returns ‖W‖² of each output of all modules with magnitudes, `[layout.magnitudes]`, evaluated.
+    /// Returns ‖w‖² of each row w of the matrices W of all modules with magnitudes, `[layout.magnitudes]`, evaluated.
     ///
-    /// - Parameter bytes: the size of the rows of W that are dequantized at a time.
+    /// - Parameter bytes: the size of the rows of W that are dequantized at a time, in bytes.
     func squaredNorms(_ layout: LoRALayout, bytes: Int = 1 << 20) -> MLXArray {
         let parts = layout.modules.filter { !$0.isStacked }.flatMap { module in
             let w = matrix(module)

@@ -4,22 +4,23 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// Log-likelihoods of texts by a bundle's model, with or without adapters. Weights are mapped block by block, as for a `Generator`.
+/// A scorer of texts. It returns log-likelihoods by a bundle's model, with or without adapters. Weights are mapped block by block, as in a
+/// `Generator`.
 ///
 ///     let evaluator = try Evaluator(bundle, adapters: [.init(folder)])
 ///     let scores = try evaluator.scores(of: [yes, no], after: question)
 ///
-/// Not for use from several threads at once.
+/// An evaluator must not be used from several threads at once.
 package struct Evaluator {
     /// The likelihood of a continuation.
     package struct Score: Sendable, Equatable {
-        /// log p(continuation | prompt), in nats, the sum over its tokens.
+        /// log p(continuation | prompt), in nats, the sum over the continuation's tokens.
         package var logLikelihood = 0.0
         /// Whether greedy decoding would choose every token of the continuation.
         package var isGreedy = true
     }
 
-    /// A generator of text with the same model.
+    /// A generator of text with the evaluator's model.
     package let generator: Generator
     private let model: CachedModel
 
@@ -32,13 +33,14 @@ package struct Evaluator {
 
     init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }
 
-    /// Returns the scores of several continuations of a prompt, which goes through the model once.
+    /// Returns the scores of several continuations of a prompt. The prompt goes through the model once, and again for each continuation that is
+    /// longer than a chunk.
     ///
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
     ///   - prompt: token ids, at least one.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
-    /// - Throws: `MeSPError`, also if the model returns no finite number; the errors of `atBlock`.
+    /// - Throws: `MeSPError`, also if a log-likelihood is not finite; the errors of `atBlock`.
     package func scores(
         of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
     ) throws -> [Score] {
@@ -71,16 +73,17 @@ package struct Evaluator {
         }
     }
 
-    /// Returns log p of a text's tokens except the first, in nats. Each token is predicted from at least one and at most `window` tokens before it.
+    /// Returns the sum of log p of a text's tokens except the first, in nats. Each token is predicted from at least one and at most `window` tokens
+    /// before it.
     ///
-    /// A long text is taken in windows of `window` tokens. Each window begins with the last token before those that it predicts. The last window
+    /// A long text is taken in windows of `window` tokens. Each window begins with the last token before the tokens that it predicts. The last window
     /// reaches back until it has `window` tokens. This is the rolling log-likelihood of lm-evaluation-harness.
     ///
     /// - Parameters:
     ///   - text: token ids, at least two.
     ///   - window: at least 1.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
-    /// - Throws: `MeSPError`, also if the model returns no finite number; the errors of `atBlock`.
+    /// - Throws: `MeSPError`, also if a log-likelihood is not finite; the errors of `atBlock`.
     package func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
         try check(text, "The text")
         guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
@@ -122,7 +125,7 @@ package struct Evaluator {
         }
     }
 
-    /// Returns the scores of continuations that together are at most a chunk long.
+    /// Returns the score of each continuation. Together the continuations are at most a chunk long.
     ///
     /// - Parameters:
     ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each continuation.
@@ -150,7 +153,7 @@ package struct Evaluator {
         }
     }
 
-    /// Returns log p of n targets from the rows of y `[n, hidden]`, and whether no token is likelier than the target.
+    /// Returns log p of each of n targets from the rows of y `[n, hidden]`, and whether no token is likelier than that target.
     private func scores(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
         -> [(logProbability: Float, isGreedy: Bool)]
     {

@@ -81,7 +81,7 @@ struct Attention {
     /// Returns attn_out `[heads, n, d]`, computed by MLX's attention operation.
     /// - Parameters:
     ///   - q: q̂ · scale `[heads, n, d]`, the last n positions
-    ///   - k, v: k̂ and v̂ of the keys that these queries see, `[kv_heads, keys, d]`
+    ///   - k, v: k̂ and v̂ of the positions that these queries see, `[kv_heads, keys, d]`
     func whole(_ q: MLXArray, _ k: MLXArray, _ v: MLXArray) -> MLXArray {
         var mask = MLXFast.ScaledDotProductAttentionMaskMode.causal
         if let window = mixer.slidingWindow, k.dim(1) > window {
@@ -138,8 +138,8 @@ struct Attention {
     ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
     /// P is recomputed for each tile and never kept. dq̂ and dk̂ go back through RoPE and the norms. The cheaper rowsum(dO ∘ O) would equal rowsum(P
-    /// ∘ dP) if O were not rounded. With an O that is stored in bfloat16, a row of dS would not add up to 0. A part that all keys share, such as a
-    /// large bias of k, would then change dq̂.
+    /// ∘ dP) if O were not rounded. With rowsum(dO ∘ O) and an O in bfloat16, a row of dS would not add up to 0. A term that all keys share, such as
+    /// a large bias of k, would then change dq̂.
     ///
     /// For a segment of the positions, the caller passes k̂ and v̂ up to the segment's end, and the gradients from later segments. On
     /// Linux, HostMLX's attention operation computes the derivative of the scores; see `Machine.attentionBackward`.
@@ -202,7 +202,7 @@ struct Attention {
                 let sum = d[0..., missing...] + later
                 d = missing > 0 ? concatenated([d[0..., ..<missing], sum], axis: 1) : sum
             }
-            // A copy, as a view would keep the part before it alive.
+            // The own part is copied, as a view of it would keep the part before it alive.
             return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
         }
         // `removeLast` leaves no other reference to an array, so that the sum in `parted` reuses its buffer.
@@ -246,8 +246,8 @@ struct Attention {
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)
-            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`, where `sum` covers the last of the `keys`. aᵀ b is Pᵀ dO or dSᵀ q̂. BLAS computes the
-            /// transpose 1.5 times as fast, as it then reads the wide matrix a untransposed.
+            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`. `sum` has only the last of the `keys`. aᵀ b is Pᵀ dO or dSᵀ q̂. BLAS computes (aᵀ b)ᵀ = bᵀ a 1.5
+            /// times as fast as aᵀ b, as it then reads the wide matrix a untransposed.
             func added(_ sum: MLXArray?, to a: MLXArray, _ b: MLXArray) -> MLXArray {
                 guard let sum else { return matmul(b.swappedAxes(-1, -2), a) }
                 let missing = keys.count - sum.dim(2)
@@ -279,7 +279,7 @@ struct Attention {
                     ? KeyValues(keys: new.dk[.ellipsis, 0..<own], values: new.dv[.ellipsis, 0..<own]) : nil
             }
             all.dq.append(concatenated(dqs))
-            // Copies, as a view would keep the part before it alive.
+            // The tile's own parts are copied, as a view would also keep the parts before them alive.
             all.dk.append(contiguous(concatenated(dks)))
             all.dv.append(contiguous(concatenated(dvs)))
         }

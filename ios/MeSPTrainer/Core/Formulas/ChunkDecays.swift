@@ -8,19 +8,20 @@ package struct ChunkDecays: Arrays {
     let gamma: MLXArray
     /// γ (`start`) and δ (`end`) `[…, C, 1]`, and γ_C (`whole`) `[…, 1, 1]`.
     let start, end, whole: MLXArray
-    /// A mask `[C, C]` that is 1 below the diagonal and 0 elsewhere.
+    /// A mask `[C, C]` that is 1 below the diagonal, and 0 on and above it.
     let below: MLXArray
 
     var arrays: [MLXArray] { [gamma, start] }
 
-    /// The largest C. For fewer tokens, C is the smallest power of two that holds them.
+    /// The largest C. For fewer tokens, C is the smallest power of two that is not below their number.
     package static let chunk = 64
 
     /// - Parameter logDecay: κ `[…, C, 1]`, in float32
     init(_ logDecay: MLXArray) {
         let last = logDecay.dim(-2) - 1
         below = mask(last + 1) { i, j in i > j }
-        // Each sum is added up term by term. The difference of two running sums would lose weak decays beside strong ones to rounding.
+        // Each sum κ_{j+1} + … + κ_i is added up term by term. As a difference of two running sums, it would lose a weak decay beside a strong one to
+        // rounding.
         gamma = Self.expMasked([cumsum(logDecay * below, axis: -2), mask(last + 1) { i, j in i >= j }])
         start = exp(cumsum(logDecay, axis: -2))
         end = gamma[.ellipsis, last..., 0...].swappedAxes(-1, -2)
@@ -54,7 +55,7 @@ package struct ChunkDecays: Arrays {
     }
 }
 
-/// Returns a mask `[C, C]` that is 1 where `contains` is true of a row and a column, and 0 elsewhere.
+/// Returns a mask `[C, C]` that is 1 if `contains` is true of a row and a column, and 0 otherwise.
 func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
     MLXArray((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
 }

@@ -6,7 +6,7 @@ import MeSPBundle
 ///     h = RMSNorm(y),   z = cap(h Wᵀ),   ℒ = Σ (logsumexp(z) − z[target])
 ///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
 ///
-/// All of this is in float32. z[target] comes from the same z as the sum of exponentials, so that no loss is negative.
+/// All of this is in float32. z[target] is an element of the z that is summed in logsumexp, so that no loss is negative.
 ///
 /// If the model caps its logits, cap(s) = c tanh(s / c) and cap′ = 1 − (z / c)². Otherwise cap(s) = s and cap′ = 1.
 ///
@@ -73,7 +73,7 @@ package struct CrossEntropyHead {
         try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }
 
-    /// Returns the loss and its gradient. The other parameters are those of `loss`.
+    /// Returns the loss and its gradient. `loss` describes the other parameters.
     ///
     /// - Parameter scale: the factor of the gradient. The gradient of positions that do not count is zero.
     /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype.
@@ -96,7 +96,8 @@ package struct CrossEntropyHead {
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed.
+    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed, and the second result is
+    /// the loss too.
     private func lossAndRows(
         _ y: MLXArray, _ targets: MLXArray, scale: Float?, _ atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {

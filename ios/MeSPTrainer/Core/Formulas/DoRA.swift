@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// DoRA of a block's modules. With n `[out]`, the norm of each output's weights, a layer computes
+/// DoRA of a block's modules. With n `[out]`, the norm of each row of W + s (A B)ᵀ, a layer computes
 ///
 ///     y = g ∘ (x Wᵀ + s (x A) B) + b        g = m / n        n = ‖W + s (A B)ᵀ‖
 ///
@@ -15,14 +15,14 @@ struct DoRA {
     let norms: MLXArray
 
     /// - Parameters:
-    ///   - squares: ‖W‖² of all modules, from `BlockWeights.squaredNorms`
+    ///   - squares: the squared norms of the rows of W of all modules, from `BlockWeights.squaredNorms`
     ///   - machine: limits the rows of W that are taken at a time
     init(
         _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, squares: MLXArray,
         machine: Machine
     ) {
         (self.layout, self.lora) = (layout, lora)
-        // For each output, n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖². The lower bound avoids 0 / 0 if a row is zero.
+        // For a row w of W and a column b of B, n² = ‖w‖² + 2 s ⟨w, A b⟩ + s² ‖A b‖². The lower bound avoids 0 / 0 if a row is zero.
         norms = concatenated(
             layout.modules.compactMap { module in
                 guard let squares = layout.magnitudes(module, in: squares) else { return nil }
@@ -52,7 +52,7 @@ struct DoRA {
         return LoRAMatrices(a: matrices.a, b: matrices.b * (m / n), m: m / n)
     }
 
-    /// Turns the gradients by A, B̃ and G into those by A, B and m:
+    /// Turns the gradients by A, B̃ and G into the gradients by A, B and m:
     ///
     ///     dB = dB̃ ∘ g        dm = (dG + Σ B ∘ dB̃) / n
     func turn(_ gradients: inout LoRAGradients) {

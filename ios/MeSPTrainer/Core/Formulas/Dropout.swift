@@ -1,7 +1,7 @@
 import MLX
 
-/// A key from which dropout masks are computed, with their probability p. A subscript derives the key of a step, a sequence, a block, a
-/// layer or an expert. No mask is stored: each use recomputes it.
+/// A key from which dropout masks are computed, and the probability p. A subscript derives the key of a step, a sequence, a block, a layer or an
+/// expert. No mask is stored: each use recomputes the mask.
 package struct DropoutKey {
     /// The probability p that an input is left out; above 0.
     let rate: Float
@@ -25,8 +25,8 @@ package struct DropoutKey {
 ///
 ///     K[t, j] = 1 where r[t] c[j] mod 2³² ≥ p 2³²,     r[t] = hash(t + k₀),     c[j] = hash(j + k₁) | 1
 ///
-/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j is the index of an input. K does not depend on the
-/// tiles. As each c is odd, the products of a column are as uniform and as independent as the r. This is multiply-shift hashing
+/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j is the index of an input. K does not depend on the tiles. As
+/// each c[j] is odd, the products r[t] c[j] of a column j are as uniform and as independent as the numbers r[t]. This is multiply-shift hashing
 /// (Dietzfelbinger et al. 1997).
 struct Dropout {
     let key: DropoutKey

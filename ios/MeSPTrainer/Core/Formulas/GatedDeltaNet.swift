@@ -19,7 +19,7 @@ package struct GatedDeltaNet {
     /// The norm of each head of o. Its weight is `[value_dim]`.
     let norm: RMSNorm
 
-    /// The terms of the gradient that later tokens pass to earlier ones.
+    /// The terms of the gradient that later tokens pass to earlier tokens.
     struct CarriedGradients: Arrays {
         /// The gradient of S, `[value_heads, key_dim, value_dim]`.
         var memory: MLXArray
@@ -46,8 +46,8 @@ package struct GatedDeltaNet {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the part of `Machine.bytes` that one key head takes: the size of three arrays. One array would be too little, as the derivative holds
-    /// about 25 arrays with a row for each token, and attention's derivative only about 6.
+    /// Returns the bytes that one key head counts against `Machine.bytes`: three times the size of its largest array. The size itself would be too
+    /// little, as this derivative holds about 25 arrays with a row for each token, and attention's derivative only about 6.
     func bytesOfHead(_ length: Int) -> Int {
         3
             * Self.arrayBytes(
@@ -138,7 +138,7 @@ package struct GatedDeltaNet {
             return norm.map { $0(x) } ?? x
         }
 
-        /// Returns the gradient of these features of qkv, in float32.
+        /// Returns the gradient of the input's features of qkv, in float32.
         /// - Parameter carried: these features of `CarriedGradients.convolved`; replaced by the gradient for the tokens before
         func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, carried: inout MLXArray) -> MLXArray {
             let convolved = convolution(qkv[0..., features], tail: tail[0..., features])
@@ -216,7 +216,7 @@ package struct GatedDeltaNet {
         [carried.memory[valueHeads(of: heads)]] + inputs(heads).map { carried.convolved[0..., $0.features] }
     }
 
-    /// Returns the gradients of some heads' q, k and v in qkv, b and a, `[T, features]` each.
+    /// Returns the gradients of some heads' q, k, v, b and a, `[T, features]` each. q, k and v are features of qkv.
     private func backward(
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, before: MixerState.Recurrent,
         carried: inout [MLXArray], _ machine: Machine

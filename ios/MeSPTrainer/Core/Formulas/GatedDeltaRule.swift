@@ -97,7 +97,7 @@ package struct GatedDeltaRule {
     /// - Parameters:
     ///   - dO: `[T, value_heads, value_dim]`
     ///   - state: S before the tokens, `[value_heads, key_dim, value_dim]`
-    ///   - dState: the gradient of S after the tokens, replaced by that of S before them
+    ///   - dState: the gradient of S after the tokens, replaced by the gradient of S before them
     /// - Returns: dq and dk `[T, key_heads, key_dim]`, dv `[T, value_heads, value_dim]`, dκ and β dβ `[T, value_heads]`, in float32.
     func backward(dO: MLXArray, state: MLXArray, dState: inout MLXArray)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
@@ -222,9 +222,9 @@ private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
 
 /// Returns (I + E)⁻¹ for E `[…, C, C]` with zeros on and above the diagonal, where C is a power of two.
 ///
-/// If M₁ and M₂ are the inverses of the two diagonal blocks of I + E, the inverse is [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M, with M = [[M₁, 0],
-/// [0, M₂]]. Each step computes this for all diagonal blocks of one size. The product (I − E)(I + E²)(I + E⁴) … has as many steps, but its factors
-/// are huge if keys are close to each other.
+/// Let M₁ and M₂ be the inverses of the two diagonal blocks of I + E, M = [[M₁, 0], [0, M₂]], and E₂₁ the lower left block of E. Then the inverse is
+/// [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M. Each step computes this for all diagonal blocks of one size. The product (I − E)(I + E²)(I + E⁴) …
+/// would take the same number of steps, but its factors are huge if keys are close to each other.
 private func inverse(_ e: MLXArray) -> MLXArray {
     let c = e.dim(-1)
     func lowerLeft(_ half: Int) -> MLXArray { e * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }

@@ -4,7 +4,8 @@ import MeSPBundle
 
 /// A gated MLP or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  where w is a factor for each token, or 1.
 ///
-/// It is computed in tiles of tokens and of the features of H. The products of the feature tiles with down's columns add up.
+/// It is computed in tiles of tokens and of the features of H. The features of a tile are multiplied by their columns of down's weight, and the
+/// products of all tiles add up.
 struct GatedMLP {
     let gate, up, down: LoRALinear
     /// The names of gate, up and down among the block's projections.
@@ -15,7 +16,7 @@ struct GatedMLP {
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`
-    ///   - size: the number of features in a tile; nil for the machine's
+    ///   - size: the number of features in a tile; nil for `machine.features`
     func callAsFunction(_ x: MLXArray, by size: Int? = nil, addedTo sum: MLXArray?, machine: Machine) -> MLXArray {
         let tokens = tiles(of: x.dim(0), size: machine.mlpTileTokens)
         guard tokens.count > 1 else { return byFeatures(x, size, addedTo: sum, machine) }
@@ -65,7 +66,7 @@ struct GatedMLP {
 
     /// The derivative's sums over the features, for a tile of tokens.
     private struct TokenSums: Arrays {
-        /// dx; H A of down; d_gate Bᵀ of gate and d_up Bᵀ of up; rowsum(Q ∘ H).
+        /// dx; H A with down's A; d_gate Bᵀ with gate's B, and d_up Bᵀ with up's B; rowsum(Q ∘ H).
         var dx, hDown, dGateBT, dUpBT, dw: MLXArray?
 
         var arrays: [MLXArray] { [dx, hDown, dGateBT, dUpBT, dw].arrays }
@@ -94,8 +95,8 @@ struct GatedMLP {
     ///     Q = (G ∘ dy) Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
     ///     d_gate, d_up from dH by the activation        dx = gate's dx from d_gate + up's dx from d_up
     ///
-    /// With DoRA alone, the output of down is recomputed, for its dG. The adapters' gradients are those of `LoRALinear.backward`, with the gradient w
-    /// ∘ dy of down's output. Here they are sums over tiles. gate and up of a tile are recomputed from x if they were not kept, or if dG needs
+    /// Only with DoRA, the product H Wdᵀ is recomputed, as dG of down needs it. The adapters' gradients are computed as in `LoRALinear.backward`, but
+    /// as sums over tiles. The gradient of down's output is w ∘ dy. gate and up of a tile are recomputed from x if they were not kept, or if dG needs
     /// x Wᵀ.
     ///
     /// - Parameters:
@@ -104,7 +105,7 @@ struct GatedMLP {
     ///   - dy: `[n, hidden]`, in float32
     ///   - w: `[n, 1]`; nil for 1
     ///   - wantsA: whether the gradients of the adapters' A are wanted
-    ///   - tile: the numbers of tokens and features in a tile, one of which covers all
+    ///   - tile: the numbers of tokens and features in a tile; the tile has all tokens or all features
     /// - Returns: dx `[n, hidden]` and dw `[n, 1]` in float32, and the gradients of the adapters. dw is nil without w.
     func backward(
         _ x: MLXArray, kept: (gate: MLXArray, up: MLXArray)? = nil, dy: MLXArray, w: MLXArray? = nil,
@@ -208,7 +209,7 @@ struct GatedMLP {
     }
 }
 
-/// Returns a + b, or the one that is not nil.
+/// Returns a + b. If one of them is nil, returns the other; nil if both are nil.
 private func joined(_ a: MLXArray?, _ b: MLXArray?) -> MLXArray? {
     guard let a, let b else { return a ?? b }
     return a + b

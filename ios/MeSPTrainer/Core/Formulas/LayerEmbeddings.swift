@@ -5,8 +5,8 @@ import MeSPBundle
 ///
 ///     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 ///
-/// e is a part of the table of all layers: the rows of the tokens and the columns of the layer. W has the layer's rows of the projection. None of
-/// these weights is trained. The rows stay quantized, and p is computed for one layer at a time.
+/// e is a part of the table of all layers: the rows of the tokens and the columns of the layer. W consists of the layer's rows of the projection's
+/// matrix. None of these weights is trained. The table's rows stay quantized, and p is computed for one layer at a time.
 package struct LayerEmbeddings {
     /// The tokens' rows of the table.
     private let rows: QuantizedMatrix
@@ -34,7 +34,7 @@ package struct LayerEmbeddings {
 }
 
 extension ModelBundle {
-    /// Returns the embeddings of some tokens for each layer; nil if the model has none.
+    /// Returns the embeddings of some tokens for each layer; nil if the model has no such embeddings.
     ///
     /// - Parameter x0: the first block's input `[T, hidden]`.
     func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
@@ -44,7 +44,7 @@ extension ModelBundle {
         }
     }
 
-    /// Returns a layer's p `[T, size]`, evaluated; nil if the model has none.
+    /// Returns a layer's p `[T, size]`, evaluated; nil if the model has no embeddings for each layer.
     func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
         guard let embeddings, let file = manifest.perLayerProjection else { return nil }
         return try computed(with: file) { embeddings(layer, projection: $0, eps: architecture.rmsNormEps) }

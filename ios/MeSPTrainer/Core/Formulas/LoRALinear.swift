@@ -1,8 +1,8 @@
 import MLX
 import MeSPAdapters
 
-/// A linear layer with an optional adapter:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the factor s of `BlockwiseModel.scale`. x̂ is x; with
-/// dropout it is x ∘ K / (1 − p), see `Dropout`. G is 1; with DoRA it is the adapter's m `[out]`, see `DoRA`.
+/// A linear layer with an optional adapter:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the factor s of `BlockwiseModel.scale`. x̂ is x without dropout,
+/// and x ∘ K / (1 − p) with dropout. G is 1 without DoRA, and the adapter's m `[out]` with DoRA. See `Dropout` and `DoRA`.
 struct LoRALinear {
     private(set) var weight: QuantizedMatrix
     private(set) var bias: MLXArray?
@@ -42,8 +42,8 @@ struct LoRALinear {
     /// Returns s x̂ A `[T, rank]`, in float32; nil without an adapter.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. With `sums`, each
-    /// product is added to the sum of its name.
+    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. With `sums`, each product is added to the sum of the
+    /// same name. Both are nil without an adapter.
     ///
     /// - Parameter machine: with dropout, limits the rows of x ∘ K taken at a time; nil for all.
     func products(
@@ -102,7 +102,7 @@ extension LoRALinear {
     /// - Parameters:
     ///   - wantsA: whether dA is wanted
     ///   - wantsDx: whether dx is wanted
-    /// - Returns: dx `[T, in]`, added to the sum if there is one, and the gradients of A, B and G; nil for each that is not computed.
+    /// - Returns: dx `[T, in]`, added to the sum if there is one, and the gradients of A, B and G. A result that is not computed is nil.
     func backward(
         _ x: MLXArray, dy: MLXArray, machine: Machine, wantsA: Bool, wantsDx: Bool, addedTo sum: MLXArray?
     ) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?, dG: MLXArray?) {
@@ -130,7 +130,7 @@ extension LoRALinear {
             outputs.map { rows in machine.part((dy[0..., rows] * weight.rows(rows).apply(x)).sum(axis: 0)) })
     }
 
-    /// Returns s dy Bᵀ `[T, rank]`, with dropout times 1 / (1 − p); nil without an adapter.
+    /// Returns s dy Bᵀ `[T, rank]`, divided by 1 − p with dropout; nil without an adapter.
     func dyBT(_ dy: MLXArray) -> MLXArray? { lora.map { matmul(dy, $0.b.T) * factor } }
 
     /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]` from `dyBT`; the sum alone if `dyBT` is nil.

@@ -7,10 +7,10 @@ import MeSPBundle
 ///     o = the state space of u = Δ x, κ, B and C, + D x
 ///     y = RMSNorm(o ∘ silu(z))
 ///
-/// The norm is over all heads. Each group of heads / groups consecutive heads shares its B and C.
+/// The norm is over all heads. A group consists of heads / groups consecutive heads, which share B and C.
 package struct Mamba2 {
     let heads, groups: Int
-    /// P and N.
+    /// The dimensions P and N of a head's state.
     let headDim, stateSize: Int
     /// The convolution of x, B and C, with F = heads · P + 2 · groups · N features.
     let convolution: CausalConvolution
@@ -32,8 +32,8 @@ package struct Mamba2 {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the part of `Machine.bytes` that one head takes: the size of two arrays. One array would be too little, as the derivative holds about
-    /// 13 arrays with a row for each token or a state for each chunk, and attention's derivative only about 6.
+    /// Returns the bytes that one head counts against `Machine.bytes`: twice the size of its largest array. The size itself would be too little, as
+    /// this derivative holds about 13 arrays with a row for each token or a state for each chunk, and attention's derivative only about 6.
     func bytesOfHead(_ length: Int) -> Int {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
     }
@@ -129,7 +129,7 @@ package struct Mamba2 {
         }
     }
 
-    /// Returns the gradients of some heads' x in xBC and dt, and these heads' terms of dB and dC, `[T, features]` each.
+    /// Returns the gradients of x and dt of some heads, and the terms that these heads add to dB and dC, `[T, features]` each.
     private func backward(
         _ heads: Range<Int>, xBC: MLXArray, dt: MLXArray, b: MLXArray, c: MLXArray, dO: MLXArray, _ machine: Machine
     ) -> [MLXArray] {
@@ -187,7 +187,7 @@ package struct Mamba2 {
         Self.silu([convolved(part, xBC, tail: tail), bias[features(part)]])
     }
 
-    /// Returns the gradient of these features of a whole sequence's xBC, in float32.
+    /// Returns the gradient of the part's features of xBC, for a whole sequence and in float32.
     private func inputBackward(_ part: Part, _ xBC: MLXArray, dy: MLXArray) -> MLXArray {
         let dConvolved = Self.siluBackward([convolved(part, xBC, tail: nil), bias[features(part)], dy])
         return convolution.features(features(part)).backward(dy: dConvolved)
@@ -229,6 +229,6 @@ package struct Mamba2 {
     /// Reshapes `[n, heads · P]` to `[n, heads, P]`.
     private func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), -1, headDim]) }
 
-    /// Appends an axis, so that a number of each head multiplies its P elements.
+    /// Appends an axis, so that a number for each head multiplies the P elements of that head.
     private func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }
 }

@@ -32,9 +32,9 @@ extension AttentionMixer {
         return concatenated([x[.ellipsis, 0..<dimensions] * ropeScale, x[.ellipsis, dimensions...]], axis: -1)
     }
 
-    /// Returns the number of positions per radian for each pair. For a pair that does not rotate, this is the largest finite number: under
-    /// fast math, with which a GPU's kernels are compiled, the inverse of infinity is undefined. Such a pair then rotates by less than
-    /// 10⁻³², which changes none of its bits.
+    /// Returns the number of positions per radian for each pair. For a pair that does not rotate, this is the largest finite number instead of
+    /// infinity. A GPU's kernels are compiled with fast math, in which the inverse of infinity is undefined. Such a pair rotates by less than 10⁻³²
+    /// radians, which changes none of its bits.
     func periods(sign: Float) -> MLXArray {
         MLXArray(frequencies.map { sign * min(1 / $0, .greatestFiniteMagnitude) })
     }

@@ -7,7 +7,7 @@ import MeSPBundle
 ///
 /// k is `numExpertsPerTok`, and c is `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise. The choice has no gradient.
 extension Experts {
-    /// Returns the experts of each token `[T, k]`, the highest score first. Of equal scores, the expert with the lower index comes first.
+    /// Returns the experts of each token `[T, k]`, the highest score first. If scores are equal, the expert with the lower index comes first.
     ///
     /// - Parameter bias: b `[E]`; nil for 0.
     func chosen(_ z: MLXArray, bias: MLXArray?) -> MLXArray {

@@ -5,12 +5,12 @@ import MLX
 ///
 ///     S ← exp(κ) S + u Bᵀ        y = S C
 ///
-/// It is computed in chunks of tokens, which are the rows of U, B, C and Y. S is the state before a chunk, S₊ is the state after it, and Γ,
-/// γ and δ are those of `ChunkDecays`:
+/// It is computed in chunks of tokens, which are the rows of U, B, C and Y. S is the state before a chunk, S₊ is the state after it, and
+/// `ChunkDecays` defines Γ, γ and δ:
 ///
 ///     Π = Γ ∘ C Bᵀ        Y = γ (C Sᵀ) + Π U        S₊ = γ_last S + (δ U)ᵀ B
 ///
-/// γ and δ are columns. Only S₊ depends on the chunk before. One product with S serves all heads, whose rows of S are stacked.
+/// γ and δ are columns. Only S₊ depends on the chunk before. The rows of S of all heads are stacked, so that one product serves all heads.
 package struct StateSpace {
     /// U `[chunks, rows, heads, P]`
     private let u: MLXArray

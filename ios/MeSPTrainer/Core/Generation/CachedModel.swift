@@ -10,7 +10,7 @@ package struct CachedModel {
     /// The most tokens of a text that go through the blocks together.
     let chunk: Int
     private var adapters: LoadedAdapters?
-    /// The adapters' folders; nil for adapters of a run in memory.
+    /// The adapters' folders; nil for a run's adapters in memory.
     private(set) var selection: AdapterSelection?
     private var kept: Kept
     private let isRecurrent: Bool
@@ -23,7 +23,7 @@ package struct CachedModel {
 
     /// The views and layers of each block, kept from token to token. They take almost no memory.
     private final class Kept: MapHolder {
-        /// The numbers of tokens, by their length in bits, for which all kernels exist.
+        /// The bit lengths of the numbers of tokens for which all kernels exist.
         var compiled: Set<Int>
         private var views = [Int: PackedWeights.Views]()
         private var layers = [Int: [Projection: LoRALinear]]()
@@ -46,7 +46,7 @@ package struct CachedModel {
 
         init(compiled: Set<Int>) { self.compiled = compiled }
 
-        /// Returns an object with the same views, for other adapters.
+        /// Returns a copy with the views and without the layers, for other adapters.
         func withoutLayers() -> Kept {
             let other = Kept(compiled: compiled)
             other.views = views
@@ -79,7 +79,7 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Takes other adapters. Weights stay mapped. If it fails, the model keeps its adapters.
+    /// Takes other adapters. Weights stay mapped. If loading fails, the model keeps its present adapters.
     mutating func use(_ adapters: [WeightedAdapters]) throws {
         let selection = AdapterSelection(adapters)
         self.adapters = try bundle.withDevice {
@@ -92,7 +92,7 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Calls `body` with the last block's output for `tokens`, which follow those in the cache and are added to it.
+    /// Calls `body` with the last block's output for `tokens`, which follow the tokens in the cache and are added to the cache.
     ///
     /// - Parameter body: called with up to `chunk` tokens at a time: their range in `tokens`, and y `[n, hidden]`, evaluated.
     package func forward(
@@ -120,15 +120,14 @@ package struct CachedModel {
         }
     }
 
-    /// Returns the last block's output for one token of each of several texts, and adds the token to the text's cache. The tokens go
-    /// through the blocks together. If weights stay mapped, the blocks are one graph, as a round trip to a GPU takes longer than a
-    /// block's kernels.
+    /// Returns the last block's output for one token of each of several texts, and adds each token to the cache of its text. The tokens go through
+    /// the blocks together. If weights stay mapped, the blocks are one graph, as a round trip to a GPU takes longer than a block's kernels.
     ///
     /// - Parameters:
     ///   - tokens: the next token of each text, at most `mostTexts`.
     ///   - caches: the cache of each text, not empty.
-    /// - Returns: y `[n, hidden]`, not confirmed (`MLXErrors`). y and the states in the caches are evaluated if weights do not stay mapped, or on a
-    ///   CPU.
+    /// - Returns: y `[n, hidden]`, not confirmed (`MLXErrors`). If weights stay mapped, y and the states in the caches may still have to be computed.
+    ///   Otherwise they are evaluated.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -162,10 +161,10 @@ package struct CachedModel {
         bundle.architecture.cacheSize(tokens: tokens, itemSize: bundle.dtype.size) + (cache?.recurrentSize ?? 0)
     }
 
-    /// Returns the last block's output for several sequences, each of which continues the cache's text. They go through the blocks
-    /// together, and the cache does not change.
+    /// Returns the last block's output for several sequences, each of which continues the cache's text. The sequences go through the blocks together,
+    /// and the cache does not change.
     ///
-    /// - Parameter sequences: the tokens of each sequence. They share the keys and values in the cache, and each continues from the
+    /// - Parameter sequences: the tokens of each sequence. The sequences share the keys and values in the cache, and each continues from the cache's
     ///   recurrent states.
     /// - Returns: y `[n, hidden]` of all sequences, concatenated and evaluated.
     func forward(branches sequences: [[Int]], after cache: PromptCache, _ atBlock: () throws -> Void) throws
@@ -196,7 +195,7 @@ package struct CachedModel {
 
     /// Returns the machine for `rows` tokens of sequences that are `length` tokens long, including the tokens before.
     ///
-    /// - Parameter uncut: the most rows with which nothing is cut.
+    /// - Parameter uncut: the most rows for which arrays are not cut into tiles.
     func machine(
         rows: Int, length: Int, uncut: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil
     ) -> Machine {
@@ -209,8 +208,8 @@ package struct CachedModel {
     ///
     /// - Parameters:
     ///   - rows: the number of tokens that go through the blocks together.
-    ///   - body: gets the function for `Machine.pause`, or nil once a GPU has compiled the kernels for about this number of tokens. An error of the
-    ///     function is thrown before the next block.
+    ///   - body: gets the function for `Machine.pause`, or nil once a GPU has compiled the kernels for about this number of tokens. An error that
+    ///     `atBlock` throws within a block is thrown after the block.
     private func pass(
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {
@@ -241,7 +240,7 @@ package struct CachedModel {
         try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
     }
 
-    /// Returns another block's keys and values that a block attends to, for each text.
+    /// Returns, for each text, the keys and values of the other block that `block` attends to; none if there is no such block.
     private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
         guard let owner = bundle.architecture.keysOf(block) else { return [] }
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }
@@ -251,7 +250,7 @@ package struct CachedModel {
     ///
     /// - Parameters:
     ///   - states: nil before the first token; see `Block.output`.
-    ///   - keepsStates: whether to keep the states after the tokens; otherwise they are not evaluated.
+    ///   - keepsStates: whether to return the states after the tokens; otherwise `states` is nil afterwards.
     ///   - isDeferred: whether the evaluation may be deferred; see `Machine.leave`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,

@@ -4,14 +4,14 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// A generator of text that continues a prompt, with a bundle's model and optional adapters. Weights are mapped, so the footprint is that
-/// of the adapters, the keys and values of the tokens so far, and one block's activations.
+/// A generator of text that continues a prompt, with a bundle's model and optional adapters. Weights are mapped, so the footprint consists of the
+/// adapters, the keys and values of the tokens so far, and one block's activations.
 ///
 ///     var generator = try Generator(bundle, adapters: [.init(folder)])
 ///     try generator.generate(.init(prompt: tokens), atBlock: Task.checkCancellation) { show($0) }
 ///     try generator.use([.init(folder, weight: 0.7), .init(other, weight: 0.3)])
 ///
-/// Not for use from several threads at once.
+/// A generator must not be used from several threads at once.
 public struct Generator {
     /// A prompt, and the choice of the tokens that follow it.
     package struct Request: Codable, Sendable, Equatable {
@@ -20,10 +20,10 @@ public struct Generator {
         package var maxTokens = 256
         /// The temperature. At 0 the likeliest token is taken. Otherwise tokens are drawn from softmax(logits / temperature).
         package var temperature: Float = 0
-        /// The total probability that the tokens to draw from must reach, before the temperature is applied. These are the fewest tokens that reach
-        /// it.
+        /// The least total probability of the tokens that the next token is drawn from. These are the fewest tokens whose probabilities, before the
+        /// temperature is applied, add up to at least this number.
         package var topP: Float = 1
-        /// The seed; the same seed draws the same tokens.
+        /// The seed of the draws. Equal seeds draw equal tokens.
         package var seed: UInt64 = 0
         /// The tokens that end the text; they are not part of it.
         package var stop: [Int] = []
@@ -37,7 +37,7 @@ public struct Generator {
         public let tokens: Int
         /// The time in seconds until the first token could be chosen.
         package let promptSeconds: Double
-        /// The time in seconds after that.
+        /// The time in seconds from then to the end of the text.
         public let seconds: Double
         package let footprintPeakBytes: Int
         /// The size of the adapters' matrices, in bytes.
@@ -118,7 +118,7 @@ public struct Generator {
         }
     }
 
-    /// Writes several texts. Up to `atOnce` of them go through the model together. Each text is the same as it would be alone.
+    /// Writes several texts. Up to `atOnce` of them go through the model together. Each text is equal to the text that its request alone would give.
     ///
     /// - Parameters:
     ///   - requests: the prompts, and how the tokens of each are chosen.
@@ -158,7 +158,7 @@ public struct Generator {
         private(set) var random: MLXRandom.RandomState
         /// The times at which the text was begun and at which the first token could be chosen.
         var begin, first: ContinuousClock.Instant?
-        /// The tokens that the caller was told.
+        /// The tokens that the caller has got.
         private(set) var written = [Int]()
         /// The number of tokens chosen since the text was begun, or begun again.
         private var count = 0
@@ -170,7 +170,7 @@ public struct Generator {
             random = MLXRandom.RandomState(seed: request.seed)
         }
 
-        /// Returns the text with an empty cache, to be read again from the start up to the last token that was told.
+        /// Returns the text with an empty cache, to be read again from the start up to the last token that the caller has got.
         func begunAgain() -> Text {
             var text = self
             (text.cache, text.count) = (cache.emptied(), 0)
@@ -178,12 +178,12 @@ public struct Generator {
             return text
         }
 
-        /// The next token if it was told before the text was begun again; nil otherwise.
+        /// The next token if the caller got it before the text was begun again; nil otherwise.
         var known: Int? { count < written.count ? written[count] : nil }
 
         /// Takes the next token.
         ///
-        /// - Parameter tell: called with the token unless it was told before.
+        /// - Parameter tell: called with the token unless the caller has got it before.
         /// - Returns: the reason why the text ends with the token; nil if it continues.
         mutating func take(_ token: Int, tell: (Int, Int) throws -> Void) throws -> Summary.Reason? {
             last = token
@@ -213,7 +213,7 @@ public struct Generator {
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())
-        // The prompt of the text that was begun last, its cache, and the logits after it; nil unless the next text has the same prompt.
+        // The prompt of the text that was begun last, and the cache and the logits after this prompt; nil unless the next text has the same prompt.
         var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
         /// Begins the texts that there is room for, and adds a token to each.
         func addTokens() throws {
@@ -237,7 +237,7 @@ public struct Generator {
                 if let reason = try texts[i].take(token, tell: onToken) { try end(texts.removeLast(), reason) }
             }
             guard !texts.isEmpty else { return }
-            // All tokens are chosen before any of them is told.
+            // All tokens are chosen before the caller gets any of them.
             let tokens = try nextTokens(&texts, atBlock)
             let reasons = try texts.indices.map { try texts[$0].take(tokens[$0], tell: onToken) }
             let ended = zip(texts, reasons)
@@ -262,7 +262,7 @@ public struct Generator {
     /// Returns the token that follows each text's last one, confirmed (`MLXErrors`). If the weights stay mapped on a GPU, this takes one evaluation.
     private func nextTokens(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> [Int] {
         var caches = texts.map(\.cache)
-        // Keys and values that nothing else refers to are written in place.
+        // The texts give up their caches, as keys and values are written in place only if nothing else refers to them.
         for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
         let logits = try project(model.forward(next: texts.map(\.last), &caches, atBlock))
@@ -282,10 +282,11 @@ public struct Generator {
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
 
-    /// Returns whether a text's cache at its longest fits in addition to those of the texts in progress. A single text is never refused.
+    /// Returns whether there is room for a text's cache at its longest in addition to the caches of the texts in progress. A single text is never
+    /// refused.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         guard !texts.isEmpty else { return true }
-        // No text is longer than this, and the size of such a cache does not overflow.
+        // No text has this many tokens, and the size of a cache for this many does not overflow.
         let longest = 1 << 32
         let sizes = (texts + [next]).map {
             model.cacheSize(
@@ -302,7 +303,8 @@ public struct Generator {
 
     // MARK: - Forward
 
-    /// Returns the logits `[vocabulary]` (float32, evaluated) of the token after `tokens`, which follow those in the cache.
+    /// Returns the logits `[vocabulary]` (float32, evaluated) of the token after `tokens`. `tokens` follow the tokens in the cache and are added to
+    /// the cache.
     func logits(
         _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -326,13 +328,13 @@ public struct Generator {
 
     // MARK: - Choice
 
-    /// Returns the likeliest token, or one drawn from those that `topP` leaves. mlx-lm's `make_sampler` draws the same with the same seed,
-    /// as the noise is in the vocabulary's order.
+    /// Returns the likeliest token, or one drawn from those that `topP` leaves. mlx-lm's `make_sampler` draws the same token with the same seed, as
+    /// here too the noise is in the vocabulary's order.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
         try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
     }
 
-    /// Returns the token that is drawn, not evaluated; nil if the likeliest is taken.
+    /// Returns the token that is drawn, not evaluated; nil at temperature 0, at which the likeliest token is taken.
     private func drawn(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> MLXArray? {
         guard request.temperature > 0 else { return nil }
         var logits = logits - logits.max()  // the likeliest token's logit stays 0 at every temperature

@@ -17,10 +17,10 @@ package struct PromptCache {
     /// The state of each block; nil before the first token.
     package var blocks = [MixerState?]()
     let limit: Int
-    /// The adapters of the model that read the text; nil for adapters of a run in memory.
+    /// The adapters of the model that read the text; nil for a run's adapters in memory.
     private var adapters: AdapterSelection?
-    /// The beginning of the text that recurrent blocks can go back to: the number of its tokens, and their states, with nil for other
-    /// blocks.
+    /// The beginning of the text that recurrent blocks can go back to: the number of its tokens, and the recurrent blocks' states after these, with
+    /// nil for other blocks.
     private var mark: (count: Int, states: [MixerState?])?
     /// The number of tokens before the next mark.
     private var nextMark = 0
@@ -30,14 +30,14 @@ package struct PromptCache {
     /// - Parameter limit: the most bytes to keep when a text has ended. The beginning of the text that fits is kept.
     package init(limit: Int = .max) { self.limit = limit }
 
-    /// Returns a cache of the same model and limit that has read nothing.
+    /// Returns an empty cache with this cache's adapters and limit.
     func emptied() -> PromptCache {
         var cache = PromptCache(limit: limit)
         cache.adapters = adapters
         return cache
     }
 
-    /// Prepares the cache for a model with these adapters. It drops what was read with others.
+    /// Prepares the cache for a model with these adapters. It drops all tokens if other adapters read them, or if `adapters` is nil.
     mutating func ready(for adapters: AdapterSelection?) {
         if adapters == nil || adapters != self.adapters { forget() }
         self.adapters = adapters

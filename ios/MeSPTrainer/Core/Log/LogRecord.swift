@@ -88,7 +88,7 @@ public enum LogRecord: Sendable {
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
-    /// The strength of the adapters at the end, which is 0 if none were kept. Also the losses before the run and with the adapters, in nats per
+    /// The strength of the adapters at the end, which is 0 if none were kept, and the losses before the run and with these adapters, in nats per
     /// token.
     public struct Strength: Codable, Sendable {
         package var step: Int

@@ -9,12 +9,13 @@ package struct LogWriter {
 
     package static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
-    /// Whether lines before `resumeAt` were lost or damaged, as by a power failure. The damaged ones were removed.
+    /// Whether lines before `resumeAt` were lost or damaged, as by a power failure. Damaged lines were removed.
     let lostLines: Bool
     /// Whether the log had no record to continue after.
     let isEmpty: Bool
 
-    /// Starts the log in `folder`, which must not contain a run yet. With `resumeAt` it continues the existing log after that many bytes.
+    /// Starts the log in `folder`, which must not contain a run yet. With `resumeAt` it continues the existing log after the log's first `resumeAt`
+    /// bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
         let url = Self.url(in: folder)
         self.url = url

@@ -4,7 +4,7 @@ import MeSPBundle
 import MeSPSentences
 
 extension ModelBundle {
-    /// The device that the bundle was exported for. All its work runs there.
+    /// The device that the bundle was exported for, which is MLX's default device in work on the bundle.
     package var device: Device { Device(manifest.device == .cpu ? .cpu : .gpu) }
 
     /// Calls `body` with the bundle's device as MLX's default; see `MLXWork`.
@@ -32,10 +32,9 @@ extension Device {
     /// The default device outside of the trainer's work, in Swift and in C++.
     @TaskLocal static var outer: Device?
 
-    /// Calls `body` with `device` as the default device of C++ too. C++ has its own default for all threads, the GPU, and Swift's default
-    /// does not change it. `vjp` uses it for three things: the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that
-    /// are 0 (:550), and the subtraction in softmax's derivative (primitives.cpp:5419). On iOS, `compile` fuses nothing while C++'s default
-    /// is the CPU.
+    /// Calls `body` with `device` as the default device of C++ too. C++ has its own default for all threads, the GPU, and Swift's default does not
+    /// change it. `vjp` uses C++'s default for three things: the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that are 0
+    /// (:550), and the subtraction in softmax's derivative (primitives.cpp:5419). On iOS, `compile` fuses nothing while C++'s default is the CPU.
     static func withGlobal<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
         let own = Device.self as any GlobalDevice.Type
         own.setGlobal(device)

@@ -1,10 +1,10 @@
 import MLX
 
-/// Arithmetic on arrays whose operations MLX fuses. Unfused, each operation would take a GPU's kernel of some microseconds or a pass over
-/// memory, and would write an array.
+/// Arithmetic on arrays whose operations MLX fuses. Without fusion, each operation would write an array. On a GPU it would also take a kernel of a
+/// few microseconds, and on a CPU a pass over memory.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
-    // A compiled function stays on the device of its first call with arrays of these shapes, so each device has its own.
+    // A compiled function stays on the device of its first call with arrays of these shapes, so each device has its own compiled function.
     private let onCPU: @Sendable ([MLXArray]) -> [MLXArray]
     private let onGPU: @Sendable ([MLXArray]) -> [MLXArray]
 
@@ -24,7 +24,7 @@ struct Fused: Sendable {
     static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
 }
 
-/// Several results of the same arithmetic. If operations are fused, each result has its own kernel, which recomputes shared operations.
+/// Arithmetic with several results. If operations are fused, each result has its own kernel, which recomputes shared operations.
 struct FusedResults: Sendable {
     private let function: @Sendable ([MLXArray]) -> [MLXArray]
     private let results: [Fused]

@@ -1,7 +1,7 @@
 import MLX
 
-/// MLX's memory limits, in bytes. A process has one value of each, and other code in the process may use MLX too. While the trainer waits,
-/// and after it has ended, the values are those that the other code has set.
+/// MLX's memory limits, in bytes. A process has one value of each limit, and other code in the process may use MLX too. While the trainer waits, and
+/// after it has ended, the values are those that the other code has set.
 package enum MLXLimits {
     /// A limit that the trainer sets.
     struct Limit: Hashable, Sendable {
@@ -20,7 +20,7 @@ package enum MLXLimits {
         }
     }
 
-    // Only the thread that works on MLX uses these two (`MLXWork`).
+    // Only the thread that works on MLX uses the next two variables (`MLXWork`).
 
     /// The values that the trainer has set, the innermost last.
     nonisolated(unsafe) private static var own = [Limit: [Int]]()

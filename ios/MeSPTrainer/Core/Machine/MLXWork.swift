@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// Work on MLX. All of it begins here, so that one thread works on MLX at a time.
+/// Work on MLX. All work on MLX begins in this type, so that one thread works on MLX at a time.
 ///
 /// In MLX 0.32 only the thread that made a stream may evaluate arrays on it. Swift's streams are an exception: all threads may use them.
 /// Constants of imported functions and parts of derivatives are on streams that C++ made for the thread (export.cpp:1155,
@@ -14,13 +14,13 @@ package enum MLXWork {
     /// Waits until no other thread works on MLX, and calls `body` with `device` as MLX's default.
     ///
     /// - Parameter backend: `gpu` if errors of `device` come later than the work that failed; see `MLXErrors`.
-    /// - Throws: the errors of `body`, and the errors of MLX, which end the process elsewhere.
+    /// - Throws: the errors of `body`, and the errors of MLX, which outside of this function end the process.
     static func run<R>(on device: Device, as backend: Backend, _ body: () throws -> R) throws -> R {
         try turn.withLock {
             try Device.$outer.withValue(.outer ?? .defaultDevice()) {
                 // Naming a device is the first call that can fail.
                 let stream = try MLXErrors.collect {
-                    // An imported function runs on the first stream that was made for its device (export.cpp:500). Here that is Swift's.
+                    // An imported function runs on the first stream that was made for its device (export.cpp:500). So Swift's streams are made first.
                     _ = (Stream.defaultStream, Stream.cpu)
                     return backend == .gpu ? Stream.defaultStream(device.deviceType) : nil
                 }

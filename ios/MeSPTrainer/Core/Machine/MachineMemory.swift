@@ -2,7 +2,7 @@ import MeSPBundle
 
 /// The memory that a machine adds to the arrays that `Planner` counts.
 ///
-/// The constants of a CPU were fitted to peaks on Linux (`tools/studies/predicted_peaks.py`), and those of a GPU to the counts in
+/// The constants of a CPU were fitted to peaks on Linux (`tools/studies/predicted_peaks.py`), and the constants of a GPU to the counts in
 /// docs/ledger.md.
 struct MachineMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
@@ -15,7 +15,7 @@ struct MachineMemory: Sendable {
     let unfused: Int
     /// Whether a mixer's attention is one operation.
     let isOneOperation: @Sendable (AttentionMixer) -> Bool
-    /// The bytes of Metal in the process; nil if MLX does not start it. See `MetalMemory`.
+    /// The bytes of Metal in the process; nil if MLX does not start Metal. See `MetalMemory`.
     let metal: Int?
     /// Whether weights that stay mapped are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
@@ -27,9 +27,9 @@ struct MachineMemory: Sendable {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
 
-    /// Returns the number of arrays of a tile's size that the MLP's derivative holds at once. These are gate, up, d_act and d_gate, the adapter's
-    /// product of gate or up if it has an adapter, act if down has an adapter, and one more with gelu. If operations are not fused, there are also
-    /// the sums of these products and the parts of the activation's derivative. gelu's derivative has more parts.
+    /// Returns the number of arrays of a tile's size that the MLP's derivative holds at once. These are gate, up, d_act and d_gate. An adapter of
+    /// gate or up adds its product, an adapter of down adds act, and gelu adds one more array. If operations are not fused, there are also the sums
+    /// of the adapters' products and the parts of the activation's derivative. gelu's derivative has more parts.
     func tileArrays(_ activation: Activation, adapted: Int) -> Int {
         let gelu = activation == .gelu ? 1 : 0
         return 4 + gelu + adapted + unfused * (1 + 4 * gelu + adapted)
@@ -39,8 +39,8 @@ struct MachineMemory: Sendable {
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
     /// Returns the bytes of the scores that attention's derivative holds at once. These are P and dP of the query rows in a tile. If operations are
-    /// fused, dS takes dP's memory. Otherwise there are also P ∘ dP and a difference. With tiles, there are also the sums of dk and dv before and
-    /// after a tile. MLX's operation holds up to 32 rows of each head, and up to 128 rows in all from 2,048 positions on.
+    /// fused, dS takes dP's memory. Otherwise there are also P ∘ dP and dP − rowsum(P ∘ dP). The sums of dk and dv before and after a tile exist too.
+    /// If attention is one operation, only P and dP count, with at most 32 rows for each head and at most 128 · max(T, 2,048) numbers each.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
@@ -62,10 +62,11 @@ extension Processor {
 }
 
 extension Planner {
-    /// Returns the bytes that malloc keeps on Linux: a sixteenth of the lasting arrays, at most 2 MB, and gaps as large as the widest arrays. Arrays
-    /// of less than 0.9 MB leave no gaps, nor do arrays of 8 MiB or more, each of which has its own mapping. Without experts there are three gaps,
-    /// each for the tokens that go through the MLP at a time, of at most 3 MB together. With experts there are four gaps, each for all tokens. A
-    /// mixer that is wider than the model may leave three larger gaps. Smaller tiles leave 4 MB of gaps, about as much as they save.
+    /// Returns the bytes that malloc keeps on Linux: a sixteenth of the lasting and the kept arrays, at most 2 MB, and the gaps that wide arrays
+    /// leave. A gap is 0.9 MB smaller than its array. Arrays of 8 MiB or more leave no gaps, as each has its own mapping. Without experts, three
+    /// arrays of the tokens that go through the MLP at a time leave gaps, of at most 3 MB together. With experts, four arrays of all tokens leave
+    /// gaps. A mixer that is wider than the model leaves three gaps, which count instead if they are larger. Tiles below the largest size leave 4 MB
+    /// more, about as much as they save.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)
@@ -77,12 +78,12 @@ extension Planner {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
-    /// The bytes that the allocator of an Apple device, Metal's, takes beyond the arrays.
+    /// The bytes that Metal's allocator takes beyond the arrays on the CPU of an Apple device.
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
 
-    /// Returns the bytes of a GPU's working arrays. Back-pressure keeps each phase within its workspace. With short command buffers two things exceed
-    /// the workspace: the command buffer that is being encoded, and the arrays of a completed command buffer whose completion handler has not run
-    /// yet.
+    /// Returns the bytes of a GPU's working arrays. MLX waits when the arrays of a phase fill its workspace (`withWorkspace`). With short command
+    /// buffers two things exceed the workspace: the command buffer that is being encoded, and the arrays of a completed command buffer whose
+    /// completion handler has not run yet.
     fileprivate func workingOnGPU(_ plan: Plan) -> Int {
         let workspaces =
             MLXSupport.hasShortCommandBuffers
@@ -92,9 +93,9 @@ extension Planner {
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// Returns the bytes of the arrays of one block or of the head. Some of these arrays live through a tile. The others are written by the longest
-    /// command buffer, which has about 21 kernels. No array that it writes can be freed while it is being encoded. The larger of the mixer's and the
-    /// MLP's derivative counts.
+    /// Returns the bytes of the arrays of one block or of the head. Some of these arrays live through a tile. The longest command buffer, of about 21
+    /// kernels, writes the other arrays. No array that this buffer writes can be freed while the buffer is being encoded. The largest of the mixer's
+    /// derivative, the MLP's derivative and the update counts.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
             guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }
@@ -106,7 +107,8 @@ extension Planner {
     }
 
     /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`. With short command buffers, this limit
-    /// lets several buffers run. With long ones, it is less than half of the phase's peak, so that only the buffer that is being encoded exceeds it.
+    /// lets several buffers run. With long command buffers, this limit is two fifths of the phase's peak, so that only the buffer that is being
+    /// encoded exceeds the limit.
     func workspace(_ plan: Plan) -> Int {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }

@@ -17,8 +17,8 @@ extension LoRAGradients: Arrays {
 /// The functions that compute a formula in parts. A part keeps its results. The memory of its other arrays serves the next part.
 ///
 /// A CPU evaluates each part. In a forward pass it evaluates a part only if the part is one of several tiles. A GPU does not evaluate parts, as it
-/// would be idle meanwhile. There `reduce` makes each part depend on the one before, so that MLX encodes them in this order, and `Memory.memoryLimit`
-/// bounds the arrays of the parts that the GPU has not computed yet.
+/// would be idle between two evaluations. On a GPU `reduce` makes each part depend on the part before, so that MLX encodes the parts in this order,
+/// and `Memory.memoryLimit` bounds the arrays of the parts that the GPU has not computed yet.
 extension Machine {
     /// Ends a part, and returns its results.
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
@@ -27,7 +27,7 @@ extension Machine {
         return (repeat each results)
     }
 
-    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. A GPU evaluates them too: a phase has a dozen arrays
+    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. A GPU evaluates these results too: a phase has a dozen arrays
     /// as long as the sequence, and only its results live on in the next phase.
     @discardableResult func phase<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if !evaluatesParts, pause == nil { submit(allArrays(repeat each results)) }
@@ -64,7 +64,8 @@ extension Machine {
             part(done)
             return inputs
         }
-        // MLX takes the stream of the first array, or C++'s default if that array is already evaluated (MLX 0.32.2, ops.cpp:6408).
+        // `depends` runs on the stream of its first array, or on C++'s default stream if that array is already evaluated (MLX 0.32.2, ops.cpp:6408).
+        // So an array of `done` comes first.
         let (first, others) = (Array(done.prefix(1)), Array(done.dropFirst()))
         return Array(depends(inputs: first + inputs, dependencies: others).dropFirst(first.count))
     }
@@ -84,7 +85,7 @@ extension Machine {
         tiles(of: x.dim(0), size: rowsAtOnce(of: x)).map { part(body($0)) }
     }
 
-    /// Evaluates a block's results now, or leaves this for later. With a `pause`, they are always evaluated now.
+    /// Evaluates a block's results now, or leaves the evaluation for later. With a `pause`, the results are always evaluated now.
     ///
     /// - Parameter isDeferred: whether nothing needs the results yet. A CPU then begins to compute them, and the graph of the next block is built
     ///   meanwhile. On a GPU nothing is computed yet: the results are computed together with the next token, as a round trip takes longer than a
@@ -100,8 +101,8 @@ extension Machine {
         return true
     }
 
-    /// Counts the multiplications of a part of the head. If these would be too many since the last boundary, it first evaluates the results
-    /// of the parts before, and calls `atBoundary`.
+    /// Counts the multiplications of a part of the head. If their number since the last boundary would exceed the limit, this function first
+    /// evaluates the results of the parts before, and calls `atBoundary`.
     func work(
         _ multiplications: Int, since work: inout Int, leaving results: some Arrays, _ atBoundary: () throws -> Void
     ) rethrows {
@@ -151,9 +152,9 @@ func readRows<R: Arrays>(_ body: () -> R) -> R {
     }
 }
 
-/// Starts to compute arrays, after the arrays that were submitted before. On a CPU the graph of the next part is built meanwhile. This
-/// takes no more memory, as the next part takes its memory when it is submitted. On a GPU the function waits for the arrays. Code that
-/// unmaps or trims memory must call `eval` first.
+/// Starts to compute arrays, after the arrays that were submitted before. On a CPU the graph of the next part is built meanwhile. Building the graph
+/// early takes no more memory, as the next part takes its memory when it is submitted. On a GPU the function waits for the arrays. Code that unmaps
+/// or trims memory must call `eval` first.
 func submit(_ arrays: [MLXArray]) {
     guard Device.isCPU else { return eval(arrays) }
     Stream.cpu.synchronize()
@@ -167,7 +168,7 @@ func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
         array = part
         return
     }
-    array = array[.ellipsis]  // a new object, as others may refer to the old one
+    array = array[.ellipsis]  // a new object, as other code may refer to the old one
     array[rows] = part
     // While unfinished work reads the array, the assignment would copy it.
     if Device.isCPU { Stream.cpu.synchronize() }

@@ -5,8 +5,8 @@ import MeSPBundle
 /// that depends on the kind of processor.
 package struct Processor: Sendable {
     let backend: Backend
-    /// Whether `quantizedMM` unpacks W in tiles that fit in the caches. MLX's own operation does not on a CPU, where it is about 50 times slower than
-    /// a dense product. In this case W is dequantized before the product.
+    /// Whether `quantizedMM` unpacks W in tiles that fit in the caches. MLX's own operation does not do so on a CPU, and is about 50 times slower
+    /// there than a dense product. If this is false, W is dequantized before the product.
     package let dequantizesInProduct: Bool
     /// The number of threads of a product on a CPU. Each thread unpacks and arranges matrices in its own buffers.
     let threads: Int
@@ -17,7 +17,8 @@ package struct Processor: Sendable {
     var attendsByTiles: Bool
     /// Whether MLX allocates arrays through Metal, and so starts Metal.
     var startsMetal: Bool
-    /// Whether freed memory serves an array of any size, as with malloc. MLX's own allocator keeps buffers for arrays of their size.
+    /// Whether freed memory serves an array of any size, as with malloc. MLX's own allocator reuses a freed buffer only for arrays of about the
+    /// buffer's size.
     let reusesMemory: Bool
 
     static let gpu = Processor(
@@ -35,7 +36,7 @@ package struct Processor: Sendable {
         return apple
     }()
 
-    /// The CPU of this program. Tests also set others.
+    /// The CPU of this program. Tests also set other CPUs.
     @TaskLocal package static var cpu = hostCPU
 
     private static var hostCPU: Processor {
@@ -61,12 +62,12 @@ extension Processor {
     /// The most texts whose next tokens go through a model together in uncut arrays.
     var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
-    /// Returns the value that `made` computes from a block's weights, to be kept while they are mapped; nil if it would also keep
-    /// matrices in float32.
+    /// Returns the value that `made` computes from a block's weights, to be kept while they are mapped; nil if the value would also keep matrices in
+    /// float32.
     func kept<T>(_ made: () -> T) -> T? { dequantizesInProduct ? made() : nil }
 
-    /// The memory that mapped weights may take, in bytes. On a CPU they do not count as the process's memory. A GPU's driver may count
-    /// them, so there they may take half of the process's limit.
+    /// The memory that mapped weights may take, in bytes. On a CPU they do not count as the process's memory. A GPU's driver may count them, so on a
+    /// GPU they may take half of the process's limit.
     var roomForMaps: Int {
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         return backend == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
@@ -81,13 +82,13 @@ extension Processor {
         plan.cacheBytes > 0 || backend == .cpu && reusesMemory && plan.keptBlocks > 0
     }
 
-    /// Returns the most bytes that the arrays of one block or of the head may take before MLX waits; nil on a CPU, where it always waits.
+    /// Returns the most bytes that the arrays of one block or of the head may take before MLX waits; nil on a CPU, on which MLX always waits.
     func workspace(_ planner: Planner, _ plan: Plan) -> Int? { backend == .gpu ? planner.workspace(plan) : nil }
 
-    /// Whether all kernels exist before the first pass. A GPU compiles them during it.
+    /// Whether all kernels exist before the first pass. A GPU compiles them during that pass.
     var hasKernels: Bool { backend == .cpu }
 
-    /// Returns those of the `numbers` of tokens for which kernels exist before the first pass.
+    /// Returns the `numbers` for which kernels exist before the first pass: all on a CPU, none on a GPU.
     func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
 
     /// Returns a block's forward pass. On a GPU it is the bundle's function if the block has one. A function runs on one stream. So on
@@ -99,17 +100,17 @@ extension Processor {
         return formulas()
     }
 
-    /// Returns whether MLX fuses the operations of the functions in `files`. It fuses the functions that are called, but not the plain functions,
-    /// which are differentiated.
+    /// Returns whether MLX fuses the operations of the functions in `files`. On a GPU it fuses the functions that are called. It does not fuse the
+    /// plain functions, which are differentiated.
     func fuses(_ files: KeyPath<Manifest.Blocks, [String: String]>) -> Bool {
         backend == .gpu && files != \.plainFunctions
     }
 
     /// The maximum number of multiplications, each with an addition, between two boundaries of the head. The smaller number, for a CPU, takes 0.2 s
-    /// at 11 GFLOPS. The larger number takes a GPU as long at 350 GFLOPS. On a GPU each boundary is a round trip.
+    /// at 11 GFLOPS. The larger number, for a GPU, takes 0.2 s at 350 GFLOPS. On a GPU each boundary is a round trip.
     var workBetweenBoundaries: Int { backend == .cpu ? 1 << 30 : 1 << 35 }
 
-    /// Whether MLX encodes the next part of a formula while one is computed.
+    /// Whether MLX encodes the next part of a formula while a part is computed.
     var chainsParts: Bool { backend == .gpu }
 }
 

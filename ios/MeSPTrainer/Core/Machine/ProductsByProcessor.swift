@@ -14,7 +14,7 @@ extension QuantizedMatrix {
         return product.asType(dtype ?? x.dtype)
     }
 
-    /// The most rows of x for which `quantizedMM` in float32 is faster on every CPU, as dequantizing W would take longer.
+    /// The most rows of x for which `quantizedMM` in float32 is faster on every CPU than a dense product, as dequantizing W takes longer.
     static let fewRows = 4
 
     /// Returns sum + dy W `[T, in]` in sum's dtype. Without a sum, returns dy W in dy's dtype.
@@ -42,15 +42,15 @@ extension QuantizedMatrix {
     }
 
     /// Returns the matrix with its rows times g. Returns nil if products do not unpack W with float32 scales, or if a row of W has at least `rows`
-    /// scales and biases.
+    /// scales and biases, as scaling the product is then cheaper.
     private func scaled(by g: MLXArray, rows: Int) -> QuantizedMatrix? {
         guard Device.isCPU, dense == nil, let biases = wide.biases, 2 * scales.dim(1) < rows else { return nil }
         let g = g[0..., .newAxis]
         return part(weight, wide.scales * g, biases * g)
     }
 
-    /// Returns x Wᵀ or x W by `quantizedMM`. A GPU takes x in its dtype, and adds up in float32. A CPU adds up in the operands' dtype, so x
-    /// is cast to float32 there.
+    /// Returns x Wᵀ or x W by `quantizedMM`. A GPU takes x in x's dtype, and adds up in float32. A CPU adds up in the operands' dtype, so x is cast
+    /// to float32 there.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
         let isWide = Device.isCPU || x.dtype == .float32
         let product = quantizedMM(
@@ -60,9 +60,8 @@ extension QuantizedMatrix {
         return processor.backend == .gpu ? product.asType(x.dtype) : product
     }
 
-    /// Returns W in float32. With bfloat16 scales, `dequantized` would round W to bfloat16, so the scales are cast first. On a CPU,
-    /// `dequantized` would make an array with a 32-bit integer for each bit of W of 3, 5 or 6 bits, so this function unpacks such a W
-    /// itself.
+    /// Returns W in float32. With bfloat16 scales, `dequantized` would round W to bfloat16, so the scales are cast first. On a CPU, `dequantized`
+    /// would make an array with a 32-bit integer for each bit of W of 3, 5 or 6 bits, so this function itself unpacks W of 3, 5 or 6 bits.
     static func dequantize(
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {

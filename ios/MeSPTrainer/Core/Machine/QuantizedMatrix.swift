@@ -9,7 +9,7 @@ package struct QuantizedMatrix: Arrays {
     package let biases: MLXArray?
     package let format: QuantizationFormat
     let processor: Processor
-    /// W in float32, computed for the first product and shared by all; nil if products use `quantizedMM`.
+    /// W in float32, computed for the first product and shared by all products; nil if products use `quantizedMM`.
     let dense: Dense?
     /// The affine scales and biases in float32, cast once for all float32 products. The scales of other formats keep their dtype.
     let wide: (scales: MLXArray, biases: MLXArray?)
@@ -67,8 +67,8 @@ package struct QuantizedMatrix: Arrays {
 }
 
 extension PackedWeights {
-    /// Returns the quantized matrix `[rows, inputs]` whose arrays' names begin with `prefix`. Of stacked matrices, it returns the one with
-    /// the index `number`.
+    /// Returns the quantized matrix `[rows, inputs]` whose arrays' names begin with `prefix`. If several matrices are stacked, it returns the matrix
+    /// with the index `number`.
     func matrix(_ prefix: String, _ number: Int? = nil, inputs: Int) -> QuantizedMatrix {
         let (weight, scales) = (self[prefix + "weight", number], self[prefix + "scales", number])
         let biases = array(prefix + "biases", number)

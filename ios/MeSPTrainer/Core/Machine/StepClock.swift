@@ -34,7 +34,7 @@ package final class StepClock {
     /// Calls `MLXErrors.repeating` with a boundary before a repetition.
     func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(beforeRetry: boundary, body) }
 
-    /// Returns the array of `body` for later work. On a GPU it is evaluated and confirmed (`MLXErrors`).
+    /// Returns the array of `body` for later work. On a GPU the array is evaluated and confirmed (`MLXErrors`).
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
         try repeating {
             let array = try body()
@@ -43,7 +43,7 @@ package final class StepClock {
         }
     }
 
-    /// Waits within work that must be finished, if `atBlock` waits. A stop takes effect later.
+    /// Waits within work that must be finished, if `atBlock` waits. A stop takes effect at a later boundary.
     func wait() throws {
         do { try boundary() } catch is CancellationError {}
     }

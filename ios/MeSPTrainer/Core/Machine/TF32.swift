@@ -16,7 +16,7 @@ package enum TF32 {
     }
 }
 
-// In this module these functions hide MLX's functions of the same names, so all products of the formulas call them.
+// In this module the functions below hide MLX's functions with equal names, so the formulas call these for all products.
 
 func matmul(_ a: MLXArray, _ b: MLXArray) -> MLXArray {
     guard TF32.isEmulated else { return MLX.matmul(a, b) }
@@ -33,7 +33,7 @@ func quantizedMM(
     _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool, groupSize: Int, bits: Int,
     mode: QuantizationMode
 ) -> MLXArray {
-    // The accelerators compute only x Wᵀ.
+    // The neural accelerators compute x Wᵀ, but not x W.
     guard TF32.isEmulated, transpose, x.dtype == .float32 else {
         return MLX.quantizedMM(
             x, w, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize, bits: bits, mode: mode)

@@ -4,17 +4,17 @@ import MeSPBundle
 /// The sizes of tiles in projections, the MLP, attention and the loss.
 extension Machine {
     /// Returns the sizes to which temporaries may be cut, in bytes, the largest first. The default plan takes the largest, as larger temporaries are
-    /// no faster. On a GPU, starting a kernel takes as long as some 500 kB of memory traffic. So on a GPU the sizes grow with the sequence, and the
-    /// number of kernels of a step hardly depends on its length. The sizes stop growing when starting a kernel takes a tenth of the kernel's time.
-    /// They are smaller in wide models, whose products take longer.
+    /// no faster. On a GPU, starting a kernel takes as long as about 500 kB of memory traffic. So on a GPU the sizes grow with the sequence, and the
+    /// number of a step's kernels hardly depends on the sequence's length. The sizes stop growing when starting a kernel takes a tenth of the
+    /// kernel's time. The sizes are smaller in wide models, whose products take longer.
     static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
         let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]
     }
 
-    /// Returns the tokens of a mixer's segment. A sequence of more than twice `segmentTokens` has several segments, but only on a CPU whose products
-    /// unpack W for their tokens anyway, and not if blocks share keys and values. Packed records have one segment. This takes a few percent more
-    /// memory than planned, as a plan does not depend on packing.
+    /// Returns the number of tokens in a mixer's segment. A sequence of more than twice `segmentTokens` has several segments on a CPU whose products
+    /// unpack W, unless blocks share keys and values. All other sequences have one segment. Packed records have one segment too. They take a few
+    /// percent more memory than planned, as a plan does not depend on packing.
     static func mixerTokens(_ a: Architecture, _ length: Int, _ processor: Processor) -> Int {
         guard processor.backend == .cpu, processor.dequantizesInProduct, length > 2 * segmentTokens, a.owners.isEmpty
         else { return length }
@@ -40,8 +40,8 @@ extension Machine {
         switch processor.backend {
         case .cpu:
             // OpenBLAS packs the keys for each tile. For few rows this takes as long as the products. If the scores of 16 rows take more than
-            // `bytes`, a tile has one key-value head, and so more rows in the same memory. For the longest sequences, a tile has half as many rows,
-            // as more would take too much memory.
+            // `bytes`, a tile has one key-value head, and so more rows in the same memory. If `bytes` hold the scores of at most one row, a tile has
+            // half as many rows, as more would take too much memory.
             let isLong = rows < 16
             let heads = isLong ? a.headsPerKey : a.attentionHeads
             let most = max(1, Self.segmentTokens / 16)
@@ -50,7 +50,7 @@ extension Machine {
             // If a product unpacks W for its tokens anyway, the number of tokens makes a tile about square. With more tokens, a tile would
             // have fewer rows of W, and OpenBLAS packs the tokens for each tile. With fewer tokens, W would be unpacked more often.
             mlpTokens = processor.dequantizesInProduct ? evenly(length, Self.segmentTokens / 2) : length
-            // The floats that a row of W takes in a tile: its products, or the row itself if that is dequantized for all products.
+            // The floats that a row of W takes in a tile: its products, or the row itself if the row is dequantized before the product.
             let row = processor.dequantizesInProduct ? 2 * mlpTokens : max(a.hiddenSize, length)
             projectionRows = processor.dequantizesInProduct ? .max : max(64, floats / max(row, a.mixerWidth))
             // The scores of long sequences take more than `bytes`. Other tiles may take half as much as these scores without a higher peak. Such
@@ -65,7 +65,7 @@ extension Machine {
             mlpTileTokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
             vocabularyRows = max(64, 2 * floats / lossTokens)
-            // An `eval` costs a GPU as much time as writing about 16 MB.
+            // An `eval` costs a GPU as much time as writing about 16 MB, so stages with small arrays are not evaluated.
             evaluatesStages = length * a.hiddenSize * 4 >= 2 << 20
         }
     }

@@ -6,7 +6,7 @@ import MeSPSentences
 
 /// Arrays of a limited size that are kept in a file instead of in memory. Each array is written whole and read as a mapping.
 ///
-/// The file has no name, and disappears with the process. Not for use from several threads at once.
+/// The file has no name, and disappears with the process. An instance must not be used from several threads at once.
 final class ArrayFile {
     private let file: Int32
     private var shapes = [Int: [Int]]()
@@ -17,8 +17,8 @@ final class ArrayFile {
     private var length = 0
     /// The bytes written so far.
     private(set) var written = 0
-    /// The mapped array that was read last, or with `keepsMaps` each that was read. While these references live, MLX can't donate the
-    /// mapped buffers and write a result into them.
+    /// The mapped array that was read last, or with `keepsMaps` all mapped arrays that were read. While these references live, MLX does not reuse the
+    /// mapped buffers for results.
     private var maps = [Int: MLXArray]()
     private let keepsMaps: Bool
 
@@ -51,7 +51,7 @@ final class ArrayFile {
                 return done
             }
         }
-        // Whole pages are mapped, so the file must reach to the end of the last one.
+        // Whole pages are mapped, so the file must reach to the end of the last page.
         if done == array.nbytes, length < (index + 1) * stride, ftruncate(file, off_t((index + 1) * stride)) == 0 {
             length = (index + 1) * stride
         }
@@ -114,7 +114,7 @@ package struct BlockArrays {
         return array
     }
 
-    /// Keeps an array in place of the block's previous one. The array is evaluated and confirmed first (`MLXErrors`). If that fails, the previous
+    /// Keeps an array in place of the block's previous array. The array is evaluated and confirmed first (`MLXErrors`). If that fails, the previous
     /// array is kept.
     package mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
@@ -136,7 +136,7 @@ package struct BlockArrays {
         }
     }
 
-    /// Begins new sums: the next array of each block replaces its sum.
+    /// Begins new sums: the next array that is added for a block replaces the block's sum.
     mutating func beginSums() { begun = [] }
 
     /// Adds an array to the sum of a block. If that fails, the sum does not change.

@@ -3,8 +3,8 @@ import Foundation
 #if canImport(Darwin)
     import Darwin
 
-    /// The port of this process. `mach_task_self_` is this port too. But it is a C variable, and with SDKs before Xcode 16.3's, Swift 6 takes it for
-    /// shared mutable state. The port is requested only once, as each call takes another reference to it.
+    /// The port of this process. `mach_task_self_` is this port too. But `mach_task_self_` is a C variable, and with SDKs before Xcode 16.3's, Swift
+    /// 6 takes it for shared mutable state. The port is requested only once, as each call takes another reference to it.
     private let ownTask = task_self_trap()
 #endif
 
@@ -54,7 +54,8 @@ package func memoryFootprint() -> Int {
 ///
 /// Apple's kernel records the highest footprint of the process's life at every change (`ledger_phys_footprint_peak`). If this record rises in a
 /// period, it is the highest footprint of the period. Otherwise the highest reading of a sampling thread counts. So the peak of a run that takes more
-/// than the process took before is exact, and few readings suffice. Linux records no peak of anonymous memory, as `VmHWM` includes mapped files.
+/// than the process took before is exact, and few readings suffice. On Linux only readings count, as the system records no peak of anonymous memory
+/// alone: `VmHWM` includes mapped files.
 package final class FootprintSampler: @unchecked Sendable {
     /// The functions that read the footprint.
     struct Source {
@@ -113,6 +114,6 @@ package final class FootprintSampler: @unchecked Sendable {
     package func stop() { lock.withLock { running = false } }
 }
 
-/// The time at which the process first ran work on a bundle, and its footprint then in bytes. A global is initialized when it is first read:
-/// `ModelBundle.withDevice` reads it.
+/// The time at which the process first ran work on a bundle, and the process's footprint at that time, in bytes. A global is initialized when it is
+/// first read, which here is in `ModelBundle.withDevice`.
 package let firstUseOfMLX = (time: ContinuousClock.now, footprint: memoryFootprint())

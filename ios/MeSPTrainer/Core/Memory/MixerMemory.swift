@@ -2,7 +2,7 @@ import MeSPBundle
 
 /// The memory of a mixer's arrays for a sequence, in bytes.
 extension Planner {
-    /// The tokens of a mixer's segment; all tokens if mixers take no segments.
+    /// The number of tokens in a mixer's segment; the number of all tokens if mixers take no segments.
     private var segment: Int { Machine.mixerTokens(architecture, length, manifest.device.processor) }
 
     /// Returns the bytes of a segment's part of an array `[T, …]`.
@@ -26,7 +26,7 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes of S and the last rows of qkv.
+    /// Returns the bytes of a gated delta net's state: S and the last rows of qkv.
     private func state(_ net: GatedDeltaNetMixer) -> Int {
         4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
     }
@@ -58,17 +58,16 @@ extension Planner {
         let others = isCut ? intermediates(of: mixer) : 0
         switch mixer {
         case .attention(let a):
-            // For all tokens: d_x_mid, and with segments k̂, v̂ and attn_out.
-            // For the positions that a segment sees: the sums of dk and dv before and after a tile.
-            // For a segment: k, v, k̂, dk, dv, the gates and their gradient, q, d_attn_out and dq. Also either dq after RoPE and the norm,
-            // in parts and by token, or q̂ and the scores.
+            // The arrays for all tokens are d_x_mid and, with segments, k̂, v̂ and attn_out. The arrays for the positions that a segment sees are the
+            // sums of dk and dv before and after a tile. The arrays for a segment are k, v, k̂, dk, dv, the gates and their gradient, q, d_attn_out
+            // and dq. In addition, there are either dq after RoPE and the norm, in parts and by token, or q̂ and the scores.
             let attnOut = lastInput(of: mixer)
             let (keys, gates) = (activation(a.keyValueWidth), activation(2 * a.numAttentionHeads * a.gateDim))
             let seen = min(length, (a.slidingWindow ?? length) + segment)
             return hidden + inOthers(others + 4 * keys / length * seen)
                 + inSegment(5 * keys + 4 * attnOut + gates)
                 + max(inSegment(attnOut), machineMemory.scores(a, machine, length: length))
-        // d_x_mid, do, dz, qkv, the parts of qkv's gradient, and the arrays of a tile.
+        // The arrays are d_x_mid, do, dz, qkv, the parts of qkv's gradient, and the arrays of a tile.
         case .gatedDeltaNet(let net):
             let ofHead = GatedDeltaNet.arrayBytes(
                 keyDim: net.keyHeadDim, valueDim: net.valueHeadDim,
@@ -79,9 +78,9 @@ extension Planner {
             let ofHead = Mamba2.arrayBytes(headDim: mamba.headDim, stateSize: mamba.stateSize, length: length)
             let array = min(mamba.numHeads / mamba.numGroups, max(1, machine.bytes / 2 / ofHead)) * ofHead
             return max(
-                // For the state space model: x, d_x_mid, do, dz, xBC, the parts of xBC's gradient, and the arrays of a tile.
+                // The state space model's derivative holds x, d_x_mid, do, dz, xBC, the parts of xBC's gradient, and the arrays of a tile.
                 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array,
-                // For the gated norm: x, d_x_mid and its part, z, o, the norm, dy or do, dz, and xBC.
+                // The gated norm's derivative holds x, d_x_mid and a part of it, z, o, the norm, dy or do, dz, and xBC.
                 3 * hidden + activation(5 * mamba.width + mamba.convolutionWidth))
         case .shortConvolution: return (11 + 2 * machineMemory.unfused) * hidden
         }

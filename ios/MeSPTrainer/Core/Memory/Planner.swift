@@ -2,7 +2,7 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// The choices of a step between time and memory. No choice changes the mathematics, only the order of sums.
+/// The choices of a step between time and memory. The choices change only the order of sums, not the mathematics.
 public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
     package var tileBytes: Int
@@ -12,8 +12,8 @@ public struct Plan: Codable, Sendable, Equatable {
     package var offload = RunSettings.Offload.none
     /// The order of a step's sequences through the model; nil for a step of one sequence.
     package var order: RunSettings.Order?
-    /// Whether the block inputs of a pair's rejected answer are kept too. This answer is scored first. If its block inputs are kept, it runs forward
-    /// only once.
+    /// Whether the block inputs of a pair's rejected answer are kept until its backward pass. The rejected answer is scored before the chosen answer.
+    /// If its block inputs are not kept, the rejected answer runs forward twice.
     package var keepsAnswer = false
     /// The limit of the freed buffers that MLX keeps from one block to the next on a GPU, in bytes.
     package var cacheBytes = 0
@@ -25,8 +25,8 @@ public struct Plan: Codable, Sendable, Equatable {
         order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }
 
-    /// Returns whether gradients are summed before an update. They are if the update needs all gradients at once, or if sequences go through the
-    /// model one after the other.
+    /// Returns whether gradients are summed before an update. They are summed if the update needs all gradients at once, or if sequences go through
+    /// the model one after the other.
     func gathersGradients(of settings: RunSettings) -> Bool {
         let oneByOne = settings.sequences > 1 && order != .blocks
         return settings.method.hasBackwardPass
@@ -39,15 +39,15 @@ package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
     let machineMemory: MachineMemory
-    /// The number of a block's parameters, of its trained ones, and of those that it would have with matrices of every module.
+    /// The number of a block's parameters, of its trained parameters, and of the parameters that it would have with adapters for every module.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
-    /// The number of all blocks' magnitudes with DoRA, which is also the number of stored ‖W‖².
+    /// The number of all blocks' magnitudes with DoRA, which is also the number of stored squared norms.
     let magnitudes: Int
-    /// The number of projections with adapters among gate, up and down, in the MLP or in experts, whichever have more.
+    /// The number of projections with adapters among gate, up and down, of the MLP or of the experts. The larger of the two numbers counts.
     let adaptedInMLP: Int
-    /// The bytes that `StepMemory.swift` computes once: of the process, of the parameters with the optimizer's state, and of the
-    /// intermediates of the last blocks, by the number of blocks.
+    /// Bytes that are computed once (`StepMemory.swift`): those of the process, of the parameters with the optimizer's state, and of the
+    /// intermediates of the last n blocks, by n.
     private(set) var (process, vectors, kept) = (0, 0, [0])
     /// The memory that the system allows the process, in bytes; nil without a limit.
     private let systemLimit: Int?
@@ -78,10 +78,11 @@ package struct Planner: Sendable {
         Machine.choices(manifest.device, hiddenSize: architecture.hiddenSize, length: length)
     }
 
-    /// Returns the fastest plan that stays within `memoryLimitMb` and the system's limit. If neither limit matters, the plan has large tiles and
-    /// everything in memory. Offloading is the planner's last resort. The setting `offload` restricts the choice.
+    /// Returns the fastest plan that stays within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, and if the system's limit allows
+    /// it, the plan has the largest tiles and keeps no intermediates. Arrays go into files only if no other plan stays within the limits, or if the
+    /// setting `offload` demands it.
     ///
-    /// - Throws: `MeSPError` with the least possible peak, if the limit is below it.
+    /// - Throws: `MeSPError` with the lowest limit that a plan stays within, if the limits are lower.
     package func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
@@ -114,7 +115,7 @@ package struct Planner: Sendable {
         )
     }
 
-    /// Returns the next plan that takes less memory; nil if none does.
+    /// Returns the fastest of the plans that take less memory than `plan`; nil if there is none.
     package func cheaper(than plan: Plan) -> Plan? {
         let limit = peak(plan)
         guard var cheaper = plans.first(where: { peak($0) < limit }) else { return nil }
@@ -144,7 +145,7 @@ package struct Planner: Sendable {
     // MARK: - The order of a step's sequences
 
     /// The orders to choose from, the faster first. Orders in one group are equally fast, and the planner takes the one with less memory. Sequences
-    /// go through the blocks together if that takes no more memory. They also do if memory doesn't hold the weights, because otherwise each sequence
+    /// go through the blocks together if that takes no more memory, or if memory doesn't hold the weights. In the second case, each sequence alone
     /// would read the weights from disk again.
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
@@ -173,7 +174,7 @@ package struct Planner: Sendable {
             && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
 
-    /// Returns an array of the plan in the order that takes the least memory, or an empty array if no order fits.
+    /// Returns an array with one plan: `plan` with the order, among `orders`, that takes the least memory. The array is empty if no order fits.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
         let plans = orders.map { order in
             var plan = plan
@@ -206,7 +207,7 @@ package struct Planner: Sendable {
         return overflow ? .max : bytes
     }
 
-    /// Returns the possible values of `keepsAnswer`, the faster first. Block inputs on disk cost no memory.
+    /// Returns the possible values of `keepsAnswer`, the faster first. Block inputs on disk cost no memory, so they are always kept.
     private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
         guard settings.objective?.takesPairs == true, method.hasBackwardPass else { return [false] }
         return offload == .none ? [true, false] : [true]
@@ -220,7 +221,7 @@ package struct Planner: Sendable {
     /// The lowest limit that some plan stays within, in bytes.
     package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
-    /// Returns a prediction with a margin, so that it holds as a limit: a prediction can be about 8% off.
+    /// Returns a prediction with a margin, so that it holds as a limit: a prediction can be about 8% too low.
     private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
 }
 

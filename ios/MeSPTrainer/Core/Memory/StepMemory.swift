@@ -1,7 +1,7 @@
 import MeSPBundle
 
-/// The prediction: the bytes of the arrays that are alive at once in each phase of a step. The comments name arrays as docs/method.md does.
-/// `machineMemory` contains everything that depends on the machine.
+/// The prediction of a step's memory: the bytes of the arrays that are alive at once in each phase of the step. The comments name arrays as
+/// docs/method.md does. `machineMemory` contains everything that depends on the machine.
 extension Planner {
     /// Returns the predicted peak footprint of a step, in bytes.
     package func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
@@ -15,8 +15,8 @@ extension Planner {
     /// The part of a predicted peak that is Metal's, in bytes; nil if MLX does not start it.
     package var metalBytes: Int? { machineMemory.metal }
 
-    /// The bytes of the process once MLX has started, with the block functions that the run imports. Their graphs take several times the
-    /// files' size.
+    /// The bytes of the process once MLX has started, with the block functions that the run imports. The functions' graphs take 7.5 times the size of
+    /// their files.
     var processBytes: Int {
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
@@ -27,18 +27,18 @@ extension Planner {
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
 
-    /// Returns the bytes for the caches of the answers that are sampled together: half of the difference between the peak of the passes and the peak
-    /// of sampling, but at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must sample the same
-    /// answers.
+    /// Returns the bytes for the caches of the answers that are sampled together. They are half of the difference between the peak of the passes and
+    /// the peak of sampling, but at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must sample
+    /// the same answers.
     func answerCaches(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let one = architecture.cacheSize(tokens: length, itemSize: itemSize)
         return max((peakOfPasses(plan) - sampling(plan)) / 2, one)
     }
 
-    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 if none are. The parameters are copied unless they are in
-    /// memory, in float32, with matrices of every module. A prompt goes through a block as in a step. Each text has logits. One text at a time also
-    /// has the logits from which a token is drawn, with noise.
+    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 without sampled answers. The parameters are copied unless they
+    /// are in memory, in float32, with matrices of every module. A prompt goes through a block as in a step. Each text has logits. One text at a time
+    /// also has the logits from which a token is drawn, with noise.
     private func sampling(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
@@ -54,8 +54,8 @@ extension Planner {
         let (sequences, goesBack) = (plan.sequences(of: settings), method.hasBackwardPass)
         let vectors = plan.offload == .all ? 0 : vectors + (plan.gathersGradients(of: settings) ? gradients : 0)
         let inputs = goesBack && plan.offload == .none ? sequences * trainedBlocks * hidden : 0
-        // These arrays wait: each other sequence's output of the last block or its d, and the side inputs and the sums by shared keys and values of
-        // all sequences.
+        // These arrays wait: the last block's output, or d, of every sequence but one; and the side inputs of all sequences, with their sums of
+        // gradients by shared keys and values.
         let waiting = (sequences - 1) * hidden + sequences * (context + (goesBack ? sharedSums : 0))
         // If sequences go through each block together, a block's sum of gradients lasts until the last sequence's gradient is added.
         return vectors + inputs + waiting + examples + (plan.order == .blocks ? gradientBytes : 0)
@@ -82,7 +82,7 @@ extension Planner {
     /// The bytes of the gradient of all blocks. With DP-SGD there are two gradients: an example's and the sum.
     private var gradients: Int { sum { 4 * $0.trained } * (settings.dpClip == nil ? 1 : 2) }
 
-    /// The bytes of the largest gradient of a block, and of the most parameters of a block.
+    /// The bytes of the largest gradient of a block (`gradientBytes`), and of the most parameters of a block in float32 (`loraBytes`).
     var gradientBytes: Int { parameters.map { 4 * $0.trained }.max() ?? 0 }
     private var loraBytes: Int { parameters.map { 4 * $0.count }.max() ?? 0 }
 
@@ -111,8 +111,8 @@ extension Planner {
 
     // MARK: - A phase of a step
 
-    /// Returns the bytes of the phase that takes most, on a CPU. In the forward pass of a kept block, gate, up and their product are computed whole,
-    /// not in tiles. With dropout, the masked product and its mask are whole too.
+    /// Returns the bytes of the phase that takes the most bytes, on a CPU. In the forward pass of a kept block, gate, up and their product are
+    /// computed whole, not in tiles. With dropout, the masked product and its mask are whole too.
     func phase(_ plan: Plan) -> Int {
         let machine = makeMachine(plan)
         let ofMLP = plan.keptBlocks > 0 ? (settings.dropout > 0 ? 5 : 3) * intermediate : 0
@@ -132,14 +132,14 @@ extension Planner {
         switch method {
         case .mesp: return nil
         case .mebp:
-            // There are all of the block's weights, dequantized, arrays as wide as the MLP, and the mixer's arrays that automatic differentiation
-            // keeps.
+            // MeBP holds all of the block's weights, dequantized. It also holds 11 arrays as wide as the MLP, or 13 with gelu, and the mixer's arrays
+            // that automatic differentiation keeps.
             let weights = architecture.kinds.map { block in
                 block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
             }
             return 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 13 : 11) * intermediate
                 + largest(automatic)
-        // There are a block's forward pass, z, ε z, and the parameters moved by ε z.
+        // MeZO holds the arrays of a block's forward pass, z, ε z, and the parameters moved by ε z.
         case .mezo: return forwardBytes + 2 * gradientBytes + loraBytes
         }
     }
@@ -158,8 +158,9 @@ extension Planner {
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// Returns the bytes of the largest part of a block's backward pass. This pass has three parts: the recomputation while d waits, which with
-    /// segments has no y; the derivative of the MLP; and the derivative of the mixer. With dropout, an adapter's dx exists in addition to its sum.
+    /// Returns the bytes of the largest part of a block's backward pass. This pass has three parts: the recomputation, the derivative of the MLP, and
+    /// the derivative of the mixer. d waits during the recomputation, which with segments computes no y. With dropout, an adapter's dx exists in
+    /// addition to its sum.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
         return max(
@@ -183,7 +184,7 @@ extension Planner {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
         let arrays = machineMemory.tileArrays(architecture.hiddenAct, adapted: adaptedInMLP)
-        // With DoRA, where W is dequantized, the products with g are arrays too.
+        // With DoRA, if W is dequantized, the products with g are arrays too.
         let ofTile =
             4 * arrays * machine.mlpTokens * features + 5 * weight(features)
             + machineMemory.dequantized * some * (magnitudes > 0 ? 3 : 1)
@@ -218,7 +219,7 @@ extension Planner {
     var normed: Int { architecture.postNorms ? hidden : 0 }
     /// The bytes of p in a block with embeddings for each layer; 0 without these.
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
-    /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product.
+    /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product; 0 otherwise.
     private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }
     /// Returns the bytes that the largest mixer takes.
     func largest(_ bytes: (Mixer) -> Int) -> Int { architecture.mixers.map(bytes).max() ?? 0 }

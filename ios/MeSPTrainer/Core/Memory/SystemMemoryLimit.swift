@@ -6,8 +6,8 @@ import Foundation
 
 /// Returns the footprint at which the system ends the process or gives it no more memory, in bytes; nil if it sets no limit.
 ///
-/// On Linux it is the lowest of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts allocated memory,
-/// used or not, so memory that is allocated and not used is subtracted.
+/// On Linux the limit is the lowest of `RLIMIT_DATA` and the memory limits of the process's control groups. `RLIMIT_DATA` counts allocated memory,
+/// used or not. So memory that is allocated and not used is subtracted from that limit.
 package func systemMemoryLimit() -> Int? {
     #if os(iOS)
         // The limit is for the run, so the memory that the app already holds does not count.
@@ -29,7 +29,7 @@ package func systemMemoryLimit() -> Int? {
     /// threads.
     private let reservedLater = 76_000_000
 
-    /// Returns the memory limits of the process's control groups of version 1 or 2, from its own group up.
+    /// Returns the memory limits of the process's control groups of version 1 or 2, from the process's own group up to the root.
     private func controlGroupLimits() -> [Int] {
         func number(_ path: String) -> Int? {
             let text = try? String(contentsOfFile: path, encoding: .utf8)

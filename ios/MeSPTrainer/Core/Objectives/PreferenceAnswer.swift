@@ -26,7 +26,7 @@ struct PreferenceAnswer {
         return positions.isEmpty ? nil : Example(tokens: example.tokens, counted: positions)
     }
 
-    /// Returns this prompt with another record's answer, cut to the longest length or padded to the next one.
+    /// Returns this prompt with another record's answer, cut to the longest of `lengths`, or padded to the shortest length that holds it.
     func with(answerOf other: PreferenceAnswer) -> PreferenceAnswer {
         PreferenceAnswer(
             example: Example(prompt: example.prompt, answer: other.example.targets, lengths: lengths),

@@ -21,7 +21,8 @@ struct PreferenceLoss {
     let loss: Double
     /// The derivative of the loss by −log π of each answer, the chosen one first. It is the weight of the answer's targets in the gradient.
     let weights: [Double]
-    /// The weight of the targets of the chosen answer's prompt, which ORPO's supervised loss contains too; 0 elsewhere.
+    /// The weight of the targets of the chosen answer's prompt. ORPO's supervised loss contains these targets; with other objectives, the weight is
+    /// 0.
     var context = 0.0
     /// The reward of each answer: β times the number by which answers are compared.
     let rewards: [Double]
@@ -36,8 +37,8 @@ struct PreferenceLoss {
     ///     ORPO    o = f(μ_c) − f(μ_r)                   ℒ = −β log σ(o) + the chosen's supervised loss
     ///
     /// c stands for the chosen answer and r for the rejected one. f(x) = x − log(1 − eˣ) is the logit of eˣ.
-    /// - Parameter supervisedTargets: for ORPO, the number of targets in a batch's chosen answers and their prompts, divided by the number
-    ///   of pairs. The supervised loss is a mean over these. The loss here lacks the prompt's part.
+    /// - Parameter supervisedTargets: for ORPO, the number of targets in a batch's chosen answers and their prompts, divided by the number of pairs.
+    ///   The supervised loss is a mean over these targets. `loss` contains only the part of the answer's targets.
     init(
         _ objective: Objective, chosen: AnswerProbability, rejected: AnswerProbability, supervisedTargets: Double,
         _ settings: RunSettings

@@ -1,7 +1,7 @@
 import MLX
 import MeSPSentences
 
-/// π₀, the model at the beginning of the run: without adapters, or with those that the run began with.
+/// π₀, the model at the beginning of the run: without adapters, or with the adapters that the run began with.
 final class ReferenceModel {
     private let start: BlockArrays?
     /// log π₀ of the answers so far, in nats.
@@ -23,7 +23,7 @@ final class ReferenceModel {
 
     // MARK: - The state of a resumed run
 
-    /// The log-probabilities that are known, by the names of saved arrays; empty if none are known.
+    /// The arrays in which the known log-probabilities are saved, by name; empty if none are known.
     var vectors: [String: MLXArray] {
         guard !known.isEmpty else { return [:] }
         let known = known.sorted { $0.key < $1.key }

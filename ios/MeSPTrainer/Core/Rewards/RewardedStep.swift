@@ -35,7 +35,7 @@ struct RewardedStep {
             loss += share * group.loss
             parts += zip(answers, group.weights).map { (example: $0, weight: share * $1) }
         }
-        // Answers of weight 0 have no gradient. If there are no others, one is kept, for an update with a gradient of 0.
+        // Answers of weight 0 have no gradient. If all answers have weight 0, one of them is kept, for an update with a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }
         let supervised = SequenceLoss(weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
         var result = try takeStep(trainer, [supervised], number: number)

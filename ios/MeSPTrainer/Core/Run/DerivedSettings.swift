@@ -27,7 +27,7 @@ extension GradientMethod {
     /// Whether the backward pass reads intermediates, which a plan may keep.
     var readsIntermediates: Bool { self == .mesp }
 
-    /// Whether a sequence may have several records. The block function that MeBP differentiates has no input for them.
+    /// Whether a sequence may have several records. The block function that MeBP differentiates has no input for the records.
     package var takesPacked: Bool { self != .mebp }
 }
 

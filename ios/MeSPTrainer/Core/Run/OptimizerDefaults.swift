@@ -1,7 +1,7 @@
 import MeSPBundle
 
-// The optimizer and the learning rate of a run that names none. A model learns with them in a few hundred steps; `docs/decisions.md` says why.
-// `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
+// The optimizer and the learning rate of a run whose settings name none. With these a model learns in a few hundred steps; `docs/decisions.md` says
+// why. `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
 
 extension RunSettings {
     /// The optimizer that is set, or the default of the method.
@@ -23,7 +23,8 @@ extension RunSettings {
         return objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate
     }
 
-    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names none has these.
+    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names no optimizer or learning rate has
+    /// the paper's.
     package mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
 
     private static let paperLearningRate: Float = 1e-4

@@ -5,7 +5,7 @@ import MeSPSentences
 
 /// One training run from settings to adapters.
 package enum Run {
-    /// The version of the trainer, which is that of the Python package.
+    /// The version of the trainer and of the Python package.
     package static let version = "0.1.0"
 
     /// Trains with `settings`: evaluates, steps, saves, and appends each record to the log.
@@ -17,8 +17,8 @@ package enum Run {
     ///     If it throws `CancellationError`, the step is dropped, or finished if its updates have begun. Then the adapters are saved, and
     ///     the run ends as `stopped`.
     ///   - besideBytes: the process's footprint without the run, such as an app's own; the memory limit is for the rest.
-    ///   - memoryIsShort: called before each step. It returns whether the system has warned since the last call; the run then continues
-    ///     with a cheaper plan.
+    ///   - memoryIsShort: called before each step. It returns whether the system has warned of short memory since the last call. If so, the run
+    ///     continues with a cheaper plan.
     ///   - reward: with `groupSize`, returns a number for each answer that was sampled to a step's prompts, higher for a better one.
     ///   - battery: called at the run's beginning and end, for the log.
     /// - Throws: `MeSPError`. Earlier saves stay valid.

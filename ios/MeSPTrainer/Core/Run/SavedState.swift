@@ -84,9 +84,9 @@ package struct SavedState: Codable {
 
     /// Reads the state that a run with these settings left in `folder`.
     ///
-    /// - Returns: the state, the run's plan if the memory settings are still the same, and the trainer's vectors by name; nil if there is
-    ///   no state.
-    /// - Throws: `MeSPError` if a byte of the state has changed since it was saved, or if the state has other settings.
+    /// - Returns: the state, the run's plan, and the trainer's vectors by name; nil if there is no state. The plan is nil if a setting on which it
+    ///   depends has changed.
+    /// - Throws: `MeSPError` if a byte of the state has changed since it was saved, if the state has another format, or if it has other settings.
     package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
@@ -120,7 +120,7 @@ package struct SavedState: Codable {
 }
 
 extension SavedState {
-    /// Checks that the run in `folder`, whose state this is, was started with these sources.
+    /// Throws if the run in `folder`, which saved this state, was started with other sources.
     func check(_ sources: Sources, in folder: URL) throws {
         guard self.sources.weights == sources.weights else {
             throw MeSPError(
@@ -150,8 +150,8 @@ extension SavedState {
         return vectors.merging(trainer.reference.vectors) { $1 }
     }
 
-    /// Replaces a trainer's vectors by those of another. `vectors` is called for each vector when it is needed, as it may read a file.
-    /// After an error, the trainer must not be used.
+    /// Replaces a trainer's vectors by those that `vectors` returns, such as a saved state's. `vectors` is called when a vector is needed, as it may
+    /// read a file. After an error, the trainer must not be used.
     package static func restore(_ trainer: Trainer, _ vectors: (_ name: String) -> MLXArray?) throws {
         func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
             guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {

@@ -7,11 +7,11 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// The secret of a run with DP-SGD. The examples that a step draws and the noise that it adds follow from these 32 bytes and the number of
-/// the step. They do not follow from anything that is published.
+/// The secret of a run with DP-SGD. The examples that a step draws and the noise that it adds follow from these 32 bytes and the number of the step.
+/// The draws and the noise do not follow from anything that is published.
 ///
-/// Anyone who has the key can subtract the noise. The key is kept in the run's folder, readable by its owner alone, so that a resumed run
-/// draws the same numbers. It is removed when the run has finished.
+/// Anyone who has the key can subtract the noise. The key is kept in the run's folder, readable by its owner alone, so that a resumed run draws the
+/// same numbers. The key is removed when the run has finished.
 package struct SecretKey {
     private let bytes: Data
     private static let length = 32
@@ -23,7 +23,7 @@ package struct SecretKey {
 
     /// Reads or makes the key of the run in a folder.
     ///
-    /// - Parameter resumes: whether a key in the folder is the run's. Otherwise, or if there is none, a new key is made.
+    /// - Parameter resumes: whether a key in the folder is the run's. Otherwise, or if the folder has no key, a new key is made.
     init(in folder: URL, resumes: Bool) throws {
         let url = Self.url(in: folder)
         if resumes, FileManager.default.fileExists(atPath: url.path) {
@@ -46,8 +46,8 @@ package struct SecretKey {
         }
     }
 
-    /// Returns the examples of a step, ascending. Each of `count` is drawn with the probability `expected / count`, independently of the
-    /// others (Poisson sampling).
+    /// Returns the examples of a step, ascending. Each of `count` examples is drawn with the probability `expected / count`, independently of the
+    /// other examples (Poisson sampling).
     func drawn(_ expected: Int, of count: Int, step: Int) -> [Int] {
         guard expected < count else { return Array(0..<count) }
         let (limit, _) = UInt64(count).dividingFullWidth((UInt64(expected), 0))  // expected / count · 2⁶⁴

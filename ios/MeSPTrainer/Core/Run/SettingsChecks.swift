@@ -32,7 +32,8 @@ extension RunSettings {
 
     private func checkDoRA() throws {
         guard dora else { return }
-        // The function that MeBP differentiates has no input for magnitudes. A factor of B does not weaken what the magnitudes changed.
+        // The function that MeBP differentiates has no input for magnitudes. max_forgetting weakens adapters by a factor of B, which does not weaken
+        // the change of the magnitudes.
         try require(method != .mebp, "method", "mesp or mezo with dora")
         try require(projections?.contains("experts") != true, "projections", "without experts with dora")
         try require(["freeze_a": !freezeA, "max_forgetting": maxForgetting == nil], "left out with dora") { $0 }
@@ -81,7 +82,8 @@ extension Manifest {
         return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
     }
 
-    /// Throws if the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
+    /// Throws if the block function has no trace for the settings' length or rank, if the blocks lack a projection to train, or if MeBP lacks the
+    /// functions that it differentiates.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         let names = architecture.trainableNames

@@ -17,7 +17,7 @@ extension RunSettings {
     }
 
     /// Reads settings from a JSON object.
-    /// - Parameter source: the beginning of a sentence for an error, which says where the object is from
+    /// - Parameter source: the beginning of an error's sentence, which says where the object is from
     package init(json given: [String: Any]?, from source: Sentence) throws {
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {
@@ -30,7 +30,7 @@ extension RunSettings {
         }
     }
 
-    /// Returns the settings of a JSON object, with the defaults of missing ones.
+    /// Returns the settings of a JSON object, with the defaults of missing settings.
     static func completed(_ given: [String: Any]) throws -> [String: Any] {
         var defaults = RunSettings(bundle: "", output: "")
         defaults.usePaperUpdate()

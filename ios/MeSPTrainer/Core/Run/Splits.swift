@@ -100,7 +100,7 @@ struct Splits {
     /// Returns the sequences of step `step` (from 0).
     func sequences(step: Int) -> [Example] { positions(step: step).joined().map(training) }
 
-    /// Returns the sequence at a training position (from 0). Of the sequences before position p, ⌊p · `replayShare`⌋ are replayed.
+    /// Returns the sequence at a training position (from 0). ⌊p · `replayShare`⌋ of the sequences before position p are replayed.
     private func training(_ position: Int) -> Example {
         guard let replay else { return train.training(position, seed: settings.seed) }
         let before = replayed(before: position)
@@ -131,7 +131,7 @@ struct Splits {
     /// The number of examples that DP-SGD draws from: sequences, or pairs with an objective.
     var exampleCount: Int { settings.objective.map(train.answerCount) ?? train.count }
 
-    /// Returns the first answers of a split of preference data, as many pairs or answers as `valBatches`, in batches.
+    /// Returns the answers of the first pairs or single answers of a split of preference data, at most `valBatches` of these, in batches.
     func preferenceBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective)
         -> [[PreferenceAnswer]]
     {
@@ -140,7 +140,7 @@ struct Splits {
         let whole = stride(from: 0, to: count, by: size).map { start in
             (start..<min(start + size, count)).flatMap { sequences.answers($0, split: split, objective) }
         }
-        // A single answer cannot be combined with another record's prompt.
+        // A batch of a single answer is left out, as KTO combines each prompt with another record's answer.
         return whole.filter { $0.count > 1 }
     }
 }

@@ -1,8 +1,8 @@
 import Foundation
 
-/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that a text that they were not trained on stays about as likely as
-/// before (`docs/method.md`, "Forgetting"). The choice is the highest strength within the limit. As adapters may have been trained too far,
-/// it is then lowered for as long as held-out loss falls.
+/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that a text that they were not trained on stays about as likely as before
+/// (`docs/method.md`, "Forgetting"). The choice is the highest strength within the limit. As adapters may have been trained too far, the strength is
+/// then lowered for as long as held-out loss falls.
 ///
 /// At the end of training, held-out loss is nearly flat in s, while the loss on other text rises roughly with s². So a smaller s loses little of the
 /// task and most of the forgetting.
@@ -10,7 +10,7 @@ import Foundation
 /// - Parameters:
 ///   - step: the step of the record.
 ///   - limit: the most that the perplexity of the general text may rise, in percent.
-///   - before: the held-out loss at the beginning of the run. If no strength has a lower one, the strength is 0.
+///   - before: the held-out loss at the beginning of the run. If no strength has a lower loss, the strength is 0.
 ///   - general: returns the loss on the general text with the adapters at a strength, in nats per token; at 0 it is the base model's.
 ///   - heldOut: returns the held-out loss with the adapters at a strength, in nats per token.
 func chosenStrength(

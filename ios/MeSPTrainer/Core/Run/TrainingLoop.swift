@@ -41,7 +41,7 @@ final class TrainingLoop {
     ///   - sources: the digests of the bundle and the data.
     ///   - plan: the plan to train with, one of `planner`'s.
     ///   - saved: the state to continue from; nil at the beginning.
-    ///   - isCutShort: whether this continues after `CutShort`, with another plan.
+    ///   - isCutShort: whether the run continues after `CutShort`, with another plan.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
         _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, isCutShort: Bool = false, hooks: RunHooks
@@ -55,7 +55,7 @@ final class TrainingLoop {
         if saved == nil, let adapters = settings.adapters {
             try trainer.model.startFrom(URL(fileURLWithPath: adapters))
         }
-        // A run that ended before its first save begins again.
+        // A resumed run without a saved state begins again, with an empty log.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         allowPause()
@@ -104,7 +104,7 @@ final class TrainingLoop {
         } catch let cut as CutShort {
             throw cut
         } catch {
-            // The log's disk may be the full one, so these calls may fail too. The first error is the one to report.
+            // These calls may fail too, for example because the log's disk is full. The first error is the one to report.
             try? note("error", error.plainSentence)
             try? end(.failed)
             throw error
@@ -145,7 +145,7 @@ final class TrainingLoop {
 
     // MARK: - Steps
 
-    /// Takes a step and logs its record. If a number is not finite and such steps are skipped, it logs an event instead.
+    /// Takes a step and logs its record. If a number is not finite, it logs an event instead with `skipBadSteps`, and throws without.
     private func stepOrSkip() throws {
         peak = max(peak, sampler.takePeak())
         var record: LogRecord.Step
@@ -222,7 +222,7 @@ final class TrainingLoop {
             trainer, batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }, number: number)
     }
 
-    /// Continues with the next cheaper plan. The state is saved at once, as a resumed run must use the same plan.
+    /// Continues with the next cheaper plan. The state is saved at once, as a resumed run must use this plan.
     private func economize(_ reason: Sentence) throws {
         guard let cheaper = planner.cheaper(than: state.plan) else {
             try save()
@@ -280,8 +280,8 @@ final class TrainingLoop {
         return record.loss
     }
 
-    /// Gives the adapters the strength at which the perplexity of the general text rises by at most `limit` percent, and saves them. If no
-    /// strength lowers held-out loss, the adapters are those that the run began with.
+    /// Gives the adapters the strength at which the perplexity of the general text rises by at most `limit` percent, and saves them. If no strength
+    /// lowers held-out loss, saves the adapters that the run began with.
     private func chooseStrength(_ limit: Double) throws {
         guard let general = data.general, let valid = data.valid, let before = state.first else { return }
         func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {
@@ -311,7 +311,7 @@ final class TrainingLoop {
 
     private func save() throws {
         try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
-        // The log comes before the state, which contains the log's length.
+        // The log is written to the disk before the state, which contains the log's length.
         state.logBytes = try log.synchronize()
         try state.save(trainer, in: output)
         saveAt = hooks.now() + Self.timeBetweenSaves

@@ -1,8 +1,8 @@
 import Foundation
 import MLX
 
-/// The 8-bit form of AdamW's moments, as in bitsandbytes. 256 numbers share a scale, which is their largest absolute value. Each number has
-/// a code for the nearest of 256 fractions of the scale, or for the lower of two equally near ones.
+/// The 8-bit form of AdamW's moments, as in bitsandbytes. 256 numbers share a scale, which is their largest absolute value. Each number has a code
+/// for the nearest of 256 fractions of the scale, or for the lower fraction if two are equally near.
 ///
 /// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`. A row contains the four bytes of the scale, a float32, and the codes of 256 numbers.
 struct DynamicQuantization {
@@ -18,8 +18,8 @@ struct DynamicQuantization {
 
     /// - Parameter signed: whether there are negative numbers, as in m; v has none.
     init(signed: Bool) {
-        // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the middles of equal parts of [0.1 p, p]. Each power has twice
-        // as many parts as the one before.
+        // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the middles of equal parts of [0.1 p, p]. Each power has twice as many
+        // parts as the power before it.
         var numbers = [0.0, 1.0]
         for power in 0...6 {
             let parts = (signed ? 1 : 2) << power

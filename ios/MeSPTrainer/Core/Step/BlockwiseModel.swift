@@ -21,13 +21,14 @@ package final class BlockwiseModel {
     let clock: StepClock
     /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
     package var lora: BlockArrays
-    /// ‖W‖² of each block with parameters; nil without DoRA.
+    /// The squared norms of the rows of W, for each block with parameters; nil without DoRA.
     private let squaredNorms: BlockArrays?
     /// Whether a whole step has been done, so that a GPU has compiled the kernels; see `Machine.pause`.
     var isWarm: Bool
     /// The functions for whose derivatives a GPU has compiled the kernels.
     var differentiated = Set<ObjectIdentifier>()
-    /// The function of each block's kind, by the files and the number of tokens. Functions are imported for the first sequence of a length.
+    /// The function of each block's kind, by the files and the number of tokens. The functions for a length are imported at the first sequence of
+    /// that length.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
@@ -181,7 +182,7 @@ package final class BlockwiseModel {
         return call
     }
 
-    /// Makes a block's call in the forward pass. If other blocks attend to its keys and values, these are computed from x `[1, T, hidden]`,
+    /// Makes a block's call in the forward pass. If other blocks attend to this block's keys and values, these are computed from x `[1, T, hidden]`,
     /// as a block function does not return them.
     package func makeForwardCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray

@@ -5,7 +5,7 @@ import MeSPSentences
 
 /// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {
-    /// The place where it was found, such as a block and a tensor, as the beginning of a sentence.
+    /// The place of the number, such as a block and a tensor, as the beginning of a sentence.
     package let what: Sentence
 }
 
@@ -20,7 +20,8 @@ extension BlockwiseModel {
         throw NotFinite(what: "The gradient of \(place)")
     }
 
-    /// Returns the place of the first number that is not finite in the forward pass of some sequences. Another forward pass finds it.
+    /// Returns the place of the first number that is not finite in the forward pass of some sequences. To find it, the sequences go through the model
+    /// again.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
         do {
             try clock.repeating {

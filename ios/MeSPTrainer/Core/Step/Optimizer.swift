@@ -36,7 +36,7 @@ struct Optimizer {
         }
     }
 
-    /// A block's parameters and state after an update, not evaluated. The old values remain until the new ones are kept.
+    /// A block's parameters and state after an update, not evaluated. The old values remain until `keep` stores the new values.
     struct Update {
         var w: MLXArray
         let first, second: MLXArray?
@@ -51,7 +51,7 @@ struct Optimizer {
     ///
     /// With LoRA+ each parameter has its own rate η f.
     ///
-    /// AdamW has no bias correction, which is MLX's default. In 8 bits, w is updated with m and v before they are rounded.
+    /// AdamW has no bias correction, as by default in MLX. In 8 bits, w is updated with m and v before they are rounded.
     /// - Parameters:
     ///   - w, g: parameters and gradient, float32 `[P]`
     ///   - rate: η

@@ -9,8 +9,8 @@ struct PreferenceBatch: StepLoss {
     private let batch: [PreferenceAnswer]
     private let objective: Objective
     private let batchShare: Double
-    /// The number of targets in the batch's chosen answers and their prompts, divided by the number of pairs. ORPO's supervised loss is a
-    /// mean over them.
+    /// The number of targets in the batch's chosen answers and their prompts, divided by the number of pairs. ORPO's supervised loss is a mean over
+    /// these targets.
     private var supervisedTargets = 0.0
 
     init(_ batch: [PreferenceAnswer], _ objective: Objective, share: Double = 1) {
@@ -79,7 +79,7 @@ struct PreferenceBatch: StepLoss {
         into sink: GradientSink,
         _ result: inout StepResult
     ) throws {
-        // The rejected answer with its gradient before it is weighted, if the plan has room for its block inputs.
+        // The rejected answer with its unweighted gradient, if the plan has room for its block inputs.
         var waiting = [SequenceInStep]()
         let rejectedLoss: Float
         if trainer.plan.keepsAnswer {

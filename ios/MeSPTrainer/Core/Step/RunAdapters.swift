@@ -6,7 +6,7 @@ import MeSPFiles
 import MeSPSentences
 
 extension RunSettings {
-    /// Returns the layout of each block with the modules that the run trains. Blocks before the trained ones have no modules.
+    /// Returns the layout of each block with the modules that the run trains. The layouts of blocks before the trained blocks have no modules.
     func layouts(of architecture: Architecture) -> [LoRALayout] {
         let modules =
             projections.map { names in architecture.trainable.filter { names.contains($0.shortName) } }
@@ -33,7 +33,7 @@ extension RunSettings {
 }
 
 extension ModelBundle {
-    /// Returns ‖W‖ of each output of all modules with magnitudes, `[layout.magnitudes]`.
+    /// Returns the norm of each row of the matrices W of all modules with magnitudes, `[layout.magnitudes]`.
     fileprivate func magnitudes(_ block: Int, _ layout: LoRALayout) throws -> MLXArray {
         try withBlock(block) { $0.squaredNorms(layout).sqrt() }
     }
@@ -86,7 +86,7 @@ extension BlockwiseModel {
         guard let m = matrices.m else { return true }
         let own = LoRALayout(block: layout.block, rank: layout.rank, modules: [module], hasMagnitudes: true)
         let lengths = try bundle.magnitudes(block, own)
-        // Norms of W in bfloat16 are within 2⁻⁸ of those in float32.
+        // The norms of W's rows in bfloat16 differ from the norms in float32 by at most 2⁻⁸ of their size.
         return try (m - lengths).abs().max().number(Float.self) <= lengths.max().number(Float.self) / 256
     }
 

@@ -1,10 +1,11 @@
 import MLX
 import MeSPBundle
 
-/// A sequence between its forward and its backward pass, with the arrays that are kept for the latter.
+/// A sequence between its forward and its backward pass, with the arrays that are kept for the backward pass.
 struct SequenceInStep {
     let context: BlockwiseModel.SequenceContext
-    /// The residual stream: in the forward pass a block's input, then the last block's output; in the backward pass its gradient d.
+    /// The residual stream in the forward pass: a block's input and, at the end, the last block's output. In the backward pass, the gradient d of a
+    /// block's output.
     var residual: MLXArray
     /// The inputs of the blocks, from the first trained one on.
     var inputs: BlockArrays

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// A loss whose gradient a step takes. The step's loss is the sum of one or several such losses.
+/// A loss whose gradient a step takes. The step's loss is the sum of one or several of these losses.
 package protocol StepLoss {
     /// Passes the loss's gradient to a sink, in one or several backward passes, and adds the loss to a result.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws
@@ -53,7 +53,7 @@ package struct SequenceLoss: StepLoss {
 
 /// Performs one update from the sum of some losses, by the method of the settings.
 ///
-/// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then.
+/// - Throws: `NotFinite`. With `skipBadSteps`, the parameters and the optimizer's state are then as before the step.
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
     try trainer.updates.undoingFailure {
         try trainer.model.settings.method.hasBackwardPass
@@ -76,20 +76,21 @@ package struct StepResult {
 
     // Measures of preference data: means over its pairs or answers.
 
-    /// The difference between the reward of chosen or good answers and that of the others.
+    /// The mean reward of chosen or good answers minus the mean reward of rejected or bad answers.
     var margin: Float? { rewardChosen.flatMap { chosen in rewardRejected.map { chosen - $0 } } }
     /// The share of pairs whose chosen answer has the higher reward, or of single answers whose reward is on the right side of β k.
     var accuracy: Float? { right.value }
     var rewardChosen: Float? { chosen.value }
     var rewardRejected: Float? { rejected.value }
-    /// An estimate of the divergence from π₀, in nats per answer: for KTO k, elsewhere the mean of log π / π₀ over the data's answers.
+    /// An estimate of the divergence from π₀, in nats per answer: KTO's k, or with other objectives the mean of log π / π₀ over the data's answers;
+    /// nil without π₀.
     var kl: Float? { k.map { Float($0) } ?? ratios.value }
 
     // Measures of sampled answers.
 
     /// The mean reward over all answers.
     var reward: Float?
-    /// The number of tokens in the answers, including those that end them.
+    /// The number of tokens in the answers, including the tokens that end the answers.
     var sampledTokens: Int?
     /// The time that sampling took, in seconds.
     var samplingSeconds: Double?

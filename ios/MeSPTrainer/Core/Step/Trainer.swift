@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// LoRA training on a bundle, one block at a time. Not for use from several threads at once.
+/// LoRA training on a bundle, one block at a time. A trainer must not be used from several threads at once.
 ///
 /// A step is the paper's algorithm. For a model of L blocks with the loss ℒ and the block inputs x₀, x₁, …:
 ///
@@ -82,7 +82,7 @@ package final class Trainer {
     /// Performs the forward pass, and keeps the inputs of the blocks from the first trained one on. All sequences go through a block while
     /// its weights are mapped.
     ///
-    /// - Parameter waits: whether another sequence runs forward and backward before these run backward. Then no intermediates are kept.
+    /// - Parameter waits: whether another sequence runs forward and backward before these run backward. If so, no intermediates are kept.
     func forward(_ examples: [Example], waits: Bool = false) throws -> [SequenceInStep] {
         var sequences = try examples.enumerated().map { index, example in
             let (x0, place) = (try model.embed(example), waits ? index + 1 : index)
@@ -141,7 +141,7 @@ package final class Trainer {
         (model.isWarm, clock.hasChanged) = (true, false)
     }
 
-    /// Returns the gradient of a block's trained parameters for a sequence, and replaces its residual dy by dx. Both are evaluated.
+    /// Returns the gradient of a block's trained parameters for a sequence, and replaces the sequence's residual dy by dx. Both are evaluated.
     ///
     /// If a GPU fails, the gradient is recomputed from the block's input, d and the parameters. These are held until the gradient is confirmed
     /// (`MLXErrors`).

@@ -10,14 +10,14 @@ struct TrainingArrays {
     let optimizer: Optimizer
     /// The sums of gradients; nil if each gradient updates its block when it arrives.
     let sums: BlockArrays?
-    /// The sums of clipped gradients with DP-SGD, where `sums` has the gradients of one example; nil elsewhere.
+    /// The sums of clipped gradients with DP-SGD, where `sums` has the gradients of one example; nil without DP-SGD.
     let clippedSums: BlockArrays?
     /// The parameters. Their initial values follow from the settings' seed.
     let lora: BlockArrays
-    /// ‖W‖² of the outputs of each trained block; nil without DoRA.
+    /// The squared norms of the rows of W, for each trained block; nil without DoRA.
     let squaredNorms: BlockArrays?
-    /// The parameters of the adapters that the run began with, if answers are compared with that model or updates are held near it; nil
-    /// elsewhere, and for a run that began without adapters.
+    /// The parameters of the adapters that the run began with, if an objective compares answers with π₀ or FedProx holds the parameters near the
+    /// initial ones; nil otherwise, and for a run that began without adapters.
     let start: BlockArrays?
 
     /// - Parameter folder: the folder for the files, if the plan has any.

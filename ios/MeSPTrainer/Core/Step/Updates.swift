@@ -121,8 +121,8 @@ func scattered(_ seed: UInt64) -> UInt64 {
 /// Returns x in bfloat16, rounded up or down at random so that the expected value is x. Rounding to nearest would lose an update below
 /// 1/256 of a parameter.
 ///
-/// The upper 16 bits of a float32 are the bfloat16 below it in magnitude. When a uniform 16-bit number is added to the bits, the
-/// probability of a carry into the upper 16 is proportional to the lower 16.
+/// The upper 16 bits of a float32 are the bfloat16 below it in magnitude. When a uniform 16-bit number is added to the bits, the probability of a
+/// carry into the upper 16 bits is proportional to the lower 16 bits.
 /// - Parameter x: float32 `[P]`
 func stochasticallyRounded(_ x: MLXArray, key: MLXArray) -> MLXArray {
     let noise = MLXRandom.randInt(low: 0, high: 1 << 16, x.shape, type: UInt32.self, key: key)

@@ -106,8 +106,8 @@ import Testing
         #expect(model.controller.state == .finished(.finished))
     }
 
-    /// In the simulator, and when iOS launches the app in the background, MLX must not be used to list bundles. On this machine MLX would say that
-    /// there is no GPU, but the bundle is still listed.
+    /// In the simulator, and when iOS launches the app in the background, MLX must not be used to list bundles. On a machine without a GPU, MLX would
+    /// report a problem. The bundles are listed without one, so MLX was not used.
     @Test func bundlesForTheGPUAreListedWithoutMLX() async throws {
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
@@ -177,7 +177,7 @@ import Testing
         model.asksToDelete = false
         await model.confirmDeletion()
         #expect(model.library.bundles.count == 1, "the person has decided against it")
-        // The bundle comes into use before the person confirms.
+        // A bundle that comes into use between the question and the answer is not deleted.
         model.askToDelete(.bundle(bundle))
         model.checkDevice()
         await model.confirmDeletion()

@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// A system that grants background time when the test does.
+/// A system that grants background time when the test tells it to.
 @MainActor private final class Scheduler: BackgroundScheduler {
     var onGrant: ((any BackgroundTime) -> Void)?
     var givesGPU = false
@@ -40,7 +40,7 @@ import Testing
 @MainActor private final class Board: NotificationDisplay {
     var shown: RunNotification?
     var permissions = 0
-    /// The phone over whose app the system shows its question until it is answered; nil to show none.
+    /// The phone whose app is inactive until the system's question is answered; nil if the system asks no question.
     var asksOver: TestMonitor?
     private(set) var answer: (() -> Void)?
     func askPermission() async {
@@ -152,7 +152,7 @@ import Testing
         #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
-    /// The system ends background time without progress, and a step of a large model takes minutes.
+    /// Progress is also reported within a step: the system ends background time without progress, and a step of a large model takes minutes.
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
         model.form.settings.gradAccumulationSteps = 60_000
@@ -200,7 +200,7 @@ import Testing
         try await reach(.finished(.stopped))
     }
 
-    /// The system's task and an intent may grant time at the same time.
+    /// The system's task and an intent may both have granted background time. If one grant is taken back, the other stays.
     @Test func aTimeThatIsTakenBackLeavesTheOther() async throws {
         try await train()
         let (first, second) = (scheduler.give(.continued), scheduler.give(.continued))
@@ -244,7 +244,7 @@ import Testing
         #expect(board.shown == nil)
     }
 
-    /// Copies a run's folder while it runs. A crash or an empty battery leaves such a folder.
+    /// Copies the folder of a run during the run. A crash or an empty battery would leave the same files.
     private func cutOff(from uninterrupted: RunSettings) throws {
         let (files, original) = (FileManager.default, documents.appendingPathComponent("original"))
         let killed = model.library.folder.runsFolder.appendingPathComponent("killed")
@@ -288,7 +288,8 @@ import Testing
         try await reach(.finished(.finished))
         #expect(model.controller.log.events.contains { $0.name == "log_cut_off" })
         let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
-        // The records between the cut and the state are lost. The others are equal to the last bit.
+        // The log lacks the records between the cut and the saved state. The losses in the other records equal the uninterrupted run's to the last
+        // bit.
         let losses = try LogSummary(folder: run.url).steps
         #expect(losses.last?.step == 9 && losses.allSatisfy { $0.loss == expected[$0.step - 1] })
     }
@@ -309,7 +310,7 @@ import Testing
         #expect(model.controller.state == .finished(.finished), "there is nothing to go on with")
     }
 
-    /// The intent asks for the GPU if there is one.
+    /// Time with the GPU, which the intent asks for, also continues a run that was cut off.
     @Test func timeWithTheGPUContinuesARunThatWasCutOff() async throws {
         try await prepare(steps: 9)
         try cutOff(from: try settings())
@@ -374,7 +375,7 @@ import Testing
         #expect(
             lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to continue.")
         #expect(lock.shown?.lifetime == nil, "that stays true")
-        // iOS itself shows a run in time that was requested and granted.
+        // In background time that the app asked for, iOS itself shows the run, so the app removes its own display from the lock screen.
         _ = scheduler.give(.continued)
         try await reach(.training)
         #expect(lock.title == nil && lock.shown == nil)

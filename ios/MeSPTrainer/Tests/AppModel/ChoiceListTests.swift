@@ -29,7 +29,7 @@ import Testing
         #expect(model.problem == nil && model.chat.problem == nil)
     }
 
-    /// A folder cannot be read as a file, like the file while the phone is locked.
+    /// A folder in place of the file cannot be read, just as the file cannot be read while the phone is locked.
     @Test func choicesThatCannotBeReadYetRaiseNoAlert() async throws {
         try FileManager.default.createDirectory(at: model.choices.url, withIntermediateDirectories: true)
         app.monitor.scene = .background

@@ -7,7 +7,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// People see the first sequence that a run would train, and its tokens in the loss.
+/// The preview shows the first sequence that a run would train, and which of its tokens are in the loss.
 @Suite(.serialized) @MainActor final class DataPreviewTests {
     private let documents = temporaryFolder()
     private lazy var model = makeModel(TemplateTokenizer(template: TemplateTokenizer.chatML))
@@ -38,7 +38,7 @@ import Testing
         let left = #"{"prompt": "x", "completion": "y", "train": false}"#
         try await choose("a.jsonl", "\(left)\n\(record)\n\(record)\n")
         await model.updatePreview()
-        // A sequence has 33 tokens of "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n…".
+        // The record has 27 tokens, and a sequence has up to 33, so the preview shows the whole record.
         let preview = try #require(model.preview.current)
         #expect(model.preview.problem == nil)
         #expect(
@@ -53,7 +53,7 @@ import Testing
                 "Records that ask not to be trained are left out: 1.", "Keys of records that are not read: source.",
             ])
 
-        // All tokens are trained once that is chosen, and the earlier preview is no longer valid.
+        // If the person then chooses to train the whole text, the preview is read again, and all tokens except the first are in the loss.
         model.form.answersOnly = false
         #expect(model.preview.current == nil)
         await model.updatePreview()
@@ -112,7 +112,7 @@ import Testing
         #expect(model.preview.problem == "The tokenizer is not there.")
     }
 
-    /// A preview always belongs to the form's present inputs.
+    /// A preview that began before the form's inputs changed is not shown.
     @Test func anEarlierLookShowsNothing() async throws {
         try await importTied()
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "First line.\n", count: 200))

@@ -114,7 +114,7 @@ import Testing
         }
     }
 
-    /// A killed process leaves such a folder as this copy, which is made during the run.
+    /// A copy of the run's folder that is made during the run has the files that a killed process would leave.
     @Test func aKilledRunGoesOnFromItsLastSavedStateAndGivesTheSameLosses() async throws {
         var uninterrupted = try settings("uninterrupted", steps: 9)
         uninterrupted.optimizer = .adamw
@@ -131,7 +131,7 @@ import Testing
             try files.copyItem(at: original, to: killed)
         }
 
-        // The app was updated since then, which moves its folders.
+        // The bundle has moved since the run, as after an update of the app.
         try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))
         let run = try #require(try store.runs().first { $0.name == "killed" })
         #expect(run.status == .interrupted)
@@ -182,7 +182,7 @@ import Testing
         #expect(try store.bundles().isEmpty)
     }
 
-    /// A tokenizer's library would read such files, and a link could lead anywhere.
+    /// Only files that the manifest lists are imported. A tokenizer's library would also read other files, and a link could lead anywhere.
     @Test func whatABundleDoesNotListIsNotImported() throws {
         let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
         defer { try? files.removeItem(at: source) }
@@ -215,7 +215,7 @@ import Testing
         let store = DocumentsFolder(
             documents: documents,
             applyPolicy: { url, policy in
-                // New files in a folder get its policy, and keep it when the folder is renamed.
+                // The policy is applied while the folder is empty. New files get the folder's policy, and keep it when the folder is renamed.
                 let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
                 if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
                 kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy

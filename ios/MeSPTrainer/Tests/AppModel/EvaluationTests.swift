@@ -47,13 +47,13 @@ import Testing
         #expect(score.base != score.tuned && score.difference?.contains((score.tuned ?? 0) - score.base) == true)
     }
 
-    /// The likelier of two choices scores if it is the right answer.
+    /// A question counts as correct if the likelier of its two choices is the right answer.
     @Test(arguments: [#"" lazy dog""#, #""ABC, ABC""#, "0", "1"]) func choicesAreTheLikeliest(_ answer: String)
         async throws
     {
         try await measure(#"{"prompt": "The quick ", "choices": [" lazy dog", "ABC, ABC"], "answer": \#(answer)}"#)
         let evaluator = try Evaluator(ModelBundle(url: try bundle()))
-        // White space at the prompt's end belongs to the choice.
+        // White space at the end of the prompt is scored with each choice.
         let scores = try evaluator.scores(
             of: ["  lazy dog", " ABC, ABC"].map { $0.utf8.map { Int($0) } }, after: "The quick".utf8.map { Int($0) })
         let isFirst = scores[0].logLikelihood > scores[1].logLikelihood
@@ -103,7 +103,7 @@ import Testing
         }
     }
 
-    /// A token across the border belongs to the choice.
+    /// Special tokens in a record's texts are encoded as ordinary text.
     @Test func specialTokensInRecordsAreText() throws {
         let begin = TemplateTokenizer.id("<s>")
         let tokenizer = TemplateTokenizer(
@@ -118,6 +118,7 @@ import Testing
         #expect(ids.filter(tokenizer.isSpecial).count == 3)
     }
 
+    /// A token across the border of prompt and choice belongs to the choice.
     @Test func aPromptIsABeginningOfWhatIsMeasured() throws {
         let tokenizer = TemplateTokenizer(words: ["ending", "end"])
         let (prompt, choices) = try tokenizer.encode("The end", followedBy: ["ing", "."])

@@ -46,7 +46,7 @@ import Testing
         func withdraw(_ grant: BackgroundGrant) {}
     }
 
-    /// Returns the request of a server's app: some steps of SGD from the initial adapters, of which only B is sent.
+    /// Returns a request as the server makes it: `steps` steps of SGD from the initial adapters. The request contains only the matrices B.
     private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
@@ -73,7 +73,7 @@ import Testing
             ])
     }
 
-    /// Joins until a round has been answered.
+    /// Joins the federation, leaves it when a round has been answered, and returns that round.
     private func round(_ model: AppModel) async throws -> Federation.Round {
         let part = Task { await model.joinFederation() }
         while model.federation.rounds.first?.bytesUp == nil {
@@ -114,7 +114,7 @@ import Testing
                     ? Array(bytes.bindMemory(to: Float.self))
                     : bytes.bindMemory(to: UInt16.self).map { Float(bitPattern: UInt32($0) << 16) }
             }
-            // bfloat16 has 8 bits, so the change from 0 is rounded by at most 2⁻⁸ of its size.
+            // B was 0 before the round. bfloat16 has 8 significant bits, so each number of B is rounded by at most 2⁻⁸ of its size.
             #expect(sent.count == numbers.count && numbers.contains { $0 != 0 })
             #expect(zip(sent, numbers).allSatisfy { abs($0 - $1) <= (exchange == "float32" ? 0 : abs($1) / 256) })
         }
@@ -219,7 +219,7 @@ import Testing
         }
     }
 
-    /// The server sets the number of sequences in a step, and their tokens take memory before training begins.
+    /// The server sets the number of sequences in a step. The node's memory limit also covers their tokens, which take memory before training begins.
     @Test func aNodesLimitHoldsForTheServersSequences() async throws {
         let model = try await model()
         let bundle = try #require(model.form.bundle)
@@ -234,7 +234,7 @@ import Testing
         #expect(settings.memoryLimitMb == 25)
         let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
         #expect(error?.sentence.english.contains("fewer in a step") == true)
-        // The prediction equals the memory that the sequences take.
+        // The sequences take at most 10% more memory than the planner predicts, and more than a third of the prediction.
         settings.memoryLimitMb = nil
         func peak(_ batch: Int) throws -> Int {
             settings.batchSize = batch
@@ -262,7 +262,7 @@ import Testing
 
     @Test func saysWhyAMessageWasPassedOver() async throws {
         let model = try await model()
-        // The response has fields 2 and 3, a message and its object tree, which are empty.
+        // The response's fields 2 and 3, a message and its object tree, are empty.
         SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
         let part = Task { await model.joinFederation() }
         func wait(until isSo: () -> Bool) async throws {

@@ -84,7 +84,7 @@ import Testing
         #expect(try contents() == [])
     }
 
-    /// A model is not a bundle, even in the folder of bundles.
+    /// A model in the folder of bundles is not a bundle yet, so an import rewrites it.
     @Test func aModelInTheAppsOwnFolderIsRewrittenToo() async throws {
         let inside = documents.appendingPathComponent("tiny-4bit")
         try files.moveItem(at: source, to: inside)
@@ -142,7 +142,7 @@ import Testing
         #expect(try contents() == [])
     }
 
-    /// Imports of the present launch may be in progress.
+    /// Only folders of earlier launches are deleted, because imports of the present launch may be in progress.
     @Test func whatAnEndedImportLeftIsDeletedAtTheNextStart() async throws {
         let folder = DocumentsFolder(documents: documents)
         for name in [".importing-ended", ".importing-\(folder.launch)-begun", ".downloading-a--b"] {

@@ -127,7 +127,7 @@ import Testing
         monitor.scene = .inactive
         try await Task.sleep(for: .milliseconds(200))
         #expect(model.examples.writing == run.id && model.examples.of(run).isEmpty)
-        // The app is active for a shorter time than required.
+        // The app is active for a shorter time than `settling`, so no example is generated.
         monitor.scene = .active
         monitor.scene = .background
         try await Task.sleep(for: .milliseconds(200))
@@ -153,7 +153,7 @@ import Testing
         }
         let first = try await train()
         await Task.detached { Self.wait(entered) }.value
-        // The thread of the examples is still working.
+        // `stop` returns at once, although the thread that generates the examples is still working.
         let begin = ContinuousClock.now
         model.examples.stop()
         #expect(ContinuousClock.now - begin < .seconds(1))

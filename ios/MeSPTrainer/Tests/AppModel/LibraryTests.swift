@@ -70,7 +70,7 @@ import Testing
         }
 
         let model = AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
-        // The limit is relative to this time, because a busy machine slows both down.
+        // The limits below are parts of the time that reading one log takes, because a busy machine slows down all of them.
         var start = Date.now
         #expect(try LogSummary(folder: first).steps.count == 10_000)
         let whole = Date.now.timeIntervalSince(start)

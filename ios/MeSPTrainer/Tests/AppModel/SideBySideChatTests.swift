@@ -62,14 +62,14 @@ import Testing
         #expect(chat.base.text != chat.tuned.text, "training changed nothing")
     }
 
-    /// A tokenizer that records the conversations of each side's requests.
+    /// A tokenizer that records each conversation that it is asked to encode.
     private final class Asked: TextTokenizer, @unchecked Sendable {
         let beginOfText: Int? = nil
         let endOfText: Int? = nil
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[Said]]()
-        /// The conversations, without those that probe how the template ends an answer.
+        /// The recorded conversations, without the ones that find out how the template ends an answer.
         var conversations: [[Said]] {
             lock.withLock { all.filter { !($0.first?.content.hasPrefix("Mk0") ?? false) } }
         }
@@ -136,8 +136,8 @@ import Testing
         #expect(try chat.turns.isEmpty && documents.readChat() == nil)
     }
 
-    /// Each answer equals the one of a chat that reads the whole conversation again. The bundle is not opened again, which would fail because its
-    /// manifest is moved away.
+    /// Each answer equals the answer of a new chat that reads the whole conversation. The manifest is moved away after the first turn, to show that
+    /// the bundle is not opened again.
     @Test func aConversationGoesOnWithOtherStrengths() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
@@ -178,7 +178,8 @@ import Testing
         #expect(chat.tunedName(of: chat.turns[1]) == "a + b × \(half)", "it is kept who answered")
     }
 
-    /// The system launches the app at night, or when a download has arrived. Then the phone may be locked and the file cannot be read.
+    /// A conversation that cannot be read is not replaced. When the system launches the app, at night or because a download has arrived, the phone
+    /// may be locked, and the file cannot be read.
     @Test func aConversationThatCannotBeReadIsNotReplaced() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let locked = Flag()
@@ -235,7 +236,7 @@ import Testing
         #expect(once > 0)
         let answer = try await say("Two")
         #expect(chat.bytesRead > once)
-        // After a launch of the app the whole conversation is read, with the same answer.
+        // After a new launch of the app, the model reads the whole conversation again and gives the same answer.
         let kept = try #require(try documents.readChat())
         documents.save(StoredChat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
         chat = SideBySideChat(monitor: monitor, folder: documents)
@@ -277,7 +278,7 @@ import Testing
         #expect(endTokens(of: copy, ByteTokenizer()) == [0], "the tokenizer's, where the model names none")
     }
 
-    /// The config.json of a base model may name another end token than the template writes.
+    /// A text also ends at the token that the template writes after an answer, because a base model's config.json may name another end token.
     @Test func whatTrainingEndsWithEndsTheText() throws {
         let copy = folder.appendingPathComponent("copy.mesp")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

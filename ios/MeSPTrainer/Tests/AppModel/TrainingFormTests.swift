@@ -25,7 +25,7 @@ import Testing
         if let sentence = log.strength?.sentence.english { #expect(sentence.hasPrefix("The model ")) }
     }
 
-    /// Typed text takes effect without Return or another field, as it stands when Start is pressed.
+    /// Text that is typed into a field counts as it stands when Start is pressed, even if the person has not pressed Return or left the field.
     @Test func whatIsTypedCountsAtOnce() async throws {
         try await app.importTied()
         for text in ["", "2"] { form[text: .steps] = text }

@@ -110,7 +110,8 @@ import Testing
         }
     }
 
-    /// In these cases MLX's operations return their input or refuse it, and their primitives rely on that.
+    /// MLX's operations never make the primitives below: for such arguments they return their input or refuse it. The primitives rely on that, so a
+    /// file with one of them is refused.
     @Test func whatMLXNeverMakesIsRefused() throws {
         typealias Node = TestFunction.Node
         let column = TestFunction.Array.array([4, 1])
@@ -180,7 +181,7 @@ import Testing
         for index: Int32 in [-1, 16, 1_000_000, .min] {
             #expect(gather(of: 16, .constant([index]), indices: 1, shape: []).contains(refused))
         }
-        // The indices are computed from the input, then masked, then masked and broadcast.
+        // Indices that are computed from the input are accepted only if a mask or their type keeps them in bounds.
         let computed = TestFunction.Node.node("View", [], type: .uint32, [0], .array([16], .uint32))
         #expect(gather(of: 16, computed, indices: 1, shape: [16]).contains(refused))
         func masked(_ mask: Int32, operation: Int32 = 0) -> String {

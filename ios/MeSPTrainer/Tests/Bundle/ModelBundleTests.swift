@@ -195,7 +195,8 @@ import Testing
         #expect(windows.training(count, seed: 5) == first[0])
     }
 
-    /// Three examples: five tokens of which two separate ones are in the loss, three tokens in the loss, and five tokens of which only the last is.
+    /// Three examples, of 5, 3 and 5 tokens. The mask has two separate tokens of the first, all tokens of the second, and only the last token of the
+    /// third.
     private let stream = TokenStream(
         tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 5, 3, 8, 5]),
         mask: Data([0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]))
@@ -249,7 +250,7 @@ import Testing
         #expect(throws: Never.self) { try TokenStream(tokens: data([1, 2]), begin: 8).check(vocabulary: 9) }
     }
 
-    /// The first sequence has two examples. The third does not fit there, and the fourth does.
+    /// The third example does not fit into the first sequence, but the fourth does.
     @Test func shortExamplesShareASequence() {
         let stream = TokenStream(
             tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]), examples: data([0, 3, 3, 2, 5, 5, 10, 2]),

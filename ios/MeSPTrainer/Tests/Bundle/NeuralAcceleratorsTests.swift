@@ -27,7 +27,8 @@ import Testing
     /// The architecture that MLX would read.
     private var told: String? { getenv(NeuralAccelerators.variable).map { String(cString: $0) } }
 
-    /// As in device.cpp's `is_nax_available`, neural accelerators exist from generation 18 on if the name ends in p, and otherwise from 17 on.
+    /// As in `is_nax_available` of MLX's device.cpp, a GPU has neural accelerators from generation 18 on if its name ends in p, and otherwise from
+    /// generation 17 on.
     @Test(arguments: [
         ("applegpu_g18p", "applegpu_g17p"), ("applegpu_g19p", "applegpu_g17p"), ("applegpu_g17g", "applegpu_g16g"),
         ("applegpu_g17s", "applegpu_g16s"), ("applegpu_g18d", "applegpu_g16d"),

@@ -15,7 +15,7 @@ import Testing
         }
     }
 
-    /// The previous thread may be within a block when it is stopped.
+    /// A thread begins when the previous one has ended, even if the previous one was within a block when it was abandoned.
     @Test func aThreadBeginsWhenTheOneBeforeHasEnded() async {
         let (entered, release) = (DispatchSemaphore(value: 0), DispatchSemaphore(value: 0))
         let (first, second) = (BoundaryGate(), BoundaryGate())

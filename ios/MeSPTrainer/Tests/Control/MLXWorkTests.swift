@@ -14,7 +14,7 @@ import Testing
         func add(_ entry: String) { lock.withLock { entries.append(entry) } }
     }
 
-    /// Two threads begin work at once, and each piece ends before the other begins.
+    /// If two threads begin work at once, the work of one ends before the work of the other begins.
     @Test func oneThreadAtATime() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let (log, ended) = (Log(), DispatchSemaphore(value: 0))
@@ -50,7 +50,7 @@ import Testing
     }
 
     #if os(Linux)
-        /// MLX starts a thread for each stream of a thread, which lives as long as the process.
+        /// Repeated runs leave no further threads. MLX starts a thread for each stream, and such a thread lives as long as the process.
         @Test func runsLeaveNoThreads() throws {
             func threads() throws -> Int {
                 usleep(100_000)  // the thread that samples a run's footprint ends soon

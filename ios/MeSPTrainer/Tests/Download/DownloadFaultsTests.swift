@@ -9,9 +9,10 @@
     @testable import MeSPCore
     @testable import MeSPDownload
 
-    /// Tests downloads in the app during which the system fails, before each call that changes a file. See tests/helpers/faults.c.
+    /// Tests downloads in the app during which the disk is full, the process is killed or the power fails, at any call that changes a file. The
+    /// library tests/helpers/faults.c simulates these faults.
     ///
-    /// The tests start this program again with that library, to download in a process that may be killed.
+    /// Each download runs in another process of this program, with that library, because the process may be killed.
     @Suite(.serialized) @MainActor final class DownloadFaultsTests {
         private nonisolated static let environment = ProcessInfo.processInfo.environment
         private let folder = temporaryFolder()
@@ -44,7 +45,7 @@
                 case .killed: failed += kind == .full ? 0 : 1
                 case .said(let problem):
                     failed += problem == "" ? 0 : 1
-                    // The data may arrive in fewer pieces, and the last calls need no room.
+                    // The download may also succeed, because the data may arrive in fewer pieces, and the last calls need no room.
                     #expect(problem == "" || kind == .full && problem.contains("space"), "call \(number): \(problem)")
                 }
                 for bundle in try bundles(documents) { _ = try ModelBundle(url: bundle) }
@@ -79,7 +80,7 @@
 
         private enum End: Equatable {
             case killed
-            /// The download ended with this problem, or with none if it is empty.
+            /// The download ended with this problem; the text is empty if there was none.
             case said(String)
         }
 

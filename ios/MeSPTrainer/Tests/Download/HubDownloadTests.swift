@@ -123,7 +123,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try isWhole())
     }
 
-    /// The situation after the app was terminated: the system has received one file, is receiving another, and nobody waits.
+    /// After the app was terminated, the system has received one file and is receiving another. The next download uses both files.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try HubDownload(
@@ -192,7 +192,7 @@ enum Way: CaseIterable { case foreground, background }
 
     @Test func aFileThatStaysShortIsRefused() async throws {
         let (_, problem) = try await fetch(["blocks/00.bin": ["short", "short", "short", "short", "short"]])
-        // The missing part is requested and does not exist.
+        // The download asks for the missing part of the file, which the server does not have.
         #expect(problem?.contains("blocks/00.bin of someone/tied-mesp") == true)
     }
 
@@ -402,7 +402,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
     }
 
-    /// In the background the files wait for another network, unless the person allows this one.
+    /// In the background a download waits for a network that is not costly, unless the person allows the costly one.
     @Test func aDownloadThatMeetsACostlyNetworkAsksAndGoesOn() async throws {
         let hub = try Hub(try fixture(), ["blocks/02.bin": ["stall"]])
         let network = Path()
@@ -447,7 +447,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(model.library.bundles.count == 1)
     }
 
-    /// The bundle has its final name, and the record of the download still exists.
+    /// The app ended when the bundle already had its final name and the record of the download still existed.
     @Test func aDownloadThatEndedWithTheAppIsOver() async throws {
         let hub = try Hub(try fixture())
         let ended = try model(hub)

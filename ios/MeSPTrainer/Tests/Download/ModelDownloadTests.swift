@@ -252,7 +252,7 @@ import Testing
         #expect(hub.end().contains { $0.hasPrefix("\(weights) bytes=") }, "not from the beginning")
     }
 
-    /// Downloads with only the folder's functions, and cancels when the first piece of the bundle is written.
+    /// Downloads by the functions of `DocumentsFolder`, without an `AppModel`, and cancels when the first piece of the bundle is written.
     private func endWhileRewriting(_ hub: Hub) async throws -> HubDownload.Offer {
         let download = try HubDownload(repository: Self.repository, hub: hub.url, patience: 5)
         let offer = try await download.fetchOffer()
@@ -279,7 +279,8 @@ import Testing
         #expect(hub.end().count == (try sizes().count + 4), "nothing is asked for again")
     }
 
-    /// The bundle is complete and the model is partly deleted, or the bundle has its final place and the hidden folder still exists.
+    /// The app ended after the rewriting. Either the bundle is complete and the model is partly deleted, or the bundle has its final place and the
+    /// hidden folder still exists.
     @Test(arguments: [false, true]) func aRewritingThatEndedWithTheAppIsOver(_ wasMoved: Bool) async throws {
         let hub = try Hub(source)
         _ = try await endWhileRewriting(hub)

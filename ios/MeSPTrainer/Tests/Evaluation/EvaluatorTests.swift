@@ -9,7 +9,7 @@ import Testing
 @Suite(.serialized) struct EvaluatorTests {
     static let cases = Fixture.cases
 
-    /// Returns log p of each of a fixture's tokens except the first, and whether the token is the likeliest, from the reference's y.
+    /// Returns, for each of a fixture's tokens except the first, log p and whether the token is the likeliest. Both follow from the reference's y.
     private func expected(_ fixture: Fixture, _ tokens: [Int]) throws -> [(logProbability: Double, isGreedy: Bool)] {
         let y = try fixture.array("y")
         return try fixture.bundle.withHead { weights in
@@ -26,7 +26,7 @@ import Testing
         }
     }
 
-    /// The tokens are read in one piece, and in pieces of some tokens, so with dequantized tiles and with `quantizedMM`.
+    /// Chunks of 256 tokens read the text in one piece, with dequantized tiles. Chunks of 3 tokens use `quantizedMM`.
     @Test(arguments: cases, [3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
         throws
     {
@@ -43,7 +43,7 @@ import Testing
                 // The continuation is scored alone, and with others after the same prompt.
                 for choices in [[continuation], [[5], continuation, other]] {
                     let score = try evaluator.scores(of: choices, after: prompt)[choices.count / 2]
-                    // The sums over these tokens differ in order, in float32.
+                    // The evaluator adds float32 numbers in another order than the reference.
                     #expect(abs(score.logLikelihood - sum) < 1e-5 * Double(targets.count) * max(1, -sum))
                     #expect(score.isGreedy == targets.allSatisfy(\.isGreedy))
                 }
@@ -53,7 +53,8 @@ import Testing
         }
     }
 
-    /// The choices have one token or several, together more than go through the blocks at once, and single ones more too.
+    /// Some choices have one token. With chunks of 2 or 4 tokens, the choices together, and some choices alone, have more tokens than go through the
+    /// blocks at once.
     @Test(arguments: [2, 4, 256]) func choicesAreScoredAsIfAlone(_ chunk: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = Evaluator(try CachedModel(fixture.bundle, chunk: chunk))
@@ -62,7 +63,7 @@ import Testing
         let together = try evaluator.scores(of: choices, after: prompt)
         for (choice, score) in zip(choices, together) {
             let alone = try evaluator.scores(of: [choice], after: prompt)
-            // The sums differ in order, in float32.
+            // For several choices together, float32 numbers are added in another order.
             #expect(abs(score.logLikelihood - alone[0].logLikelihood) < 1e-4)
             #expect(score.isGreedy == alone[0].isGreedy)
         }
@@ -111,7 +112,7 @@ import Testing
         }
     }
 
-    /// Adapters whose training diverged give such likelihoods.
+    /// A likelihood that is not finite, as of adapters whose training diverged, is an error.
     @Test func aLikelihoodThatIsNoNumberIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         try fixture.withAdapters(scaledBy: 1e30) { adapters in
@@ -123,7 +124,7 @@ import Testing
 }
 
 extension Fixture {
-    /// Calls `body` with a folder of the fixture's parameters, multiplied by a factor.
+    /// Calls `body` with a folder of adapters: the fixture's parameters multiplied by a factor.
     fileprivate func withAdapters(scaledBy factor: Float = 1, _ body: (URL) throws -> Void) throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }

@@ -82,7 +82,7 @@ struct FlowerObjectsTests {
         #expect(try store.records(tree.id, most: 1 << 26).arrays["arrays"]?["a"] == array)
     }
 
-    /// Equal chunks are one object, which a message may name any number of times: here for 100 GB.
+    /// Equal chunks are one object, which an array may name any number of times. Here an array names a chunk of 1 MiB 100,000 times, which is 100 GB.
     @Test(arguments: [1, 100_000])
     func aMessageTakesNoMoreMemoryThanItMay(times: Int) throws {
         var store = FlowerObjectStore()
@@ -101,13 +101,13 @@ struct FlowerObjectsTests {
         #expect(error?.sentence.english.contains("more than 67 MB") == (times > 1))
     }
 
-    /// A field can take two bytes of a message and some thirty bytes of memory.
+    /// The number of a message's fields is limited, because a field of two bytes takes some thirty bytes of memory.
     @Test func aMessageHasNoMoreFieldsThanFlowers() throws {
         #expect(throws: MeSPError.self) { try ProtobufMessage(Data(repeating: 8, count: 1 << 20)) }
         #expect(try ProtobufMessage(Data(repeating: 8, count: 1 << 16)).number(1) == 8)
     }
 
-    /// Each byte is changed, and each beginning is read as the whole, because a server cannot be trusted.
+    /// Objects with a changed byte and incomplete objects are refused, because a server cannot be trusted.
     @Test func damagedObjectsAreRefused() throws {
         for content in objects.compactMap({ Data(base64Encoded: $0) }) {
             for length in 0..<content.count {

@@ -93,7 +93,7 @@ final class SuperNodeTests {
         await #expect(throws: MeSPError.self) {
             try await self.node().run(report: { _ in }, answer: Self.train)
         }
-        // Finally it sends the saved answer without computing it again.
+        // Finally the node sends the saved answer without computing it again.
         try await run(node(), until: Self.isSent) { _ in throw Interrupted() }
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count } == pulls)
@@ -138,7 +138,7 @@ final class SuperNodeTests {
         #expect(!events.contains { if case .failed = $0 { true } else { false } })
         #expect(try keeps().isEmpty)
         #expect(SuperLink.with(host) { !$0.calls.contains("pull-object") && $0.answer == nil })
-        // The message may also expire while the server is unreachable or does not know it.
+        // The node also drops a message that expires while the server fails at each call about it.
         try SuperLink.ask(host, age: 3599.5)
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (500, ""), count: 100) }
         try await run(node(), until: Self.isDropped, answer: Self.train)
@@ -160,7 +160,8 @@ final class SuperNodeTests {
         #expect(try keeps().isEmpty)
     }
 
-    /// A server reports an unknown message as an internal error, so the node would repeat the call forever.
+    /// A server reports a message that it does not know as an internal error, after which a node repeats the call. So a node forgets the messages of
+    /// another server.
     @Test(arguments: [false, true])
     func forgetsAMessageOfAnotherServer(isElsewhere: Bool) async throws {
         try SuperLink.ask(host)
@@ -179,7 +180,7 @@ final class SuperNodeTests {
         }
     }
 
-    /// The process ended while it removed the files of a message.
+    /// If the process ended while it removed the files of a message, the next message finds none of them.
     @Test func aMessageThatWasHalfRemovedLeavesNothing() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
@@ -295,7 +296,7 @@ final class SuperNodeTests {
                 try await answersTheNext()
             }
         }
-        // Only the answer was damaged, so it is computed again.
+        // Only the saved answer was damaged, so the node computes it again.
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: MeSPError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }

@@ -124,7 +124,7 @@ import Testing
         #expect(message { try opened.checkSums(of: opened.manifest.files) }.contains("Cannot read"))
     }
 
-    /// `generation_config.json` is part of a bundle only if its manifest lists it.
+    /// `generation_config.json` is read only if the bundle's manifest lists it, so a link to a device in its place does no harm.
     @Test func endTokensComeFromNoDevice() throws {
         let config = bundle.appendingPathComponent("generation_config.json")
         try? files.removeItem(at: config)
@@ -199,7 +199,7 @@ import Testing
         #expect(sentence.hasPrefix("a/b: the manifest"), "\(sentence)")
     }
 
-    /// Decoding takes many times the length of a manifest.
+    /// A manifest of 20 MB is refused before it is decoded, because decoding takes memory of many times the manifest's length.
     @Test func aLongManifestTakesLittleMemory() throws {
         let entry = #"{"path":"x","size":0,"sha256":""}"#
         let short = String(decoding: try manifest { $0["files"] = [Any]() }, as: UTF8.self)

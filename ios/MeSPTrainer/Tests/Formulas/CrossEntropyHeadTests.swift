@@ -76,7 +76,7 @@ import Testing
             #expect(waiting.boundaries == (waiting.tiles - 1) / tilesBetween)
             #expect(waiting.loss == never.loss && waiting.dy == never.dy)
         }
-        // Here one tile has more work than is allowed between boundaries.
+        // If each tile has more work than is allowed between boundaries, there is a boundary after each tile except the last.
         #expect(try run(tilesBetween: 0).boundaries == never.tiles - 1)
     }
 

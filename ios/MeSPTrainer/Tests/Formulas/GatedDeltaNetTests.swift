@@ -213,7 +213,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient, the derivative takes memory in proportion to a tile's bytes: about 25 arrays, each of a third of these bytes.
+    /// Besides the gradient, the derivative takes about 25 arrays, each with a third of a tile's bytes.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
         let inputs = Inputs(net, length: 128)

@@ -134,7 +134,7 @@ import Testing
         #expect(cut.state.tail.shape == [3, inputs.xBC.dim(1)] && all(cut.state.tail .== whole.state.tail).item())
     }
 
-    /// The records of a sequence have the same gradients as separate sequences.
+    /// The records of a sequence have the same gradients as in separate sequences.
     @Test func recordsDoNotSeeEachOther() {
         let mamba = mamba(heads: 4, groups: 2)
         let i = Inputs(mamba, length: 130)
@@ -180,7 +180,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient and its parts, the derivative takes memory in proportion to a tile's bytes: about 13 arrays, each of half of these bytes.
+    /// Besides the gradient and its parts, the derivative takes about 13 arrays, each with half of a tile's bytes.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
         let inputs = Inputs(mamba, length: 128)

@@ -7,7 +7,8 @@ import Testing
 
 /// Tests both ways to compute a product. `TrainerTests` takes a step with each.
 @Suite(.serialized) struct QuantizedMatrixTests {
-    /// Metal's kernels depend on the number of rows. Two and three rows are padded.
+    /// Products with packed weights equal products with dense ones, for any number of rows. Metal's kernels depend on that number, and two or three
+    /// rows are padded.
     @Test(arguments: Fixture.cases) func packedProductsAreTheDenseOnes(_ folder: URL) throws {
         var bundle = try Fixture(folder, "gradients").bundle
         func products(_ way: Backend, _ x: MLXArray, _ dy: MLXArray) throws -> [MLXArray] {

@@ -53,7 +53,7 @@ import Testing
             let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
             #expect(numbers.count == experts.numExpertsPerTok)
 
-            // Every scale of the other experts becomes NaN.
+            // Every scale of the experts that no token chose becomes NaN.
             let words = weights.packed.words + UInt32(0)
             for array in weights.packed.arrays where array.stride != nil && array.name.hasSuffix("scales") {
                 for number in 0..<experts.numExperts where !numbers.contains(number) {

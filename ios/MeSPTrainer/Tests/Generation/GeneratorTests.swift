@@ -12,7 +12,7 @@ import Testing
 @Suite(.serialized) struct GeneratorTests {
     static let cases = Fixture.cases
 
-    /// The prompt is read in one piece, in pieces of some tokens, and token by token, so with dequantized tiles and with `quantizedMM`.
+    /// Chunks of 256 tokens read the prompt in one piece, with dequantized tiles. Chunks of 1 or 5 tokens use `quantizedMM`.
     @Test(arguments: cases, [1, 5, 256]) func logitsEqualTheReference(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let adapters = temporaryFolder()
@@ -35,7 +35,7 @@ import Testing
             eval(capped)
             return capped
         }
-        // The sums differ in order, in float32.
+        // The generator adds float32 numbers in another order than the reference.
         #expect(relativeError(logits, expected) < 1e-5)
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
@@ -58,7 +58,7 @@ import Testing
                 for (i, length) in lengths.enumerated() {
                     var (cache, all) = (PromptCache(), [MLXArray]())
                     try model.forward((Array(1...length) + next.map { $0[i] })[...], &cache, {}) { all.append($1) }
-                    // The sums differ in order, in float32.
+                    // For two texts together, float32 numbers are added in another order.
                     let rows = concatenated(found.map { $0[i..<i + 1] })
                     #expect(relativeError(rows, concatenated(all)[length...]) < 1e-5)
                 }
@@ -78,7 +78,7 @@ import Testing
             init(_ bundle: ModelBundle) { self.bundle = bundle }
             var isRefused: Bool {
                 asked += 1
-                // Other tests may have mapped files whose names are not valid text.
+                // Invalid bytes are replaced, because other tests may have mapped files whose names are not valid text.
                 let maps = String(
                     decoding: FileManager.default.contents(atPath: "/proc/self/maps") ?? Data(), as: UTF8.self)
                 let isLast = asked == Set(bundle.manifest.weightFiles.map(\.file)).count
@@ -89,7 +89,7 @@ import Testing
             }
         }
 
-        /// When addresses run out, no cached array keeps a map, so its addresses are free before the file is mapped.
+        /// When addresses run out, no cached array keeps a map, so the addresses of all maps are free before the next file is mapped.
         @Test(arguments: [[1, 2, 3], [1]]) func whereAddressesRunOutNoMapIsHeld(_ prompt: [Int]) throws {
             let copy = temporaryFolder()
             defer { try? FileManager.default.removeItem(at: copy) }
@@ -134,7 +134,7 @@ import Testing
             let summary = try generator.generate(request) { try read($0, &text, of: i) }
             return (text, summary.reason, summary.tokens)
         }
-        // The order of texts does not depend on the family.
+        // The order of texts does not depend on the family, so only the plain models test every number of texts at once.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         let ways = isPlain ? [(1, Int.max), (3, .max), (16, .max), (16, 1)] : [(3, .max), (16, .max)]
         for (atOnce, cacheLimit) in ways {
@@ -152,8 +152,8 @@ import Testing
         }
     }
 
-    /// Each turn of a conversation continues as if the whole text were read again, and reads only new text. One turn changes an earlier text, and one
-    /// was stopped within a block. A recurrent model reads the whole text again after a cut.
+    /// Each turn of a conversation continues as if the whole text were read again, and reads only new text. In one turn an earlier text is changed,
+    /// and one turn is stopped within a block and repeated. If the cache has to be cut, a recurrent model reads the whole text again.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // With chunks of one token, each token calls each block once.
@@ -181,7 +181,7 @@ import Testing
             request.maxTokens = 3
             try whole.generate(request) { uncached.append($0) }
             #expect(text == uncached)
-            // All tokens except the last chosen one are read.
+            // The blocks read the new tokens of the prompt, and all generated tokens except the last.
             #expect(read == (prompt.count - known + 2) * fixture.layers)
             #expect(cache.tokens == prompt + text.dropLast())
             said = prompt + text
@@ -245,7 +245,7 @@ import Testing
         try generator.generate(request, continuing: &cache) { text.append($0) }
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
 
-        // The text stops before all blocks have read the first tokens.
+        // A text that is stopped before all blocks have read the first tokens leaves nothing in the cache.
         var (stopped, blocks) = (PromptCache(limit: 0), 0)
         let stop = {
             blocks += 1
@@ -294,8 +294,8 @@ import Testing
         }
     }
 
-    /// Adapters with m round-trip, for all layers and for some layers of the last block. Untrained layers stay the base model's, even if PEFT joins
-    /// them in one layer with trained ones.
+    /// Adapters with magnitudes are read as they were written, for all layers and for some layers of the last block. Layers that were not trained
+    /// stay as in the base model, even if PEFT joins them with trained layers in one.
     @Test(arguments: cases, ["", "peft"]) func magnitudesRoundTrip(_ folder: URL, _ format: String) throws {
         let architecture = try Fixture(folder, "gradients").bundle.architecture
         let (last, all) = (architecture.numHiddenLayers - 1, architecture.modules)

@@ -73,7 +73,7 @@ import Testing
         let found = try logits(CachedModel(bundle, adapters: stack, chunk: chunk))
         let expected = try logits(CachedModel(bundle, with: fused, chunk: chunk))
         let base = try logits(CachedModel(bundle, chunk: chunk))
-        // The sums differ in order, in float32.
+        // A stack adds float32 numbers in another order than one adapter.
         #expect(relativeError(found, expected) < 1e-5)
         #expect(relativeError(base, expected) > 1e-3)
     }
@@ -174,7 +174,7 @@ import Testing
             #expect(try texts.last == text(Generator(new, adapters: selection), prompt))
         }
         #expect(Set(texts + [first]).count == 4 && texts[0] == texts[4] && texts[1] == first)
-        // A copy keeps its adapters. A generator keeps them too if it is given others that cannot be loaded.
+        // A copy of a generator keeps its adapters. A generator that is given adapters that cannot be loaded keeps its earlier ones.
         #expect(try text(before, prompt) == first)
         #expect(throws: MeSPError.self) { try generator.use([.init(b), .init(self.folder)]) }
         #expect(try text(generator, prompt) == texts[4])
@@ -196,7 +196,7 @@ import Testing
             var alone = [Int]()
             try Generator(fixture.bundle, adapters: selection).generate(request) { alone.append($0) }
             #expect(text == alone)
-            // All tokens except the last chosen one are read.
+            // The blocks read the new tokens of the prompt, and all generated tokens except the last.
             #expect(blocks == (prompt.count - known + 2) * fixture.layers)
             prompt += text
         }

@@ -260,7 +260,7 @@ import Testing
         #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["run-2"])
     }
 
-    /// Only former runs are removed, for any URL of the folder and any other contents.
+    /// Only former runs are removed. Other contents of the folder stay, whatever form the folder's URL has.
     @Test func nothingButFormerRunsIsRemoved() async throws {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let own = runs.appendingPathComponent("2024")
@@ -298,7 +298,7 @@ import Testing
         #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path).count == 2, "a copy is left")
     }
 
-    /// No update belongs to the previous run.
+    /// The first update of a run has no values of the previous run.
     @Test func updatesAreOfTheirRun() async throws {
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 3)) {}
@@ -414,7 +414,7 @@ import Testing
         await controller.stop()
     }
 
-    /// A run that is stopped meanwhile saves its adapters afterwards. An answer waits too.
+    /// A run that is stopped while the app uses MLX saves its adapters afterwards. An answer that is requested meanwhile waits too.
     @MainActor @Test func whatEndsOrAnswersWaitsWhileTheAppUsesMLX() async throws {
         let tuner = try await tuner(monitor: TestMonitor())
         for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 2 {
@@ -464,7 +464,7 @@ import Testing
         #expect(tuner.canContinueTraining)
     }
 
-    /// A run that is cancelled before its first step has learned nothing, so its adapters replace none.
+    /// A run that is cancelled before its first step has learned nothing, so its adapters do not replace earlier ones.
     @Test func adaptersOfNoStepAreNone() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await _ in tuner.train(on: text, options(steps: 2)) {}
@@ -525,7 +525,7 @@ import Testing
         func add() { lock.withLock { number += 1 } }
     }
 
-    /// A pause during tokenizing also holds the next run.
+    /// A pause that is requested before a run begins holds the run.
     @MainActor @Test func aPauseHoldsTheNextRun() async throws {
         let tuner = try await tuner(monitor: TestMonitor())
         tuner.pause()
@@ -539,7 +539,7 @@ import Testing
         #expect(pauses == [.user])
     }
 
-    /// The memory belongs to the run, and is free when the run has ended.
+    /// A memory warning holds only the run in progress, because the memory of that run is free when it has ended.
     @MainActor @Test(.timeLimit(.minutes(1))) func aMemoryWarningHoldsNoLaterRun() async throws {
         let monitor = TestMonitor()
         let tuner = try await tuner(monitor: monitor)
@@ -614,7 +614,7 @@ import Testing
                     #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 30))
                 }
                 #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 20))
-                // Other code may do this on another thread.
+                // Other code may set the limit on another thread.
                 Memory.cacheLimit = 4000
             }
             #expect((Memory.cacheLimit, Memory.memoryLimit) == (4000, 3000))

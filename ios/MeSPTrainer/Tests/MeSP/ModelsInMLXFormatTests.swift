@@ -52,7 +52,7 @@ import Testing
         let fractions = Collected<Double>()
         _ = try await tuner { fractions.append($0) }
         #expect(fractions.values.isEmpty)
-        // Another model with the same name is not trained in its place.
+        // The bundle of one model is not used for another model with the same name.
         let file = model.appendingPathComponent("model-00001-of-00002.safetensors")
         try FileManager.default.setAttributes(
             [.modificationDate: Date(timeIntervalSince1970: 0)], ofItemAtPath: file.path)

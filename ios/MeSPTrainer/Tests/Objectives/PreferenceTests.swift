@@ -68,7 +68,7 @@ import Testing
         }
     }
 
-    /// If its block inputs are kept, the rejected answer needs one forward pass, with the same gradients.
+    /// If the block inputs of the rejected answer are kept, that answer needs only one forward pass. The gradients are the same.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func anAnswerThatWaitsRunsForwardOnce(_ objective: Objective) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -124,8 +124,8 @@ import Testing
         }
     }
 
-    /// The gradient of two pairs, in one batch or in two, is the mean of their gradients, except that ORPO's supervised loss is a mean over the
-    /// targets of a batch.
+    /// The gradient of two pairs, in one batch or in two, is the mean of the pairs' gradients. ORPO's supervised loss is an exception, because it is
+    /// a mean over the targets of a batch.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func batchesAreMeans(_ objective: Objective) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -150,7 +150,7 @@ import Testing
         }
     }
 
-    /// A prompt with another prompt's answer gets the next sufficient length, and at most the longest.
+    /// A prompt with the answer of another prompt gets the shortest length that holds both, or the longest length if none does.
     @Test(arguments: [(2, 3, 8), (6, 3, 8), (7, 3, 16), (12, 9, 16)])
     func anotherAnswerTakesTheLengthThatHoldsIt(_ prompt: Int, _ answer: Int, _ expected: Int) {
         func preferenceAnswer(_ prompt: Int, _ answer: Int, number: Int32) -> PreferenceAnswer {
@@ -230,7 +230,7 @@ import Testing
             (try SavedState.load(from: parts, stopped)?.vectors["reference.answers"] != nil) == objective.hasReference)
     }
 
-    /// A single held-out answer has no other to compare with, so a loss of 0 would stay the lowest.
+    /// A single answer is not held out. Without another answer to compare with, its loss would be 0, and no later loss would be lower.
     @Test func aSingleAnswerIsNotHeldOut() throws {
         let (few, many, output) = (try data(inPairs: false, count: 1), try data(inPairs: false), temporaryFolder())
         defer { for folder in [few, many, output] { try? FileManager.default.removeItem(at: folder) } }

@@ -42,7 +42,8 @@ import Testing
 
     // MARK: - NaN and infinity
 
-    /// Block 0's parameters become NaN after the later blocks were updated.
+    /// A step with a gradient that is not finite names the gradient, and is taken back if bad steps are skipped. Here block 0's parameters become NaN
+    /// after the later blocks were updated.
     @Test(arguments: [false, true], [1, 2])
     func aGradientThatIsNotFiniteIsNamedAndTakenBack(_ skip: Bool, _ sequences: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -89,7 +90,7 @@ import Testing
         }
     }
 
-    /// Metal takes only whole pages without a copy. MLX would silently copy others.
+    /// Only whole pages are mapped. Metal uses no other memory without a copy, and MLX would silently copy it.
     @Test func wholePagesAreMapped() throws {
         let url = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: url) }
@@ -218,7 +219,8 @@ import Testing
         #expect(sentence.contains("The system allows") && sentence.contains("at least"), "\(sentence)")
     }
 
-    /// Sequences go through the blocks together if that takes no more memory, or if memory has room for it and does not hold the weights.
+    /// Sequences go through the blocks together if this order takes no more memory. They also do if there is room for this order, but not for the
+    /// mapped weights.
     @Test func sequencesGoByBlocksWhereThatPays() throws {
         var settings = try RunSettings.ofATest(temporaryFolder())
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
@@ -249,7 +251,7 @@ import Testing
         #expect(try order() == .sequences)
         systemLimit = bySequences + manifest.mappedBytes - 1000
         #expect(try order() == .blocks)
-        // If the limit leaves no room, the other order is preferred to inputs on disk.
+        // If the limit leaves no room for the order of blocks, the planner prefers the order of sequences to inputs on disk.
         settings.memoryLimitMb = Double(byBlocks - 100_000) / 1e6
         let plan = try planner().plan()
         #expect(planner().peak(plan) < byBlocks && plan.offload == .none)

@@ -79,7 +79,8 @@ import Testing
         #expect(adapters.allSatisfy { $0.key.hasSuffix("lora_a") || $0.value.square().sum().item(Float.self) == 0 })
     }
 
-    /// With only B and SGD, several runs that continue each other equal one run. The first adapters have no A.
+    /// If SGD trains only B, two runs equal one run. The second begins with the B that the first has saved, without A, and continues the first run's
+    /// steps.
     @Test func goesOnFromTheStepsOfOthers() throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
@@ -403,7 +404,7 @@ import Testing
         #expect(try LogOutline(folder: run.output).lastStep == 4)
     }
 
-    /// By the bundle's config.json; YaRN stretches the original positions.
+    /// The bundle's config.json has the number of positions that the model was trained for. YaRN multiplies that number by its factor.
     @Test(arguments: [(31, true), (32, false), (8, false)]) func moreTokensThanPositionsAreRefused(
         _ positions: Int, _ isRefused: Bool
     ) throws {
@@ -580,7 +581,7 @@ import Testing
         }
     }
 
-    /// So a run that began before other defaults existed continues unchanged.
+    /// Settings that a file leaves out have the paper's values, so that a run from before the present defaults continues unchanged.
     @Test func whatASettingsFileLeavesOutIsThePapers() throws {
         let file = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: file) }
@@ -593,7 +594,7 @@ import Testing
         #expect(unset.optimizer == nil && unset.learningRate == nil && unset.effectiveOptimizer == .adamw8bit)
     }
 
-    /// Callers need not ask for the default. The log and the saved state have the chosen values.
+    /// A run without an optimizer and a learning rate takes the defaults, and writes them to the log and the saved state.
     @Test func aRunThatNamesNoUpdateTakesTheDefault() throws {
         let (unset, named) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [unset, named] { try? FileManager.default.removeItem(at: folder) } }

@@ -80,7 +80,7 @@ import Testing
         return settings
     }
 
-    /// Returns a text that is less likely after a run than before it.
+    /// Returns the tokens of a text whose loss the run has raised by more than 1%.
     private func forgotten(of run: URL) throws -> [Int] {
         let bundle = try ModelBundle(url: URL(fileURLWithPath: try RunSettings.ofATest(run).bundle))
         let evaluators = try [[], [WeightedAdapters(run.appendingPathComponent("adapters"))]].map {
@@ -102,7 +102,8 @@ import Testing
         try #require(try LogSummary(folder: folder).strength)
     }
 
-    /// The adapters equal the plain run's with each B multiplied by the strength. A run that continues from the state is not affected.
+    /// The adapters equal the plain run's with each B multiplied by the strength. The strength does not affect a run that is resumed from the saved
+    /// state.
     @Test func writesTheAdaptersAtTheirStrength() throws {
         let (plain, kept) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [plain, kept] { try? FileManager.default.removeItem(at: folder) } }
@@ -132,7 +133,7 @@ import Testing
         #expect(summary.steps.map(\.loss) == (try LogSummary(folder: plain).steps.map(\.loss)))
     }
 
-    /// The saved adapters are the measured ones: a run of no steps from them has the same losses.
+    /// The logged losses are those of the saved adapters: a run of no steps from these adapters measures the same losses.
     @Test func theLossesAreThoseOfTheSavedAdapters() throws {
         let (kept, second) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [kept, second] { try? FileManager.default.removeItem(at: folder) } }
@@ -145,7 +146,7 @@ import Testing
         settings.maxForgetting = 100
         try Run.run(settings)
         let repeated = try strength(second)
-        // B is rounded when it is multiplied by the strength.
+        // The losses differ slightly, because B is rounded when it is multiplied by the strength.
         #expect(abs(repeated.lossBefore - record.lossAfter) <= 1e-6 * record.lossAfter)
         // A run of no steps lowers no loss, and keeps its initial adapters.
         #expect(repeated.strength == 0)

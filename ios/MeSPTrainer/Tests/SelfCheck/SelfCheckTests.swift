@@ -118,7 +118,7 @@ import Testing
         #expect(found.verdict == .fail, "\(found.sentence.english)")
     }
 
-    /// The backward pass uses another value than the forward pass.
+    /// A backward pass that uses another value of a setting than the forward pass is found.
     @Test(
         arguments: [
             ("hidden_act", "gelu"), ("rms_norm_eps", 0.02), ("attention_scale", 1.01), ("frequencies", 1.1),
@@ -240,7 +240,8 @@ import Testing
         #expect(message { try SelfCheck(settings).run() }.hasPrefix("There is no check tf31; there are machine, gpu, "))
     }
 
-    /// The error of the whole product stays below the bound. A CPU, which sums in bfloat16, has larger errors than a GPU.
+    /// A wrong row is found, although the error of the whole product stays below the bound. The tolerance is for a CPU, which sums in bfloat16 and so
+    /// has larger errors than a GPU.
     @Test(arguments: [9, 33, 256])
     func oneWrongRowIsFound(_ rows: Int) throws {
         func found(_ folder: URL?, wrong: Int?) throws -> SelfCheckReport.Check {
@@ -288,7 +289,7 @@ import Testing
     }
 
     @Test func stoppingEndsIt() throws {
-        // The number of boundaries depends on the machine's speed, and a step that has changed parameters continues.
+        // The number of boundaries is not exact: it depends on the machine's speed, and a step that has changed parameters is completed.
         var (boundaries, checks) = (0, 0)
         #expect(throws: CancellationError.self) {
             try SelfCheck(settings()).run(

@@ -75,7 +75,7 @@ import Testing
         }
     }
 
-    /// Initial adapters equal the reference's, and other seeds give others.
+    /// Initial adapters equal the reference's, and another seed gives other adapters.
     @Test(arguments: cases) func theyStartAsTheReferenceDoes(_ folder: URL) throws {
         let fixture = try Fixture(folder, "experts")
         for (block, layout) in try trainer(fixture).model.layouts.enumerated() {

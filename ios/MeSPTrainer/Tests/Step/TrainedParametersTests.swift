@@ -135,7 +135,8 @@ import Testing
         }
     }
 
-    /// The peak of a step is lower by at least the size of the missing vectors, and the planner predicts that.
+    /// With fewer trained parameters, the peak of a step is lower by at least the size of the vectors that are then missing, and so is the planner's
+    /// prediction.
     @Test(
         arguments: [
             (["q", "v"], false, nil), (nil, true, nil), (["q", "v"], true, nil), (nil, false, 1),
@@ -144,7 +145,7 @@ import Testing
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func take(_ change: (inout RunSettings) -> Void) throws -> (measured: Int, predicted: Int, vectors: Int) {
             var settings = RunSettings(bundle: "", output: "")
-            // MLX's thread frees the arrays of the last case after a short time.
+            // MLX's thread frees the arrays of the previous trainer after a short time.
             Thread.sleep(forTimeInterval: 0.1)
             let before = Memory.activeMemory
             let trainer = try fixture.trainer(.mesp) {
@@ -153,7 +154,8 @@ import Testing
                 settings = $0
             }
             _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0)
-            // The next piece's graph is built while a piece runs, so an operand may be freed early or late. The median of several steps is used.
+            // While one piece of a step runs, the graph of the next is built, so an operand may be freed early or late. The median of several steps
+            // is used.
             let peaks = try (1...9).map { number in
                 Memory.peakMemory = 0
                 _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number)
@@ -174,7 +176,7 @@ import Testing
         #expect(all.predicted - some.predicted >= less)
     }
 
-    /// A kind of blocks may have none of the trained projections.
+    /// Blocks of a kind that has none of the trained projections are not trained.
     @Test func blocksWithoutTheProjectionsAreNotTrained() throws {
         let folder = try #require(Fixture.cases.first { $0.lastPathComponent == "qwen3_5" })
         let fixture = try Fixture(folder, "gradients")

@@ -39,7 +39,7 @@ import Testing
         }
     }
 
-    /// The gradients are the same with HostMLX's products and with MLX's own, for which W is dequantized before.
+    /// The gradients are the same with HostMLX's products and with MLX's own. For MLX's own products, W is dequantized first.
     @Test(arguments: Fixture.cases) func gradientsAreTheSameWithPlainProducts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         func gradients() throws -> (loss: Float, [Int: MLXArray]) {
@@ -280,13 +280,13 @@ import Testing
         Plan(tileBytes: 1 << 16, order: .blocks),
     ]
 
-    /// Each case has two of the plans, and the plain models have all.
+    /// The tested combinations: two of the plans for each case, and all plans for the plain models.
     private static let packed = (Fixture.cases + Fixture.roundedCases).enumerated().flatMap { index, folder in
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         return packing.enumerated().filter { isPlain || $0.offset % 2 == index % 2 }.map { (folder, $0.element) }
     }
 
-    /// Records that share a sequence have the same loss and gradients as separate sequences.
+    /// Records that share a sequence have the same loss and gradients as in separate sequences.
     @Test(arguments: packed.filter { $0.0.lastPathComponent != "wide-gpu-bfloat16" })
     func packedRecordsTrainAsABatch(_ folder: URL, _ plan: Plan) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -296,7 +296,7 @@ import Testing
         let counted = records.dropLast().flatMap { $0.dropLast() } + records[2]
         let packed = Example(tokens: whole.tokens, counted: counted, records: records)
         let batch = records.enumerated().map { index, rows in
-            // A GPU's function takes sequences of one length.
+            // A bundle's function for the GPU takes sequences of one length, so shorter records are padded.
             let padding = fixture.bundle.backend == .gpu ? fixture.length - rows.count : 0
             return Example(
                 tokens: whole.tokens[rows.lowerBound...rows.upperBound] + Array(repeating: 0, count: padding),
@@ -355,7 +355,8 @@ import Testing
         }
     }
 
-    /// The place is also named after blocks with shared keys and values, and for packed records, because the whole step runs again to find it.
+    /// The first place with a number that is not finite is named, because the whole step runs again to find it. This also works behind blocks with
+    /// shared keys and values, and for packed records.
     @Test(arguments: Fixture.cases) func whatIsNotFiniteHasAName(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let whole = try fixture.example()
@@ -550,7 +551,7 @@ import Testing
         }
         let (whole, start) = (try step(stopAt: .max), try step(stopAt: 1))
         #expect(whole.isDone && !start.isDone && !equal(whole.vectors, start.vectors))
-        // The number of blocks after the first update.
+        // The number of boundaries after the first update: one for each remaining block.
         let updated = fixture.layers - 1
         for place in 1...whole.boundaries {
             let found = try step(stopAt: place)
@@ -559,7 +560,7 @@ import Testing
         }
     }
 
-    /// A pause can also wait within the head, and changes nothing.
+    /// A step can also pause within the head, without an effect on the results.
     @Test func theHeadHasBoundaries() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func step(work: Int) throws -> (boundaries: Int, loss: Float, vectors: [String: MLXArray], waiting: Double) {
@@ -585,7 +586,7 @@ import Testing
         }
     }
 
-    /// A plan with room for it maps a file of weights once. Otherwise each use maps it. Both detect that the file was deleted.
+    /// With `keepsMaps` a file of weights is mapped once, and without it at each use. In both cases a deleted file is noticed.
     @Test(arguments: [true, false]) func weightsStayMappedWhereThePlanSaysSo(_ keepsMaps: Bool) throws {
         let copy = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: copy) }
@@ -636,7 +637,7 @@ import Testing
         }
         for (step, reference) in expected.prefix(20).enumerated() {
             let loss = try takeStep(trainer, [SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
-            // Parameters with 8 bits change the outputs by some 2⁻⁸ of the adapters' part.
+            // Parameters with 8 significant bits change the outputs by some 2⁻⁸ of the adapters' part.
             #expect(abs(loss - reference) < 5e-3 * reference, "step \(step + 1)")
         }
     }

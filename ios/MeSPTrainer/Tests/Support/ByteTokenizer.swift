@@ -5,11 +5,11 @@ import MeSPBundle
 /// A tokenizer with one token per byte.
 struct ByteTokenizer: TextTokenizer {
     var beginOfText: Int?
-    /// Whether a text begins with that token.
+    /// Whether a text begins with the token `beginOfText`.
     var addsBegin = false
     let endOfText: Int? = 0
     var hasChatTemplate = true
-    /// Whether the template writes a thought before an answer after which there is no message or only answers.
+    /// Whether the template writes a thought before each answer that follows the last message of the user.
     var thinks = false
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
         let begin = addsSpecialTokens && addsBegin ? beginOfText.map { [$0] } : nil

@@ -11,14 +11,15 @@ struct CommandIDs: Decodable, Sendable {
     /// A paragraph. A thousand of it are a long text, which `mesp-export` cuts into pieces of `pieces` characters.
     let paragraph: String
     let pieces: [Int]
-    /// The results of three tokenizers: one puts a token before each text, one has such a token but does not use it, and one has none.
+    /// The results of three tokenizers: one puts a token before each text, one has a token for the beginning of a text but does not add it, and one
+    /// has no such token.
     let tokenizers: [OfTokenizer]
 
     struct OfTokenizer: Decodable, Sendable {
         private let beginOfText: Int?
         private let addsBegin: Bool
-        /// The ids of the words as a text in `mesp evaluate`. `prompt` has them as a prompt in `mesp generate` without a template, and `record` as a
-        /// record in `mesp-export`. `file` has the ids of the file.
+        /// The ids of `words` as a text in `mesp evaluate`. `prompt` has the ids of `words` as a prompt in `mesp generate` without a template, and
+        /// `record` as a record in `mesp-export`. `file` has the ids of the text file.
         let text: [Int]
         let prompt: [Int]
         let record: [Int]

@@ -35,7 +35,7 @@ struct Fixture {
     /// A plain model of three blocks, for tests that do not depend on the family.
     static let tied = cases.first { $0.lastPathComponent == "tied-32" }
 
-    /// The bundle. If the folder's name contains `gpu`, it computes products as on a GPU, like its functions.
+    /// The bundle. If the folder's name contains `gpu`, the bundle computes products as on a GPU, as its functions do.
     let bundle: ModelBundle
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]
@@ -51,7 +51,7 @@ struct Fixture {
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
     }
 
-    /// The exact methods that can train the bundle.
+    /// The methods with exact gradients that can train the bundle.
     var exactMethods: [GradientMethod] {
         bundle.manifest.blocks.allSatisfy(\.hasFunctions) ? [.mesp, .mebp] : [.mesp]
     }

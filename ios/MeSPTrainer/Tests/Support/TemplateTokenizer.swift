@@ -12,7 +12,7 @@ struct TemplateTokenizer: TextTokenizer {
     static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>"]
 
     var beginOfText: Int?
-    /// Whether a text begins with that token.
+    /// Whether a text begins with the token `beginOfText`.
     var addsBegin = false
     var endOfText: Int? = TemplateTokenizer.id("<|endoftext|>")
     /// Tokens of several characters.
@@ -73,12 +73,13 @@ struct TemplateTokenizer: TextTokenizer {
             return $0.role == "user" ? "<User>\(text)<AI>" : text
         }.joined()
     }
-    /// A template like Phi's, with a different token at the end, which shares its first characters with the beginning of a message.
+    /// A template like Phi's. It ends with another token than a message does, and the text of that token begins with the same characters as a
+    /// message.
     static let phi: Template = { messages, opens in
         messages.map { "<|\($0.role)|>\n\($0.content)</s>\n" }.joined()
             + (opens ? "<|assistant|>\n" : "<|endoftext|>")
     }
-    /// A template whose prompt opens thoughts, which an answer without thoughts does not have.
+    /// A template that opens thoughts at the end of a prompt. An answer without thoughts does not begin with that opening.
     static let asksForThoughts: Template = { messages, opens in
         messages.enumerated().map { index, message in
             let text = message.content.components(separatedBy: "</think>")
@@ -87,7 +88,7 @@ struct TemplateTokenizer: TextTokenizer {
                 "<|im_start|>\(message.role)\n\((isLast ? message.content : text[text.count - 1]).trimmed)<|im_end|>\n"
         }.joined() + (opens ? "<|im_start|>assistant\n<think>\n" : "")
     }
-    /// A template that knows only users and assistants and ignores others.
+    /// A template that writes only the messages of users and assistants, and leaves out all other messages.
     static let passesOver: Template = { messages, opens in
         chatML(messages.filter { ["user", "assistant"].contains($0.role) }, opens)
     }

@@ -18,8 +18,8 @@ QUALITIES = ("cosine", "sign_agreement", "relative_error")
 
 
 def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Compares MeZO's estimate of each block's gradient with the exact one, averaged over draws of
-    z.
+    """Compares MeZO's estimates of each block's gradient with the exact gradient. The figures are
+    means over draws of z.
     """
     model, seed = reference.Model.of(bundle), settings["seed"]
     scale, epsilon = settings["scale"], settings["mezo_epsilon"]

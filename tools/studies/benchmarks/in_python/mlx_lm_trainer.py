@@ -19,7 +19,8 @@ COMPILED_WITH = 8  # the tokens of a first step, which is not measured
 
 def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains with mlx-lm's trainer, on the same weights and windows."""
-    # imported here, because they take tens of MB that the other measurements do not need
+    # These modules are imported only here, because they take tens of MB, which the other
+    # measurements do not need.
     from mlx_lm.tuner import trainer
     from mlx_lm.tuner.callbacks import TrainingCallback
     from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -57,7 +58,8 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
         trainer.train(model, sgd, None, None, args, trainer.default_loss, batches, callback)
 
     with contextlib.redirect_stdout(sys.stderr):
-        # On a CPU, MLX runs a C++ compiler for the kernels of mlx-lm's step.
+        # On a CPU, MLX runs a C++ compiler for the kernels of mlx-lm's step. So a short step, which
+        # is not measured, comes first.
         train(min(settings["seq_len"], COMPILED_WITH), 1, 0.0, None)
         train(settings["seq_len"], settings["steps"], settings["learning_rate"], Report())
 

@@ -28,9 +28,10 @@ def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
 
     A block's weights are read into memory and dequantized as a whole. The [heads, T, T] weights of
     attention and the [T, V] logits of the loss exist as a whole. All eight intermediates exist
-    before the backward pass begins. The output matrix is read and dequantized by rows, and the
-    gradient by the logits overwrites them: otherwise these would take several times as much. With
-    `store_h`, the forward pass keeps h = x A of all modules for the backward pass.
+    before the backward pass begins. The output matrix is read and dequantized by rows. The gradient
+    by the logits overwrites the logits: otherwise output matrix and logits would take several times
+    as much memory. With `store_h`, the forward pass keeps h = x A of all modules for the backward
+    pass.
     """
     report_baseline()
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])
@@ -51,7 +52,7 @@ def paper_step(
     learning_rate: float,
     store_h: bool,
 ) -> float:
-    """Takes one step: updates `lora`, and returns the loss before."""
+    """Takes one step: updates `lora`, and returns the loss before the update."""
     arch = bundle.architecture
     inputs = [arch.embedding_scale * Table(bundle, "embedding")[np.array(window[:-1])][None]]
     kept: list[dict[str, mx.array]] = []

@@ -12,11 +12,11 @@ from studies.benchmarks.in_python.steps import report
 
 
 def products(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Times y = x Wᵀ and dx = dy W of every linear layer and of the head, one after another.
+    """Measures the time of y = x Wᵀ and dx = dy W for every linear layer and the head, in turn.
 
-    `recompute`: whether the forward products of the blocks run twice, except the down projections,
-    as in MeSP. x [T, in], dy [T, out] and W [out, in] are float32. Layers of one kind share W. The
-    products of LoRA and of attention are left out.
+    With `recompute`, the forward products of the blocks run twice, as in MeSP; those of the down
+    projections run once. x [T, in], dy [T, out] and W [out, in] are float32. Layers of one kind
+    share W. The products of LoRA and of attention are left out.
     """
     arch, rows = bundle.architecture, settings["seq_len"]
     random = np.random.default_rng(settings["seed"])

@@ -15,8 +15,8 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.footprint import Peak, footprint
 
-# Seconds after which a run ends early with the steps that it has: mlx-lm as shipped needs minutes a
-# step on a CPU.
+# A run ends early after this many seconds, because mlx-lm as shipped needs minutes for a step on a
+# CPU. The steps that it has done are reported.
 PATIENCE = 120.0
 
 

@@ -30,7 +30,7 @@ typedef struct {
     bool has_value;
 } HostOptionalInt;
 
-/// A Swift function. A function that takes one by value also takes ownership of `context`, and releases it.
+/// A Swift function. A C function that takes this structure by value also takes ownership of `context`, and releases it.
 typedef struct {
     void *context;
     HostVector (*call)(void *context, HostVector arguments);  // returns a new vector, or null on failure

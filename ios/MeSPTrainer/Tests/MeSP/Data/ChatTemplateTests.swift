@@ -6,13 +6,13 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Conversations with tools give the same tokens as the exporter does, in chat templates that Python renders.
+/// In chat templates that Python renders, Swift and the exporter make the same tokens of conversations with tools.
 @Suite(.enabled(if: PythonTemplates.python != nil)) struct ChatTemplateTests {
     private struct Found: Equatable {
         var ids: [Int]
         var counted: [Bool]
 
-        /// Stores the tokens and the mask of the loss. The first token has no loss.
+        /// Stores the tokens and the mask of the loss. The first token is never in the loss.
         init(_ ids: [Int], _ counted: [Bool]) { (self.ids, self.counted) = (ids, [false] + counted.dropFirst()) }
     }
 

@@ -28,7 +28,7 @@ import Testing
         #expect(!FileManager.default.fileExists(atPath: store.url.path))
     }
 
-    /// mesp data and TRL read pairs as lists of messages.
+    /// The file has each pair as lists of messages, which `mesp data` and TRL can read.
     @Test func theFileIsOfPreferences() throws {
         try store.append(choice("Hello.", "Hm"))
         let json = try JSONSerialization.jsonObject(with: Data(contentsOf: store.url)) as? [String: Any]

@@ -73,15 +73,15 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let records = (0..<3).map { #"{"prompt": "\#($0)", "completion": "yes, it is"}"# }
         try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: false)
-        // A sequence has 17 tokens of "<user>0\n<assistant>yes, it is\n", whose answer begins with the 20th token.
+        // A sequence has 17 tokens of "<user>0\n<assistant>yes, it is\n", and the answer begins with the 20th token.
         #expect(try words("train.examples.bin") == [0, 17, 17, 17])
         #expect(try words("valid.examples.bin") == [0, 17])
         let found = message { try write("chat.jsonl", records.joined(separator: "\n")) }
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    /// The template writes a line feed after each message, which does not end an answer, so an end token is added. This also holds for a template
-    /// that drops thoughts of earlier answers.
+    /// An end token is added to each answer, because the line feed that the template writes after a message does not end an answer. One of the
+    /// templates drops the thoughts of earlier answers.
     @Test(arguments: [
         (
             ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,
