@@ -147,7 +147,7 @@ def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp
         (("--general", "FILE"), "--general has no use without --max-forgetting"),
         (("--max-forgetting", "-1"), "x>=0"),
         (("--max-forgetting", 3, "--val-batches", 0), "--max-forgetting needs evaluations"),
-        (("--max-forgetting", 3, "--general", "MISSING"), "cannot be read"),
+        (("--max-forgetting", 3, "--general", "MISSING"), "There is no file"),
         (("--max-forgetting", 3, "--general", "EMPTY"), "no tokens"),
         (("--max-forgetting", 3, "--general", "BINARY"), "not UTF-8 text"),
         (("--max-forgetting", 3, "--general", "RECORDS"), "is a file of records; give a text"),

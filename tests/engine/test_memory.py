@@ -93,7 +93,9 @@ def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, mon
     Here all scores are equal, so the first experts are chosen.
     """
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
-    length, config = 1024, FAMILIES[family] | {"hidden_size": 768, "moe_intermediate_size": 512}
+    length = 1024
+    config = FAMILIES[family] | {"hidden_size": 768, "moe_intermediate_size": 512}
+    config |= {"max_position_embeddings": length}
     tensors = random_tensors(config)
     for name in tensors:
         if name.endswith((".gate.weight", ".expert_bias")):

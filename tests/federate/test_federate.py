@@ -993,7 +993,7 @@ def wrong_shape(arrays: Arrays, config: dict) -> tuple[Arrays, dict]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda arrays, config: (arrays, {**config, "model": "another"}), "of another model"),
+        (lambda arrays, config: (arrays, {**config, "model": "another"}), "for another model"),
         (lambda arrays, config: ({"x.lora_a": arrays[B]}, config), "sent x.lora_a, in a form"),
         (wrong_shape, "in a form that this model does not have"),
         (lambda arrays, config: ({}, config), ""),
