@@ -271,7 +271,7 @@ def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
 def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject):
     path = tmp_path / "m.gguf"
     file = data.draw(st.sampled_from(gguf_files)).read_bytes()
-    path.unlink(missing_ok=True)  # the previous one may still be mapped
+    path.unlink(missing_ok=True)  # the previous file may still be mapped
     path.write_bytes(data.draw(damaged_gguf(file)))
     with contextlib.suppress(MespError):
         convert(path)
@@ -335,7 +335,7 @@ def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
     original = data.draw(st.sampled_from(sorted(bundle.glob("*.mlxfn")))).read_bytes()
     file = data.draw(damaged(original) | overwritten(original))
     path = tmp_path / "function.mlxfn"
-    path.unlink(missing_ok=True)  # MLX may still read the previous one
+    path.unlink(missing_ok=True)  # MLX may still read the previous file
     path.write_bytes(file)
     with contextlib.suppress(MespError, ValueError):
         for function in check_functions(file, "cpu"):

@@ -247,6 +247,6 @@ def test_five_lines_export_train_write_and_measure(
     assert adapted.difference.value == adapted.estimate.value - base.estimate.value
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")
-    # The commands print the same.
+    # The command prints the text of the function's result.
     printed = run("evaluate", "demo.mesp", "test.jsonl", "--adapters", on.adapters).stdout
     assert printed.rstrip("\n") == str(found)

@@ -359,7 +359,9 @@ def evaluate_to(model: Path, bundle: Path, folder: Path) -> list[str]:
 def test_a_command_that_is_ended_leaves_nothing(
     model: Path, bundle: Path, tmp_path: Path, number: int, line: Callable
 ):
-    """A signal arrives while the command writes a folder, or while an engine works for it."""
+    """A command that a signal ends leaves nothing, whether it is writing a folder or waiting for
+    its engine.
+    """
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     for folder in (out, temporary):
         folder.mkdir()
@@ -389,7 +391,9 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
-    """Generation ends between two blocks, when MLX's threads may still compute."""
+    """After a signal, generation ends between two blocks. MLX's threads may still be computing
+    then.
+    """
     prompt = {
         "adapters": [],
         "prompt": [5] * 40,
@@ -496,7 +500,9 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """Calls to the system that change a file fail: 20 of each kind, evenly over the run."""
+    """A run continues after any failed call that changes a file. For each kind of failure, 20 calls
+    are tested, evenly over the run.
+    """
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
     def environment(engine: Engine, **more: object) -> dict[str, str]:

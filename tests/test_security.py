@@ -269,7 +269,7 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         matrices = mx.load(str(file))
         mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
         said = "that are not finite"
-    # A tensor of any size, or a missing one, without which the others are no LoRA.
+    # One tensor too many, or no tensors.
     elif what == "more":
         matrices = mx.load(str(file))
         mx.eval(matrices)  # before its file is written again
@@ -560,7 +560,7 @@ def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, op
 
 
 def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
-    """The run has a copy of the text, as tokens."""
+    """A resumed run needs no text, because its folder has the text's tokens."""
     output, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text(TEXT)
     options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)

@@ -310,7 +310,7 @@ NOT_PLAIN = (
 
 
 def write_plain_families() -> str:
-    """Returns the properties of plain families and of any config.json, from `mesp.models`."""
+    """Returns the properties of plain families and the defaults of a config.json, in Swift."""
 
     def write_family(family: families.Family) -> dict[str, Any]:
         found = {each.name: getattr(family, each.name) for each in fields(family)}

@@ -205,7 +205,7 @@ def remove_link(path: Path) -> None:
 def create(path: Path) -> BinaryIO:
     """Opens a new file for writing, and removes a file or link at its path first.
 
-    So it does not write to the file that a symbolic link at the path leads to.
+    So nothing is written to the file that a symbolic link at the path leads to.
     """
     path.unlink(missing_ok=True)
     return open(path, "xb")

@@ -33,8 +33,8 @@ WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def refuse_path(name: str) -> None:
-    """Raises MespError for a name that can only be a path, which is never looked up on the Hub. The
-    caller has found no file or folder at this path.
+    """Raises MespError for a name that can only be a path, so that it is not looked up on the Hub.
+    The caller has found no file or folder at this path.
     """
     if name.startswith("~"):
         raise MespError(f"There is no folder or file {name}: write the path out, without ~.")
@@ -60,7 +60,7 @@ def list_gguf_files(repo: str) -> list[str]:
 
 
 def choose_gguf_file(repo: str, quantization: str) -> str:
-    """Returns the GGUF file of a repository whose name has a quantization, such as Q4_K_M.
+    """Returns the repository's GGUF file that has a quantization in its file name, such as Q4_K_M.
 
     Raises MespError if there is none.
     """

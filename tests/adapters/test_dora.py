@@ -63,8 +63,8 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 
 def test_mlx_lm_loads_and_computes_the_same(family):
-    """mlx-lm's loader reads the same folder of adapters and computes the same logits. Both sides
-    have the same quantized weights.
+    """mlx-lm's loader reads the same folder of adapters and computes the same logits. The expected
+    logits are computed with the same quantized weights.
     """
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))(TOKENS)

@@ -240,7 +240,7 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
         "smollm3",
         "granite",
         "minicpm",
-    ):  # MeSP rotates the two halves of a head, llama.cpp pairs of neighbours
+    ):  # MeSP rotates halves of a head; llama.cpp rotates pairs of neighbours
         pairs = [i // 2 + (size // 2) * (i % 2) for i in range(size)]
         heads = heads[:, pairs]
     assert np.array_equal(tensors["blk.0.attn_q.weight.lora_b"], heads.reshape(b.shape))

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.transformers
 # transformers runs MiniCPM only with code of the model's author, and mlx-lm lacks LFM3.
 READ = sorted(FAMILIES.keys() - {"minicpm", "lfm3"})
-# Models of several modalities, of which FAMILIES has only the texts.
+# Models of several modalities. FAMILIES has only their texts.
 VL = {
     "qwen2_5_vl": FAMILIES["qwen2"]
     | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},

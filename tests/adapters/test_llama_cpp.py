@@ -58,9 +58,9 @@ from studies.real_models import GEMMA, SMOLLM2, gguf_file
 
 COUNT = 48
 END = 0  # the token that ends a text, in all models here
-# The tolerance of a log-probability, by the activation. Both sides are float32, and sums in another
-# order make errors of 1e-5. But llama.cpp looks GELU up in a float16 table. If mlx-lm rounds GELU
-# in the same way, a log-probability changes by 0.012.
+# The tolerance of a log-probability, by the activation. MeSP and llama.cpp compute in float32, and
+# different orders of sums make errors of 1e-5. But llama.cpp looks GELU up in a float16 table. If
+# mlx-lm rounds GELU in the same way, a log-probability changes by 0.012.
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
 # Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by about 0.04.
 BFLOAT16 = 0.1
@@ -160,7 +160,7 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
         module = key.split(".")[-2]
         if (
             module in heads and name.lower() in INTERLEAVED
-        ):  # here halves are rotated, there pairs of neighbours
+        ):  # MeSP rotates halves of a head, llama.cpp pairs
             halves = array.reshape(heads[module], 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
         if module.endswith("norm"):
@@ -265,9 +265,9 @@ def test_a_fused_model(case: Case, tmp_path: Path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
-    """A GGUF file in llama.cpp and its bundle have the same log-probabilities. Both sides compute
-    in float32 with the values of Q8_0's blocks. With the blocks themselves, llama.cpp would also
-    round activations to 8 bits.
+    """A GGUF file in llama.cpp and its bundle have the same log-probabilities. llama.cpp gets the
+    values of Q8_0's blocks in float32, because with the blocks themselves it would round
+    activations to 8 bits.
     """
     tensors = random_tensors(MODELS[name][1])
     quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
@@ -446,8 +446,8 @@ def test_a_real_models_tokens_are_llama_cpps(real: RealModel):
 
 @pytest.mark.parametrize("vocabulary", [*PRE_TOKENIZERS, "pieces"])
 def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
-    """A text has llama.cpp's tokens with each supported pre-tokenizer, whose small vocabulary has
-    bytes and pairs, and with the pieces of SentencePiece.
+    """A text has llama.cpp's tokens, with each supported pre-tokenizer and with the pieces of
+    SentencePiece. The vocabulary of a pre-tokenizer is small here: bytes and pairs of them.
     """
     tensors = random_tensors(MODELS["qwen2"][1])
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tensors, vocabulary=vocabulary)

@@ -289,7 +289,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
 
 
 def outcome(trained: Trained, model: Model) -> str:
-    """Returns the page's word for it."""
+    """Returns how the adapters load into the model, in the words of the page."""
     for fit, said in ((False, FIRST if model.keeps_weights else LOADS), (True, FITTED)):
         try:
             load(trained.adapters, model, trained.arch, fit)

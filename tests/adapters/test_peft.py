@@ -49,7 +49,7 @@ from studies.in_peft.train import in_nf4, write_base
 
 SEQ_LEN = 64
 VAL_BATCHES = 8
-# Both sides are float32. Sums in another order change a loss near 5 by 1e-6.
+# The engine and PEFT compute in float32. Another order of sums changes a loss near 5 by 1e-6.
 TOLERANCE = 1e-4
 
 
@@ -388,7 +388,7 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
     done = invoke(bench, "bench.py", *size, *methods, *files)
     assert done.returncode == 0, done.stderr
     engine, peft = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    # Adapters, windows and update are the same on both sides, so the losses differ only by
+    # The engine and PEFT have the same adapters, windows and update, so their losses differ only by
     # float32's rounding.
     assert peft["losses"] == pytest.approx(engine["losses"], rel=1e-5)
     assert 0 < peft["baseline_bytes"] < peft["footprint_peak_bytes"]
@@ -407,8 +407,8 @@ def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_pa
     with mx.stream(mx.cpu):
         ours = np.array(model_with(Bundle(bundle), None, tmp_path / "base")(mx.array(ids)))
         others = np.array(model_with(Bundle(bundle), None)(mx.array(ids)))
-    # Both sides are float32 with the weights of bitsandbytes. The bundle's own 4-bit weights differ
-    # by much more.
+    # With the weights of bitsandbytes, mlx-lm's model and PyTorch's differ only by float32's
+    # rounding. With the bundle's own 4-bit weights, the logits differ by much more.
     assert np.linalg.norm(ours - there) < TOLERANCE * np.linalg.norm(there)
     assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)
 

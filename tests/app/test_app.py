@@ -384,8 +384,8 @@ def test_every_stand_in_says_what_it_was_read_from():
 
 
 def test_a_view_has_its_file_importer_once():
-    """SwiftUI applies a section's modifiers to each of its rows, and imports the file once for each
-    row.
+    """A section has no file importer. SwiftUI would apply it to each row of the section, and import
+    a file once for each row.
     """
     for view in (APP / "Views").glob("*.swift"):
         lines = view.read_text(encoding="utf-8").splitlines()
@@ -502,7 +502,7 @@ def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
     bundle.verify()
     assert bundle.manifest.device == device
     assert {"train", "valid"} <= set(bundle.manifest.data)
-    # The Train screen states it (`TrainingForm.lesson`).
+    # The Train screen states what the data is about (`TrainingForm.lesson`).
     tokens = array("I", (bundle.path / "data" / "train.bin").read_bytes())
     text = Tokenizer.from_file(str(bundle.path / "tokenizer.json")).decode(list(tokens))
     assert text.count("Python") > 20 and "An assignment statement evaluates" in text

@@ -139,8 +139,8 @@ def number(value: int) -> bytes:
     ids=str,
 )  # fmt: skip
 def test_what_mlx_never_makes_is_refused(name, state, good, bad, said):
-    """States that MLX never writes are refused. For them, MLX's operations return their input or
-    refuse it, and the primitives rely on that.
+    """States that MLX never writes are refused. MLX's operations make no primitive with such a
+    state, and the primitives rely on that.
     """
     if good:
         check_functions(one(name, state, *good), "cpu")
@@ -160,8 +160,8 @@ def test_primitives_of_a_gpu_are_refused_on_a_cpu():
     ("heads", "length", "size"), [(2, 9, 192), (2, 9, 256), (2, 8, 80), (8, 8, 64)]
 )
 def test_attention_without_a_kernel_is_refused(heads, length, size):
-    """Attention without a kernel in Metal is refused. Keys and values have one head here. For few
-    queries, Metal launches a thread for each of their rows.
+    """Attention without a kernel in Metal is refused. Keys and values have one head here. If there
+    are few queries, Metal launches a thread for each row of the queries.
     """
 
     def file(heads: int, length: int, size: int) -> bytes:

@@ -181,8 +181,8 @@ def test_functions_give_the_logits_of_mlx_lm(family):
 
 
 def test_adapters_load_into_mlx_lm(family, tmp_path):
-    """Adapters load into mlx-lm's model. It finds the modules by name, also fused ones, and its
-    loss is the reference's.
+    """Adapters load into mlx-lm's model. mlx-lm finds the modules by name, also fused ones, and the
+    model has the reference's loss.
     """
     _, _, bundle = family
     arch, rank = bundle.architecture, 2
@@ -233,7 +233,8 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
     if len(expected) == 2 and not bundle.architecture.has_experts:
         first, second = bundle.manifest.blocks
         assert first.functions["9"] != second.functions["9"]
-        # Gemma 3's layers with windows rotate with other frequencies, and NoPE's do not rotate.
+        # Gemma 3's layers with windows rotate with other frequencies than those without, and NoPE
+        # layers do not rotate.
         same = config["model_type"] in ("llama", "gemma2")
         for functions in ("functions", "plain_functions"):
             files = [getattr(group, functions)["4"] for group in bundle.manifest.blocks]
@@ -269,7 +270,9 @@ def test_what_belongs_to_an_expert_lies_together(family):
 
 @pytest.mark.parametrize("stride", [-16, 0, 16, 1 << 40, "16", 1.5, None])
 def test_a_damaged_stride_is_refused(tmp_path, stride):
-    """With such a stride, experts would overlap, or lie outside of the file."""
+    """A stride is refused if experts would overlap or lie outside of the file, or if it is no
+    integer.
+    """
     source, out = write_model(tmp_path / "model", FAMILIES["qwen3_moe"]), tmp_path / "out.mesp"
     export(source, out, seq_len=4, device="cpu", quantize="nearest")
     manifest = json.loads((out / "manifest.json").read_text())

@@ -55,7 +55,9 @@ def test_a_kind_of_blocks_has_all_functions_or_none(bare: Path, kind: str):
 
 
 def test_written_again_it_has_functions(bare: Path):
-    """The functions are those of the original bundle, or of a bundle for the other device."""
+    """A bundle that is written again has functions: those of the original bundle, or those of a
+    bundle for the other device.
+    """
     whole, again = bare.with_name("whole.mesp"), bare.with_name("again.mesp")
     wanted = read_manifest(whole, to_run=False)
     call("export", "--from", bare, "--out", again, "--device", "gpu")
@@ -78,7 +80,9 @@ def test_a_gpu_packs_records_without_functions(bare: Path, tmp_path: Path):
 
 
 def test_every_command_takes_it(tmp_path: Path):
-    """Losses and texts equal those of the bundle with functions, to the last bit."""
+    """Commands take a bundle without functions. Losses, texts and fused weights equal those of the
+    bundle with functions, to the last bit.
+    """
     bare = without_functions(DEMO_BUNDLE, tmp_path / "bare.mesp")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

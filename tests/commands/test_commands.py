@@ -24,7 +24,7 @@ def test_every_command_has_help_and_a_version(name: str):
 
 
 def test_the_help_is_there_at_once():
-    """It imports no command and no MLX."""
+    """The help is printed without importing any command or MLX."""
     program = "import sys\nfrom mesp.__main__ import main\n"
     program += "try: main(['--help'], prog_name='mesp')\n"
     program += "finally: print([m for m in ('mlx', 'rich', 'numpy', 'yaml') if m in sys.modules])"

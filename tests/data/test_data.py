@@ -367,7 +367,7 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
     assert [*load(tmp_path / "short.txt", tokenizer, 30, hold_out=0)] == ["train"]
     with pytest.raises(MespError, match=r"`hold_out` is 0 or more and below 1, and not 1\.5"):
         load(text, tokenizer, hold_out=1.5)
-    # An existing split stays whole.
+    # If the folder has held-out data, hold_out moves no records.
     folder = tmp_path / "folder"
     folder.mkdir()
     for name in ("train.jsonl", "dev.jsonl"):
@@ -379,8 +379,8 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
 @pytest.mark.parametrize("mask_prompt", [False, True])
 @pytest.mark.parametrize("long", ["cut", "split"])
 def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
-    """Cut records have mlx-lm's tokens. In split records, each counted target counts once, in its
-    place.
+    """Cut records have mlx-lm's tokens. If records are split, each of their targets in the loss
+    occurs once, in the original order.
     """
     seq_len = 24
     records = [
@@ -396,7 +396,7 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     longer = [(ids, prompt) for ids, prompt in whole if len(ids) > seq_len + 1]
 
     def targets(ids: list[int], prompt: int) -> list[tuple[int, int]]:
-        """Returns pairs of a token that counts and the one before it."""
+        """Returns each target in the loss, after the token before it."""
         return [(ids[i - 1], ids[i]) for i in range(max(prompt, 1), len(ids))]
 
     if long == "cut":
@@ -474,7 +474,7 @@ def test_a_text_file_has_no_examples(tokenizer, text):
 
 
 def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
-    """The loss is mlx-lm's mean over the counted targets of a batch. The test computes this mean
+    """The loss of a batch is mlx-lm's mean over the targets that count. The test computes this mean
     from single examples without padding.
     """
     seq_len = 40
@@ -507,7 +507,7 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     # here.
     loss, counted = default_loss(model, batch, ranges - mx.array([0, 1]))
     assert counted.item() == count
-    # mlx-lm's side has logits and sums in float32.
+    # default_loss computes in float32.
     assert loss.item() == pytest.approx(total / count, rel=1e-4)
 
 

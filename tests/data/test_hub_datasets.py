@@ -100,7 +100,9 @@ def test_splits_by_the_names_that_they_have(tmp_path, name):
 
 
 def test_a_file_and_what_is_null_in_it(tmp_path):
-    """A column exists if any record has it; for a message without tool calls it is null."""
+    """Parquet stores null for the tool calls of a message without any. The records are still read
+    as from a file of JSON lines.
+    """
     call = [{"function": {"name": "f", "arguments": "{}"}}]
     messages = [
         [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": call}],

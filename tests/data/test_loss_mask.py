@@ -402,7 +402,9 @@ def test_an_answer_may_begin_as_the_template_asks_on(tokenizer, answer):
 
 
 def test_an_unclosed_thought_is_trained(tokenizer):
-    """The template closes a thought, and looks for one in the content."""
+    """A thought without its end is trained as it is. The template opens and closes an empty thought
+    only if the content has none.
+    """
     template = PLAIN.replace(
         "{%- if m.role == 'assistant' %}{{- m.content +",
         "{%- if m.role == 'assistant' %}"

@@ -332,7 +332,8 @@ def test_steps_are_those_of_an_independent_trainer(bundle, tmp_path, objective):
     done = call("train", bundle, *options, "--out", tmp_path / "run")
     assert "accuracy" in done.stdout and "perplexity" not in done.stdout
     trained = RunLog.load(tmp_path / "run")
-    # float32 sums in two orders, whose difference grows with the steps
+    # The engine and MLX sum float32 numbers in different orders. The difference grows with the
+    # steps.
     expected = independent(bundle, objective, steps)
     assert trained.losses == pytest.approx(expected, rel=1e-3 if steps == 40 else 1e-4)
     for step in trained.steps:

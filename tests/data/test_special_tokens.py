@@ -147,7 +147,7 @@ def test_conversations_are_as_transformers_splits_them(tokenizer, template, loss
     said = conversation("x", text, f"y {text}", text, f"z {text}.")
     encoded = encode_conversation(tokenizer, said, loss_on, split_special=True)
     check_ids(tokenizer, encoded.ids, transformers_ids(tokenizer, said), [text])
-    # The template's special tokens are the same as with any other texts.
+    # The only special tokens are those that the template writes around any texts.
     plain = encode_conversation(tokenizer, conversation(*"abcde"), loss_on)
     assert special(tokenizer, encoded.ids) == special(tokenizer, plain.ids)
     rendered = tokenizer._tokenizer.apply_chat_template(said.messages, tokenize=False)

@@ -222,7 +222,9 @@ def test_documents_state_the_figures_that_were_measured(measured: dict[str, Any]
 
 
 def test_each_figure_has_its_source():
-    """A figure is computed, or measured under conditions."""
+    """Each figure is computed, or states the processor, threads, date and version of its
+    measurement.
+    """
     has = {"name", "value", "unit", "command", "stated"}
     measured = {"processor", "threads", "date", "version"}
     may_have = {"extrapolated", "conditions"}

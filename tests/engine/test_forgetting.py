@@ -83,7 +83,7 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
     assert rise > 0.005
     record, tuned = kept.strength, model_with(bundle, kept.adapters)
     opened = mesp.load(bundle)
-    # Both sides are float32, with sums in two orders, as in the other comparisons with mlx-lm.
+    # The engine and mlx-lm compute in float32, and sum in different orders.
     for found, expected in (
         (record["general_before"], before),
         (record["general_after"], general_loss(tuned, bundle)),
@@ -208,7 +208,7 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
     replayed = [(step + 1) * 3 // 10 - step * 3 // 10 for step in range(10)]
     assert [step["replayed"] for step in mixed.steps] == replayed
     trained = [loss for loss, own in zip(mixed.losses, replayed, strict=True) if not own]
-    # The rate is not 0.
+    # The tolerance is for the learning rate, which is not 0.
     assert trained == pytest.approx(plain.losses[: len(trained)], rel=1e-5)
     tokens, examples = tokens_of(tmp_path / "mixed")
     untuned, first = model_with(bundle, None), len(find_opening(load_bundle_tokenizer(bundle)))

@@ -380,7 +380,7 @@ def test_a_training_is_that_of_the_exporter_s_bundle(family: str, tmp_path: Path
 
 
 def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_path: Path):
-    """Commands for any bundle do this."""
+    """The commands for any bundle check an imported one, and write it again with functions."""
     bundle, again, exported = (tmp_path / f"{name}.mesp" for name in ("a", "b", "c"))
     assert run_import(model, bundle, device="cpu").end
     assert "none of" in call("check", bundle).stdout
@@ -486,7 +486,7 @@ def test_what_a_quantization_says_beside_is_refused_as_the_exporter_does(
 
 
 def test_a_quantization_of_the_text_alone_is_refused_as_the_exporter_does(tmp_path: Path):
-    """mlx-lm reads only the whole model's."""
+    """Settings of quantization for the text alone are refused, because mlx-lm ignores them."""
     model = write_mlx_model(tmp_path / "model", CONFIGS["gemma3"])
     config = config_of(model)
     config["text_config"]["quantization"] = config.pop("quantization")

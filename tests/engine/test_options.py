@@ -138,11 +138,11 @@ def agree(
 ) -> None:
     """Compares every loss, and the change of the adapters.
 
-    Both sides compute in float32 and sum in different orders. Losses differ by 1e-6 to 1e-5, and so
-    do the changes of parameters, relative to their size. These differences grow from step to step.
-    A moment that is half-way between two codes of 8 bits may become either code. So up to `ties`
-    parameters may differ by up to a step. AdamW's longest step, without bias correction, is rate ·
-    (1 - β₁) / √(1 - β₂): 3.2e-3 with β₂ = 0.999.
+    The engine and Python compute in float32 and sum in different orders. Losses differ by 1e-6 to
+    1e-5, and so do the changes of parameters, relative to their size. These differences grow from
+    step to step. A moment that is half-way between two codes of 8 bits may become either code. So
+    up to `ties` parameters may differ by up to a step. AdamW's longest step, without bias
+    correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3 with β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
@@ -375,7 +375,7 @@ def test_what_counts_of_an_example_is_in_the_loss(
     counts = [counted.size for ((_, counted),) in oracle.sequences]
     order = [reference.step_window(taken, 0, len(counts)) for taken in range(STEPS * 4)]
     each = batch * accumulation
-    # Tokens after the last counted target are not computed.
+    # Tokens after the last target in the loss are not computed.
     inputs = [counted.max().item() for ((_, counted),) in oracle.sequences]
     for name, numbers in (("tokens", counts), ("input_tokens", inputs)):
         assert [step[name] for step in run.steps] == [
@@ -386,7 +386,7 @@ def test_what_counts_of_an_example_is_in_the_loss(
 
 def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
     """The gradients of a step are the same in any number of batches. The gradients by each matrix
-    are compared. Some sequences have several times as many counted targets as others.
+    are compared. Some sequences have several times as many targets in the loss as others.
     """
     train(bundle_of_examples, tmp_path / "first", steps=2)  # otherwise no A would have a gradient
     start = saved(tmp_path / "first")

@@ -1,5 +1,5 @@
-"""Tests of the MLX of phones, which is in a separate environment. It reads the exports of this
-environment. Both compute the same, to the last bit.
+"""Tests of the version of MLX that phones have, which is installed in a separate environment. It
+reads the exports of this environment's MLX, and both versions compute the same, to the last bit.
 
 As a program, this file writes the results of the MLX that it finds.
 """

@@ -165,8 +165,8 @@ class Private:
 SGD = {"optimizer": "sgd", "learning_rate": 0.1}
 ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3}
 CASES = {
-    # Without noise, the result is the mean of clipped gradients. Where there is noise, it is about
-    # as long as this mean, so that neither hides an error of the other.
+    # Without noise, the result is the mean of clipped gradients. The noise is about as long as this
+    # mean, so that neither hides an error of the other.
     "clipping": ((0.5, 0.0, 27), SGD, Recipe(optim.SGD(0.1))),
     "clipping that need not": ((1e4, 0.0, 9), SGD, Recipe(optim.SGD(0.1))),
     "noise": ((0.5, 0.002, 4), SGD, Recipe(optim.SGD(0.1))),

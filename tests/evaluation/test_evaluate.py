@@ -86,8 +86,8 @@ def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool]:
-    """Returns mlx-lm's log-likelihood of the tokens from `first` on, and whether each is the
-    likeliest.
+    """Returns mlx-lm's log-likelihood of the tokens from number `first` on, and whether all of them
+    are the likeliest.
     """
     logits = model(mx.array([tokens[:-1]]))[0, first - 1 :].astype(mx.float32)
     targets = mx.array(tokens[first:])

@@ -164,7 +164,9 @@ def test_figures_are_mlx_lms(
 
 
 def check_alike(ours: list, theirs: list) -> None:
-    """Compares log-likelihoods up to float32's sums, whether they are greedy, and texts."""
+    """Checks that log-likelihoods are equal except for rounding, and texts and the marks of greedy
+    answers exactly.
+    """
     for our, their in zip(ours, theirs, strict=True):
         if isinstance(their, tuple | list):
             assert our[0] == pytest.approx(their[0], abs=1e-4) and our[1] == their[1]

@@ -137,7 +137,9 @@ def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, data: Path, t
 def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
     bundle: Path, data: Path, tmp_path: Path, batches: int
 ):
-    """Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ, and Σ pᵢ gᵢ is the gradient of the mean over all targets."""
+    """With A frozen, the average of the clients' B is a step on all of their targets: Σ pᵢ (B - η
+    gᵢ) = B - η Σ pᵢ gᵢ, and Σ pᵢ gᵢ is the gradient of the mean over these targets.
+    """
     clients = 4
     records = [
         each | {"completion": each["completion"] * (1 + number % 3)}
@@ -169,7 +171,9 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 
 @pytest.mark.slow
 def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
-    """w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀)); in the first step w is w₀."""
+    """FedProx adds μ (w - w₀) to the gradient, which is 0 in the first step: w₂ = w₁ - η (g(w₁) + μ
+    (w₁ - w₀)).
+    """
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
@@ -209,7 +213,9 @@ def test_bfloat16_is_rounded_as_mlx_rounds():
 
 
 def test_folders_of_the_last_blocks_are_read_as_they_were_written(tmp_path: Path):
-    """The model has two alternating kinds of blocks, with attention in the last."""
+    """Adapters of the last blocks are read as they were written. The model has blocks of two kinds,
+    and the last block has attention.
+    """
     arch = Architecture.from_config(FAMILIES["qwen3_5"] | {"num_hidden_layers": 8})
     arrays = {
         "self_attn.o_proj.lora_b": np.ones((2, 2, 5), np.float32),
@@ -892,8 +898,8 @@ LONG, UNSAID, DAMAGED = "more bytes than any answer", "compressed or without a l
 def test_an_answer_that_is_none_ends_a_node(
     bundle: Path, tmp_path: Path, answer: Callable, said: str, call: str
 ):
-    """If an answer is none that Flower gives, the node ends with a sentence. It takes little memory
-    and leaves its own files unchanged.
+    """If a server answers as Flower never does, the node ends with a sentence. The node takes
+    little memory and leaves its own files unchanged.
     """
     folder, peak = tmp_path / "n", 0
     with SuperLink(**{call: answer}) as link, Node(link.url, bundle, folder) as node:
@@ -953,7 +959,7 @@ def test_a_node_waits_for_a_server_that_says_nothing(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("age", [0, 7200], ids=["useless", "expired"])
 def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
-    """60 messages arrive at once. They lack their content, or nobody waits for them any more."""
+    """60 messages at once leave no files, whether they lack their content or have expired."""
     folder, count = tmp_path / "n", iter(range(60))
 
     def pull(_: BaseHTTPRequestHandler) -> bytes:

@@ -216,7 +216,9 @@ def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
 
 
 def test_half_a_billion_parameters_travel_in_5_mb():
-    """These are all parts of a message for Qwen2.5-0.5B, rank 8, B alone, in bfloat16."""
+    """A message with the matrices B of rank 8 of Qwen2.5-0.5B in bfloat16 has at most 5 MB, with
+    all of its parts.
+    """
     outputs = {"q": 896, "k": 128, "v": 128, "o": 896, "gate": 4864, "up": 4864, "down": 896}
     random_bits = np.random.default_rng(0).integers  # equal arrays would travel once
     arrays = {
@@ -565,7 +567,7 @@ def test_options_that_a_strategy_cannot_take_are_refused(
 def test_a_client_that_changes_almost_nothing_is_averaged(
     bundle: Path, data: Path, tmp_path: Path, size: float
 ):
-    """The squares of such numbers are 0 in float32."""
+    """A client's changes count even if they are so small that their squares are 0 in float32."""
     options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01)
     whole = federation(bundle, data, tmp_path / "f", *options, *FLOAT32)
     sent: dict[int, Arrays] = {}

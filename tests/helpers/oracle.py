@@ -98,7 +98,7 @@ class Oracle:
         scale: float,
         dropout: reference.Dropout | None = None,
     ) -> mx.array:
-        """Returns the mean loss over all counted targets of a step's records. With dropout, each
+        """Returns the mean loss over all targets that count in a step's records. With dropout, each
         record must be a sequence of its own.
         """
         arch, losses = self.model.arch, []

@@ -30,7 +30,7 @@ TEXTS = {
     or name == "gemma4"
 }
 TEXTS.pop("lfm3", None)  # its RoPE "default" differs in transformers
-TEXTS.pop("llama-window", None)  # transformers has no windows of it
+TEXTS.pop("llama-window", None)  # in transformers, Llama has no windows
 
 
 def read_by_transformers(config: dict) -> dict:
@@ -107,7 +107,7 @@ NOTHING = frozenset(
      "num_labels")
 )  # fmt: skip
 # Keys that another key makes redundant here: listed layers; windows, experts or Mamba that no layer
-# has; a length that no scaling uses; another name of the same.
+# has; a length that no scaling uses; another name of the same number.
 UNREAD = frozenset(
     ("max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval",
      "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar", "rope_theta",

@@ -99,7 +99,7 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
-    """There are five steps of SGD, on the linear layers and on all experts.
+    """Five steps of SGD, on the linear layers and on all experts, are those of mlx-lm.
 
     They are compared with automatic differentiation through mlx-lm's LoRALinear and
     LoRASwitchLinear.

@@ -152,7 +152,7 @@ def test_rope_turns_as_in_mlx_lm(scaling):
     mixer = Architecture.from_config(config, 8192).mixers[0]
     rope = initialize_rope(64, 5e5, False, complete(config)["rope_scaling"], 131072)
     x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
-    expected = rope(mx.array(x))  # some of mlx-lm's change their arguments
+    expected = rope(mx.array(x))  # some of mlx-lm's functions change their arguments
     rows = slice(0, 40)
     for turn in (fast_rope(mixer, mx.fast), rope_of(mixer, rows)):
         error = mx.linalg.norm(turn(x, rows) - expected)
@@ -245,7 +245,7 @@ def test_layers_of_a_hybrid():
 
 
 def test_layers_and_rope_of_lfm3():
-    """Half of the pairs rotate in full attention, whichever name a config.json has for it."""
+    """In full attention, half of the pairs rotate, whichever type of RoPE a config.json names."""
     config = FAMILIES["lfm3"]
     arch = Architecture.from_config(config)
     conv, sliding, full = arch.mixers

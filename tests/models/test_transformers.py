@@ -1,8 +1,8 @@
 """Tests that logits of transformers' tiny random models agree here, or that a model is refused.
 
 A model has random values of all keys of transformers' configuration classes. Some are in the form
-of older versions, and some are left out. A failing case is printed with as few of them as possible.
-`MESP_MODEL_CASES` is the number of cases for each family.
+of older versions, and some are left out. A failing case is printed with as few changes as still
+fail. `MESP_MODEL_CASES` is the number of cases for each family.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def test_the_schema_takes_them():
 
 @each_workflow
 def test_actions_are_named_by_their_commits(workflow: Path):
-    """A tag can be moved to other code, which would have the repository's token."""
+    """Actions are named by commits. A tag can be moved to other code, which would then get the
+    repository's token.
+    """
     for step in steps(workflow):
         action, _, commit = step.get("uses", "").partition("@")
         assert not action or re.fullmatch("[0-9a-f]{40}", commit), action
@@ -79,7 +81,7 @@ def test_the_image_has_only_locked_packages():
 
 @pytest.mark.parametrize(("lock", "extras"), [(LOCK, ("", "report", "dev")), (IMAGE, ("",))])
 def test_a_lock_has_every_package_with_its_hashes(lock: Path, extras: tuple[str, ...]):
-    """This holds for each system and Python; `make lock` writes both locks."""
+    """The locks have all packages for each system and Python. `make lock` writes both locks."""
     wanted = [Requirement(each) for each in requires("mesp")]
     wanted.append(Requirement("setuptools>=77"))  # builds the package
     entries = re.findall(r"^(\S.*?) \\\n((?: +--hash=.*\n)+)", lock.read_text("utf-8"), re.M)

@@ -85,7 +85,7 @@ def draw(kind: str, shape: tuple[int, int]) -> mx.array:
     "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
 )
 def test_error_is_at_most_that_of_the_nearest(kind, dtype):
-    """This holds for each group, for any weights and moments."""
+    """No group has a larger error than with the nearest codes, for any weights and moments."""
     shape = (24, 256)
     matrix = draw(kind, shape)
     spread = mx.exp(3 * mx.random.normal((shape[1],), key=mx.random.key(2)))
@@ -187,8 +187,8 @@ def test_independent_inputs_leave_the_codes_as_they_are():
 
 @pytest.mark.parametrize("bits", sorted(AFFINE[0]))
 def test_weights_on_a_grid_are_exact(bits):
-    """This also holds for groups that use few of the codes, as in a model that was quantized
-    before.
+    """Weights on a grid are exact even if a group uses few of the codes, as in a model that was
+    quantized before.
     """
     rng = np.random.default_rng(0)
     levels = 2**bits - 1

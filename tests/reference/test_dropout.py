@@ -141,7 +141,7 @@ def test_masks_of_other_keys_are_independent():
     masks = [kept(key, 0.3) for key in keys]
     for a, b in itertools.combinations(masks, 2):
         assert abs(correlation(a, b)) < 5 / np.sqrt(a.size)
-        # Nor is one mask the other, shifted by a token or an input, or transposed.
+        # No mask equals another one that is shifted by a token or an input, or transposed.
         for moved in (np.roll(b, 1, axis=0), np.roll(b, 1, axis=1), b.T):
             assert abs(correlation(a, moved)) < 5 / np.sqrt(a.size)
 

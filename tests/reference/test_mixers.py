@@ -102,8 +102,8 @@ def test_state_space(T, heads, groups, P, N, rate):
 @pytest.mark.parametrize("T", [1, 9, 70])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_mamba2(T, groups):
-    """Everything between the projections is that of mlx-lm's mixer, where mlx-lm's limits of the
-    time step don't apply.
+    """Everything between the projections is that of mlx-lm's mixer. Here, the mixer does not limit
+    the time step.
     """
     config = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 8}
     config |= {"mamba_n_groups": groups, "mamba_d_state": 16, "mamba_d_conv": 4}

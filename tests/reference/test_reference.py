@@ -723,7 +723,9 @@ def test_mebp_equals_mesp(training):
 
 
 def test_dora_trains_as_in_mlx_lm():
-    """SGD begins at m = ‖W‖ and B = 0, where DoRA equals LoRA."""
+    """Training with DoRA is that of mlx-lm. SGD begins at m = ‖W‖ and B = 0. With these values,
+    DoRA equals LoRA.
+    """
     arch, rate = architecture(), 0.05
     theirs = quantized(SMALL)
     model = reference_model(theirs, arch)

@@ -203,7 +203,7 @@ def test_a_phase_of_another_type_is_named(tmp_path: Path):
 
 
 def test_a_log_of_one_endless_line_is_refused(tmp_path: Path):
-    """It is a sparse file, whose zeros take no room on a disk."""
+    """The log is a sparse file, whose zeros take no room on a disk."""
     run = write_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "r+b") as log:
         log.truncate(1 << 29)

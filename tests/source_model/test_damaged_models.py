@@ -141,6 +141,6 @@ def test_tokenizer_of_another_model():
 
 
 def test_queries_that_would_be_scaled_are_refused():
-    """The tiny Ministral 3 scales them after 64 tokens."""
+    """The tiny Ministral 3 scales queries after 64 tokens."""
     folder = write_model(Path("model"), FAMILIES["mistral3"])
     assert "From 64 tokens on" in refused("--model", folder, "--seq-len", "64,65")

@@ -67,7 +67,7 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     for path, layout in theirs.weight_files().items():
         found, expected = layout.unpack(ours.words(path)), layout.unpack(theirs.words(path))
         for key, array in expected.items():
-            # The file has their exponentials.
+            # The file has the exponentials of these logarithms.
             equal = mx.allclose if key.endswith("A_log") else mx.array_equal
             assert equal(found[key], array), f"{path} {key}"
     assert load_bundle_tokenizer(ours.path).encode(TEXT) == load_bundle_tokenizer(
@@ -206,7 +206,7 @@ def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
 
 
 def test_a_router_keeps_8_bits(tmp_path: Path):
-    """llama.cpp stores it in float32, for any type of the experts."""
+    """A router gets 8 bits, because llama.cpp stores it in float32 for any type of the experts."""
     tensors = random_tensors(MODELS["qwen3_moe"][1])
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:

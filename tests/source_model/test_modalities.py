@@ -116,7 +116,7 @@ def test_a_hybrid_model_that_mlx_lm_has_converted(family):
 
 
 def test_the_text_alone():
-    """`Qwen3_5ForCausalLM` is saved in this form."""
+    """A text without the other modalities is exported, as `Qwen3_5ForCausalLM` is saved."""
     config = {**FAMILIES["qwen3_5"], "model_type": "qwen3_5_text"}
     bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8, *NEAREST)
     assert bundle.architecture.hf_prefix == "model"

@@ -121,7 +121,7 @@ def test_experts_beyond_their_number_are_named():
 
 
 def test_a_model_without_its_head_has_names_without_a_prefix():
-    """transformers saves `LlamaModel` in this form."""
+    """Names may lack `model.`, as in files of transformers' `LlamaModel`."""
     tensors = random_tensors(LLAMA)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     weights = opened(LLAMA, bare)

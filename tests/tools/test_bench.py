@@ -401,8 +401,8 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
         assert done.returncode == 0, done.stderr
         rows = json.loads((tmp_path / "losses.json").read_text())["rows"]
         found.append([row["losses"] for row in rows])
-    # Each is quantized by moments, whose sums have another order with the engine's BLAS: some codes
-    # differ, and with AVX2 losses by 4e-4.
+    # The two bundles are quantized by moments. With the engine's BLAS, the sums of moments have
+    # another order. So some codes differ, and with AVX2 the losses differ by 4e-4.
     for first, second in zip(*found, strict=True):
         assert np.ravel(first) == pytest.approx(np.ravel(second), rel=1e-3)
     refused = bench("--table", "convergence", "--model", bundle, "--data", text)

@@ -118,7 +118,7 @@ def main(
     names = tuple(TASKS) if after else names
     source = model or find_model()
     bundles = {name: export(source, name, steps) for name in names}
-    texts = write_config_and_tokenizer(files)
+    texts = write_texts(files)
     answers = ask(bundles[names[0]])
     base = perplexities(bundles[names[0]], texts, answers, None)
     table = Table("task", "run", "held-out loss", "strength", "gain", *base, "peak MB", "s")
@@ -194,7 +194,7 @@ TASKS = {
 }
 
 
-def write_config_and_tokenizer(files: tuple[Path, ...]) -> dict[str, Path]:
+def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
     """Writes the texts to be remembered, as data for `mesp evaluate`; returns them by name."""
     texts = {
         "docs": "\n".join(each.content["text"] for each in python_docs()["valid"]),

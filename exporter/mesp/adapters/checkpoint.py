@@ -33,8 +33,8 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
         if part in ("scales", "biases"):
             continue
         its = fused[prefix + name]
-        # In mlx-lm's memory, arrays other than matrices may have another shape than in checkpoints.
-        # So the stored array is taken.
+        # An array that is not quantized in the bundle may have another shape in mlx-lm's model than
+        # in checkpoints. So the bundle's array is taken.
         found[name] = its if f"{stem}.scales" in stored else array.astype(its.dtype)
     for index, block in enumerate(arch.blocks):
         layer = f"model.layers.{index}."
@@ -73,7 +73,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
     if alone := _alone(config):
         config = {**config, **config["text_config"], "model_type": alone}
         del config["text_config"]
-        for key in ("rope_scaling", "rope_parameters"):  # a text's three positions are equal
+        for key in ("rope_scaling", "rope_parameters"):  # its three positions are equal in text
             if (config.get(key) or {}).get("rope_type") == "mrope":
                 kept = {"rope_theta": config["rope_theta"], "rope_type": "default"}
                 config[key] = None if key == "rope_scaling" else kept

@@ -129,8 +129,8 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
 def check_ranks(is_supported: bool) -> None:
     """Raises ValueError unless the ranks and alphas of a configuration are supported.
 
-    They are if all layers have the rank and alpha of the folder, or if exactly the layers that join
-    n modules have n times the rank and n times the alpha.
+    The readers support two cases: all layers have the rank and alpha of the folder, or exactly the
+    layers that join n modules have n times this rank and n times this alpha.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")

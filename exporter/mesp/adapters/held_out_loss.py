@@ -20,8 +20,8 @@ def measure_held_out_loss(
     count: int,
     advance: Callable[[], None] = lambda: None,
 ) -> float:
-    """Returns the mean loss, in nats a token, over all counted targets of the first `count`
-    sequences of `valid`, as in the trainer's evaluation.
+    """Returns the mean loss, in nats a token, over all targets in the loss of the first `count`
+    sequences of `valid`. The trainer's evaluation computes this mean too.
     """
     total, tokens = 0.0, 0
     for ids, counted in islice(read_sequences(bundle, "valid", seq_len), count):
@@ -40,10 +40,10 @@ def measure_held_out_loss(
 def read_sequences(
     bundle: Bundle, split: str, seq_len: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the sequences of a split that have a counted target.
+    """Yields the sequences of a split that have a target in the loss.
 
     A sequence consists of int32 ids [n + 1], n ≤ `seq_len`, and of float32 weights [n]. The weight
-    of a target is 1 if the target counts, else 0.
+    of a target is 1 if the target is in the loss, else 0.
     """
     tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)
     begin = bundle.begin(split) if examples is None else None

@@ -34,8 +34,8 @@ class Adapters:
     """The LoRA matrices of a folder, by the modules' paths in the model.
 
     A module has A [in, rank], B [rank, out] and, with DoRA, m [out], in float32. Experts have A
-    [experts, rank, in] and B [experts, out, rank]. `scale`, alpha over rank, multiplies the product
-    of A and B.
+    [experts, rank, in] and B [experts, out, rank]. `scale` multiplies the product of A and B. It is
+    mlx-lm's scale or PEFT's alpha / rank, with rsLoRA alpha / √rank.
     """
 
     folder: Path
@@ -184,8 +184,8 @@ class _Layer:
     """A linear layer, or a parameter of experts' matrices, that may have adapters.
 
     In PEFT's form, one layer may stand for several layers of mlx-lm, with their outputs one after
-    another. `names` are the tensors of A, B and DoRA's m, `paths` mlx-lm's layers, and `stack` the
-    number of experts.
+    another. `names` are the tensors of A, B and DoRA's m, and `paths` are mlx-lm's layers. `stack`
+    is empty, or has the number of experts.
     """
 
     names: tuple[str, ...]
@@ -234,7 +234,7 @@ class _Layer:
 
 def _shapes(file: Path) -> dict[str, list[int]]:
     """Returns the shape of each tensor of a file. Raises ValueError if the file is missing or
-    damaged, or has no tensors of floating-point numbers.
+    damaged, or has a tensor of numbers that are not F32, F16 or BF16.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):

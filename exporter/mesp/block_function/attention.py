@@ -27,8 +27,8 @@ class Scoring:
 
     scale: float
     cap: float | None
-    # The most keys that a query sees, including that of its own token. None: all keys up to that of
-    # its own token.
+    # The most keys that a query sees, including the key of its own token. None: the query sees all
+    # keys up to the key of its own token.
     window: int | None
     starts: mx.array | None = None  # see `Parts`
 

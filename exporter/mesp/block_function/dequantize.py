@@ -16,8 +16,8 @@ def dequantize(
     """Returns W [out, in], float32, from its packed words.
 
     Unlike `mx.dequantize`, this function can be exported in every mode, and does not round to
-    bfloat16 if the scales are bfloat16. On the CPU this function also takes less memory and fewer
-    nodes of the graph.
+    bfloat16 if the scales are bfloat16. On the CPU this function also takes less memory and makes
+    fewer nodes in the graph.
     """
     codes = unpack(weight, quantization.bits)
     by_group = partial(mx.reshape, shape=(*scales.shape, -1))

@@ -6,8 +6,8 @@ With post norms there are two more outputs, ``mixer_out`` and ``mlp_out``: the i
 norms. Mixers other than attention have four other arrays in place of q, k, v and attn_out.
 
 A block of a model with embeddings for each layer has one more input, ``per_layer``. A block of
-attention without keys and values has two more inputs, the keys and values of another block. It
-returns these as k and v.
+attention without keys and values has two more inputs, the keys and values of another block. The
+function returns these two inputs as k and v.
 
 The function for packed records takes one more array, ``starts``: for each token the position at
 which its record begins. Attention sees no key before that position, a convolution takes zeros

@@ -26,7 +26,7 @@ def rope(
     freqs: mx.array,
 ) -> mx.array:  # fmt: skip
     """Returns `mx.fast.rope` with periods in place of a base; freqs float32 [dims / 2]."""
-    # The base of 1.0 is not used, because there are periods. The last item, True, means to rotate
+    # MLX does not use the base, 1.0, because it gets periods. The last item, True, means to rotate
     # forwards.
     state = (dims, traditional, 1.0, scale, True)
     return _trace("RoPE", state, [x, mx.array(offset, mx.int32), freqs], x.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-# An array of a tile, as wide as the MLP, has at most so many numbers for each token of the
+# The most numbers in a tile's array that is as wide as the MLP, divided by the tokens of the
 # sequence. So a longer sequence has longer tiles, but not more tiles.
 NUMBERS_A_TOKEN = 2048
 

@@ -62,7 +62,7 @@ class SourceComparison:
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
     """Compares logits of a short text; see `SourceComparison`.
 
-    The source's whole model is in memory, in float32, and about one block of any other model.
+    Memory holds the source's whole model, in float32, and about one block of each other model.
     Raises MespError if the bundle is not of this source, or mlx-lm does not run it.
     """
     if source.gguf or source.folder is None:

@@ -120,7 +120,7 @@ def prepare_export(
 ) -> ExportJob:
     """Finds or downloads the model, checks the options and returns the export. Writes no bundle.
 
-    The arguments are those of `export`, where they have defaults. Raises MespError if an argument
+    The arguments are those of `export`, but without defaults. Raises MespError if an argument
     cannot be used.
     """
     device = DEVICE if device in (None, "auto") else device
@@ -237,8 +237,8 @@ def export(
         progress: Called with the progress of the export.
 
     Raises:
-        MespError: The model, the data, an argument or the disk does not allow it. Nothing is left
-            then.
+        MespError: The model, the data, an argument or the disk does not allow the bundle; then
+            nothing of it is left.
     """
     job = prepare_export(
         model, out, data=data, data_options=data_options, seq_len=seq_len, rank=rank, mode=mode,

@@ -39,8 +39,8 @@ def write_functions(
         kinds = {"": group.functions, "plain.": group.plain_functions}
         kinds |= {"packed.": group.packed_functions} if options.pack and on_gpu else {}
         if block.mlp.experts:
-            # Blocks with experts have no functions: a function computes the same experts for every
-            # token.
+            # Blocks with experts have no functions, because a function cannot choose the experts of
+            # each token.
             kinds = {}
         for kind, files in kinds.items():
             # On a CPU, the functions to train with are the plain functions.

@@ -1,4 +1,4 @@
-"""Writes a model's terms, files and a model card, beside everything made from its bundle."""
+"""Writes a model's terms and a model card beside everything that is made from its bundle."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ Made with MeSP. The terms of {manifest.name} apply to it too.
 def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
     """Copies the files with a bundle's terms into a folder, and writes a card there.
 
-    Raises MespError if one is a link that leads out of the bundle, and OSError if a file cannot be
-    written.
+    Raises MespError if a file is a link that leads out of the bundle, and OSError if a file cannot
+    be written.
     """
     copy_files(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
     write_card(manifest, folder)

@@ -37,8 +37,8 @@ from mesp.models.layout import (
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_there
 
-# The maximum size of a file of functions in bytes: about a hundred times the largest size that such
-# a file has.
+# The maximum size of a file of functions in bytes. The largest such files that mesp-export writes
+# have about a hundredth of this size.
 FUNCTIONS = 64 << 20
 
 
@@ -263,7 +263,7 @@ class Bundle:
     def checkpoint(self) -> dict[str, mx.array]:
         """Returns the weights with the names and shapes of Hugging Face's checkpoints.
 
-        Matrices stay quantized. Matrices that a checkpoint may join are separate.
+        Matrices stay quantized. Matrices that some checkpoints store as one are separate here.
         """
         arch = self.architecture
         head = self.head()
@@ -323,8 +323,8 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Returns the function of block `index`, or its plain function. It takes (x, lora, scale,
-        weights) and returns the block's arrays.
+        """Returns the function of block `index`, or its plain function. A function takes (x, lora,
+        scale, weights) and returns the block's arrays.
 
         The function for packed records also takes starts. Raises MespError if there is no such
         function, or if `check_block_functions` refuses its file.

@@ -97,7 +97,7 @@ def block_pieces(
         yield from matrix_pieces(
             weights, prefix + name, layout, f"{name}.", quantizations, quantize
         )
-    # Few of the tokens in the moments reach each expert, so experts are quantized without moments.
+    # Few of the tokens for the moments reach each expert, so experts are quantized without moments.
     quantize = least_squares_of(None) if moments else nearest
     for expert in range(block.num_experts):
         for name in block.stacked():

@@ -40,8 +40,8 @@ class Failed(click.ClickException):
 
 
 class Command(click.Command):
-    """A command that prints an error of the package as a sentence, and so an error of the system
-    about a path.
+    """A command that prints an error of the package, or an error of the system about a path, as a
+    sentence.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -56,7 +56,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except MespError as error:  # of an option's callback
+        except MespError as error:  # from an option's callback
             raise Failed(error) from error
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -68,11 +68,11 @@ class Command(click.Command):
         except MespError as error:
             raise Failed(error) from error
         except OSError as error:
-            if error.filename is None:  # for example of a pipe, which click handles
+            if error.filename is None:  # for example a closed pipe, which click handles
                 raise
             said = f"{error.filename!s:.200} cannot be used: {error.strerror}."
             raise Failed(MespError(said)) from error
-        except RuntimeError as error:  # of Path.resolve, before Python 3.13
+        except RuntimeError as error:  # from Path.resolve before Python 3.13
             if not str(error).startswith("Symlink loop"):
                 raise
             raise Failed(MespError(f"{error}; name another path.")) from error

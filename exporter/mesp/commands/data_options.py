@@ -25,7 +25,7 @@ OPTIONS = (
 
 
 def given_data_options(context: click.Context) -> list[str]:
-    """Returns the options for data that were typed or are in --config's file, as in --loss-on."""
+    """Returns the names, such as --loss-on, of the typed data options and of those in --config."""
     return [
         f"--{name.replace('_', '-')}"
         for name in OPTIONS

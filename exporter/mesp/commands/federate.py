@@ -175,8 +175,8 @@ def read_resumed(
             f"A resumed run keeps its settings: BUNDLE is {path} and cannot become {bundle}."
         )
     refuse_changes(settings, own, list_settings(FederationSettings))
-    # Unlike a run's, a federation's number of steps may not change: they are the steps of a round,
-    # and the result depends on them.
+    # Unlike in a run, the number of steps may not change in a federation: it is the number in each
+    # round, and the result depends on it.
     fixed = {name: replace(each, may_change=False) for name, each in TRAINED.items()}
     refuse_changes(trained, training, fixed)
     return path, replace(settings, **own), trained

@@ -44,7 +44,7 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
     for number, (start, length) in enumerate(examples[:count].tolist(), 1):
         ids = tokens[start : start + length].tolist()
         counted = np.ones(length, bool) if mask is None else mask[start : start + length] == 1
-        counted[0] = False  # nothing predicts it
+        counted[0] = False  # nothing predicts the first token
         size = f"{longest:,} tokens and the one after" if length > longest else f"{length:,} tokens"
         label = "" if labels is None else f", {NAMES[int(labels[number - 1])]}"
         text = Text(

@@ -30,13 +30,13 @@ from mesp.errors import MespError
 # The tags around a thought that is part of an answer's content. Templates look for these tags, so
 # no mark replaces a tag.
 TAGS = re.compile(r"(</?think>)")
-# The keys of a message that a template may leave unused. Other checks look for the texts of the
-# first keys. The last four keys identify a message and have no text.
+# The keys of a message that a template may leave unused. The last four keys identify a message
+# and have no text. Other checks look for the texts of the keys before these four.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
 # A text without the white space around it and without the flags at its end, such as /no_think. The
 # flags switch reasoning on or off. A template may leave them out of its rendering.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
-PROBE = "MeSP"  # whether a message's text can be found in a rendering
+PROBE = "MeSP"  # a text that is put into a conversation to see what its template does
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MEANT = {

@@ -133,8 +133,8 @@ def encode_joined(
         answer += end
     asked = encode_plain_prompt(tokenizer, prompt, split_special)
     # The answer is encoded after a line feed, because SentencePiece puts a space before the
-    # beginning of a text. If the answer would share a token with the line feed, another character
-    # replaces the line feed.
+    # beginning of a text. If the answer would share a token with the line feed, or would not decode
+    # to the same text, it is encoded after a colon, and if that fails too, alone.
     for feed in ("\n", ":", ""):
         before, after = (encode(text) for text in (feed, feed + answer))
         if after[: len(before)] == before:

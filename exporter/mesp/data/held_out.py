@@ -38,7 +38,7 @@ def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: 
 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
-    """Moves the end of the stream to ``valid``. Raises MespError if it is too short for that."""
+    """Moves the end of the stream to ``valid``. Raises MespError if it is too short."""
     if "valid" in splits:
         return
     train = splits["train"]

@@ -174,7 +174,7 @@ def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
 def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapping[str, str]:
     """Returns the source of each split.
 
-    Raises MespError if a source does not exist, if nothing is to train on, or if there are no
+    Raises MespError if a source does not exist, if there is nothing to train on, or if there are no
     `splits` and a split has an unknown name.
     """
     for expression in splits.values():

@@ -40,12 +40,12 @@ class DataOptions:
 
     `pack`: whether text becomes one stream, and short records of other kinds share a sequence
     (None: only text is packed). `loss_on`: the part in the loss, one of `LOSS_ON` (None: ``all``
-    for text, ``answers`` for other kinds). `long`:
-    whether examples longer than the longest sequence are ``cut`` or ``split``. `selection`: the
-    part of a dataset that is read. `chat`: whether prompts and answers that are strings go through
-    the chat template (None: they do if the tokenizer has one). `hold_out`: the part to hold out if
-    there is no valid split, 0 for none. `split_special_tokens`: whether special tokens in people's
-    texts become text, as in transformers.
+    for text, ``answers`` for other kinds). `long`: whether examples longer than the longest
+    sequence are ``cut`` or ``split``. `selection`: the part of a dataset that is read. `chat`:
+    whether prompts and answers that are strings go through the chat template (None: they do if the
+    tokenizer has one). `hold_out`: the fraction to hold out if there is no valid split, 0 for none.
+    `split_special_tokens`: whether special tokens in people's texts become text, as in
+    transformers.
     """
 
     pack: bool | None = None

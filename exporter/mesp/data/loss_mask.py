@@ -240,9 +240,9 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
 
 
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
-    """Returns where the answer in message `index` begins. Its first text is at `first`.
+    """Returns where the answer in message `index` begins. The answer's first text is at `first`.
 
-    The answer begins where the rendering first differs from the rendering that asks for it.
+    The answer begins where the rendering first differs from the one that asks for the answer.
     """
     marked = rendering.marked
     asked = _asked(rendering, index)
@@ -312,10 +312,11 @@ def _stop(rendering: Rendering, index: int) -> int:
 
 
 def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
-    """Returns the end of the last text that a beginning's rendering shares with the whole one.
+    """Finds the last text that is in the whole rendering and in `beginning`, a rendering of the
+    first messages.
 
-    Returns two numbers: the text's end in the whole rendering, and its end in the rendering of the
-    beginning. Both are 0 if the two renderings share no text.
+    Returns two numbers: the text's end in the whole rendering, and its end in `beginning`. Both are
+    0 if the two renderings share no text.
     """
     for found in reversed(list(MARKS.finditer(beginning))):
         # A template may write the name of a tool again before the tool's answer. So a mark may
@@ -356,8 +357,8 @@ def _with_ends(
         if not _ends(tokenizer, tail):
             following = next((start for start, _ in written if start >= stop), len(text))
             after = _next_token(tokenizer, text[stop:following])
-            # An end token right after the answer is counted to the answer. The template's marks may
-            # leave it out, or it may also open the next turn.
+            # An end token right after the answer belongs to the answer. The template's marks may
+            # leave this token out, and the token may also open the next turn.
             if after:
                 stop += len(after)
             else:

@@ -24,7 +24,7 @@ PART_KEYS = (
     "index",
     "annotations",
     "cache_control",
-)  # the last ones are not text
+)  # the last four hold no text
 # Fields that say whether an answer or a record is trained, and the value that means yes: Mistral's
 # and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`, torchtune's `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}

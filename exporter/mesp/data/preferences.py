@@ -135,8 +135,8 @@ def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
 
 
 def _alike(chosen: Said, rejected: Said) -> Said:
-    """Returns the common beginning of two answers. If they are strings, it leaves out a space at
-    the end.
+    """Returns the common beginning of two answers. If the answers are strings, a space at the end
+    of the common beginning is left out.
     """
     alike = itertools.takewhile(
         lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)

@@ -13,8 +13,8 @@ def python_docs() -> dict[str, list[Document]]:
     """Returns the prose of Python's language reference, which comes with Python (`help("topics")`).
 
     Code and grammar are left out, and lines are joined, because a small model would learn mainly
-    their layout. Topics repeat each other's passages; each passage is kept once, so that no split
-    shares one with another. One section in `HELD_OUT` is held out.
+    their layout. Topics repeat each other's passages. Each passage is kept once, so that no two
+    splits share a passage. One section in `HELD_OUT` is held out.
     """
     from pydoc_data.topics import topics
 

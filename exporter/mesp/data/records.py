@@ -36,7 +36,7 @@ FIXED_OPTIONS = (
 )  # fmt: skip
 SAID = ("prompt", "completion", "chosen", "rejected")
 PAIRS, LABELS = "chosen and rejected", "completion and label"  # preference data
-# Columns that change the question to which an answer belongs, and that nothing here can use.
+# Columns that change the question to which an answer belongs, and that MeSP cannot use.
 UNUSABLE = (
     "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "history",
     "system", "system_prompt",
@@ -83,7 +83,7 @@ class Document(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of record: TRL's preference data, or a kind of mlx-lm's, told as mlx-lm does."""
+        """The record's kind: one of TRL's preference data, or one of mlx-lm's by its rules."""
         if isinstance(self.content, str):
             return "text"
         for kind in (PAIRS, LABELS):
@@ -167,7 +167,7 @@ def read_record(
 ) -> Document:
     """Returns a record of one of `RECORDS`, with the values of `columns` under their keys.
 
-    `ignored` fields are removed, also from its messages. Null counts as absent. Messages and tools
+    `ignored` fields are removed, also from the messages. Null counts as absent. Messages and tools
     are in the form for chat templates, and ``weight`` is 0 or 1. Raises MespError if the record is
     none of `RECORDS`, lacks a column, or has a value that cannot be used.
     """

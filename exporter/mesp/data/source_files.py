@@ -27,7 +27,7 @@ SPLITS = {
 SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 
 SIZE = 4 << 30  # the maximum size of a file's text in bytes
-# A compressed file's text has at most UNPACKED bytes, or TIMES as many bytes as the file.
+# A compressed file's text has at most UNPACKED bytes or, if more, TIMES as many as the file.
 UNPACKED, TIMES = 16 << 20, 200
 ROWS = 4096  # rows of a parquet file that are read at once
 
@@ -79,7 +79,7 @@ def read_file(
     If `root` is the `root_of` a folder, the file must not be a link that leads out of that folder.
     Raises MespError if the file cannot be read, is damaged or not regular, is of a kind without a
     reader, or has more than `size` bytes of text. The text of a compressed file must also have at
-    most `UNPACKED` bytes, or `TIMES` as many bytes as the file.
+    most `UNPACKED` bytes or, if that is more, `TIMES` as many bytes as the file.
     """
     name, parts = name or str(path), FileName.of(path.name)
     with _plain_errors(name):
@@ -242,8 +242,8 @@ def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]
 def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
     """Yields the rows of a parquet file, some at a time.
 
-    A few bytes of a file may stand for gigabytes of repeated text. So each text is read once, with
-    indices in place of repetitions, until the size of the whole is known.
+    A few bytes of a file may stand for gigabytes of repeated text. So texts are first read with
+    indices in place of repetitions, to find the size of the whole.
     """
     try:
         import pyarrow

@@ -85,7 +85,7 @@ def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[D
     """Returns the documents in the rows of `name`.
 
     Raises MespError if there are none, if a record is of no kind or lacks a column, if a text has
-    no words, or if columns are named for text.
+    no words, or if `selection` names columns for text.
     """
     documents = []
     for where, content in rows:

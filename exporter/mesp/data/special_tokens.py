@@ -2,7 +2,7 @@
 
 Special tokens are split as in transformers. A text outside of a conversation is encoded with
 transformers' option `split_special_tokens`. In a conversation, the template's special tokens stay,
-and each in a person's text is encoded separately, as `apply_chat_template` with
+and each one in a person's text is encoded separately, as `apply_chat_template` with
 `sanitize_control_tokens` does for the tokens that the tokenizer marks as special. transformers may
 put SentencePiece's leading space before a token that it encodes separately; this module puts none.
 """

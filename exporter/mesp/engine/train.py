@@ -95,8 +95,8 @@ class TrainingJob:
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
                     if path != written:
-                        # The engine has accepted the settings of the resumed run. Only now they
-                        # replace the old ones.
+                        # The engine has accepted the settings of the resumed run. Only now do
+                        # they replace the old settings.
                         path = written
                         with plain_os_errors(f"Cannot write the run to {self.folder}"):
                             write_whole(written, settings)

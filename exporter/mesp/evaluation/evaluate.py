@@ -26,7 +26,7 @@ from mesp.progress import ProgressCallback, Task
 if TYPE_CHECKING:
     from mesp.evaluation.harness import Tasks
 
-# The default for the most tokens that a model sees at once. Memory holds their keys and values.
+# The default for the most tokens that a model sees at once, with keys and values in memory.
 MAX_LENGTH = 2048
 MAX_TOKENS = 256  # of an answer
 
@@ -168,7 +168,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def read_context_length(bundle: Path) -> int:
-    """Returns the tokens of the longest sequence that the model was made for.
+    """Returns the number of tokens in the longest sequence that the model was made for.
 
     Returns `MAX_LENGTH` if config.json does not have this number.
     """

@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        self.special = False  # the template has them
+        self.special = False  # the template writes these tokens
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,

@@ -121,7 +121,7 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of `text`. It is `prompt`, in the chat template, with a choice after it.
+    """Returns the ids of `text`: `prompt` in the chat template, and a choice after it.
 
     The only special tokens in the ids are those of the template.
     """

@@ -101,8 +101,8 @@ def with_own_noise(
 
     `clip`, `epsilon` and `delta` of its --node-config say how: the client's update is clipped and
     gets noise before it leaves. `epsilon` is the ε of one answer. The log has the ε of all answers
-    in this `flwr run` since the node was started. The noise protects all of the client's text: any
-    two updates of norm at most C differ by at most 2 C, the sensitivity.
+    in this `flwr run` since the node was started. The noise protects all of the client's text: two
+    updates of norm at most `clip` differ by at most 2 · `clip`, the sensitivity.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:

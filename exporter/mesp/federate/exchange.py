@@ -2,12 +2,12 @@
 blocks.
 
 `self_attn.q_proj.lora_b` [blocks, rank, out] is the B of that module in each trained block that has
-it. So there are few arrays, which saves requests: each array costs a phone several. A client gets
-the round's arrays and returns the trained ones. With `freeze_a` only each B travels: every client
-makes the same A from the run's seed. In `bfloat16` the server sends rounded arrays. A client then
-returns the change that it made to them, also rounded, and the server adds the change to its own
-arrays. So rounding a large number loses no small update. In `float32` server and clients send
-arrays unrounded.
+it. So there are few arrays. That saves requests, because a phone needs several for each array. A
+client gets the round's arrays and returns the trained ones. With `freeze_a` only each B travels,
+because every client makes the same A from the run's seed. In `bfloat16` the server sends rounded
+arrays. A client then returns the change that it made to them, also rounded, and the server adds the
+change to its own arrays. So rounding a large number loses no small update. In `float32` server and
+clients send arrays unrounded.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
 def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
     """Returns the distance of clients from their mean, relative to the change of the mean.
 
-    It is √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ and the arrays w of `start`. Returns 0 if
-    the mean has not changed.
+    It is √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with the clients' shares pᵢ of the `weights`, their arrays
+    wᵢ, the mean w̄ = Σ pᵢ wᵢ, and the arrays w of `start`. Returns 0 if the mean has not changed.
     """
     apart = moved = 0.0
     for name, before in start.items():
@@ -154,8 +154,9 @@ def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) 
     """Returns the error of averaging A and B separately, relative to the change of the clients'
     products.
 
-    It is ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules. Returns 0 if only B is sent. No
-    product AB is computed: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
+    It is ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules, with the clients' shares pᵢ of the
+    `weights`, the means Ā and B̄, and A and B of `start`. Returns 0 if only B is sent. No product AB
+    is computed: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
     """
     wrong = moved = 0.0
     for name in start:

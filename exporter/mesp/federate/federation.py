@@ -140,8 +140,8 @@ class Rounds:
         """Evaluates the averaged matrices and keeps them; returns the round's record.
 
         Without `arrays`, the initial matrices are kept. `state` is what the strategy needs to
-        continue. The engine evaluates them in a run without steps, which also writes the adapters
-        in the forms of mlx-lm and PEFT.
+        continue. The engine evaluates the matrices in a run without steps. This run also writes
+        the adapters in the forms of mlx-lm and PEFT.
         """
         partial = self.folder / "partial"
         remove_link(partial)

@@ -115,6 +115,6 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog
 
 
 def scale(settings: Mapping[str, Any]) -> float:
-    """Returns the factor of the adapters' product: alpha / rank, or alpha / √rank."""
+    """Returns the factor of the adapters' product: alpha / rank, with rsLoRA alpha / √rank."""
     rank = settings["rank"]
     return float(settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank))

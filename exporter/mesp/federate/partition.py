@@ -66,8 +66,8 @@ def read_topics(
 
     `data` is a folder with one file for each topic and perhaps a file called valid, or any data
     that `mesp data` takes. `selection` is the part of it that is read. Test data is not used. If
-    the data has no valid split, the fraction `hold_out` at the end of each topic is held out. If it
-    has one, there may be no topics. Raises MespError if the data cannot be read.
+    the data has no valid split, the fraction `hold_out` at the end of each topic is held out.
+    Otherwise there may be no topics. Raises MespError if the data cannot be read.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)

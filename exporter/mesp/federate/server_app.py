@@ -50,7 +50,7 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:
                 # Adapters that cannot be evaluated must not be trained further. So this round keeps
-                # the adapters of the round before. If they cannot be evaluated either, then this
+                # the adapters of the round before. If those cannot be evaluated either, this
                 # machine has failed, and the error ends the rounds.
                 arrays, before = rounds.arrays(number - 1), rounds.path(number - 1) / STATE_NAME
                 restore(inner, before)
@@ -82,8 +82,8 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Serves the federation in the folder of the run's configuration: the app that a SuperLink
-    runs.
+    """Serves the federation in the folder that the run's configuration names. A SuperLink runs this
+    app.
     """
     federation = Federation.read(Path(str(context.run_config["output"])))
     with RoundsProgress(federation.options["rounds"]) as report:

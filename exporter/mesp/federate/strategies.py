@@ -223,7 +223,7 @@ class Screened(Strategy):
             raise MespError("its metrics do not follow docs/federation.md")
         expected = self.sent if self.exchange == "float32" else pack(self.sent)
         wanted = sum(array.nbytes + HEADER for array in expected.values())
-        # Arrays up to 4 times larger are read: they may have another dtype, which the error names.
+        # Arrays of up to 4 times the expected size are read, so that the error names a wrong dtype.
         if (size := _size(reply.content["arrays"])) > 4 * wanted:
             raise MespError(f"it sends {size} bytes, more than the {wanted} needed")
         arrays = to_numpy(reply.content["arrays"])
@@ -233,8 +233,8 @@ class Screened(Strategy):
         if self.clip is not None:
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
-        # Every answer gets the same arrays and metrics in one order, because Flower aborts a round
-        # in which answers differ in these.
+        # Every answer gets arrays and metrics of the same names in the same order, because Flower
+        # aborts a round if the answers' names or their order differ.
         arrays = {name: arrays[name] for name in self.sent}
         content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
         reply.content = RecordDict(content)

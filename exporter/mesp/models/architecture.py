@@ -97,9 +97,9 @@ class Architecture:
             raise unsupported("hidden_act", activation)
         check_numbers(config)
         by_layer = mixers_by_layer(config)
-        # Some models multiply what a block adds by m: x + m·out(…). A norm's output does not depend
-        # on the scale of its input. So the model's outputs stay the same if a block takes x/m in
-        # place of x, adds out(…) to it, and has ε/m² in its norms.
+        # Some models multiply what a block adds by a factor c: x + c·out(…). A norm's output does
+        # not depend on the scale of its input. So the model's outputs stay the same if a block
+        # takes x/c in place of x, adds out(…) to x/c, and has ε/c² in place of ε in its norms.
         residual = config.get("residual_multiplier") or 1.0
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
@@ -196,8 +196,8 @@ class Architecture:
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
         """Returns whether a block's keys and values exist. If the block takes those of another
-        block, this must be an earlier block that computes its own, of the same sizes, and `mixer`
-        has no gates.
+        block, the other block must come earlier, compute keys and values of the same sizes, and
+        `mixer` must have no gates.
         """
         if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True

@@ -12,8 +12,8 @@ from mesp.models.families import FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The largest values of some keys. They are checked first, because lists become as long as these
-# values say.
+# The largest allowed values of some keys. These keys are checked first, because the lengths of
+# lists follow from their values.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
 # Keys whose values must be numbers above 0. A value of 0 means the same as a missing key.
 _POSITIVE = (

@@ -160,11 +160,11 @@ def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the norms' ε and the layers, for which LFM3's config.json has other keys, and its
-    RoPE.
+    """Returns LFM3's RoPE, norms' ε and layers. For ε, its config.json has another key.
 
-    The published config.json calls the RoPE of full attention "default", with a share of 0.5;
-    Liquid AI's own code rotates half of the pairs, with the frequencies of the whole head.
+    The published config.json gives the RoPE of full attention the type "default", which would have
+    the frequencies of half a head. Liquid AI's own code rotates half of the pairs, with the
+    frequencies of the whole head.
     """
     found = {"rms_norm_eps": config["norm_eps"]}
     if not config.get("layer_types"):
@@ -584,7 +584,7 @@ VARIANTS = {
     "conv_bias": False,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
-    "mamba_n_groups": 1,  # with more groups, transformers norms each separately
+    "mamba_n_groups": 1,  # transformers normalizes each group separately
     "time_step_limit": NO_LIMITS,
     "use_attention_gate": True,
     "use_sandwich_norm": True,

@@ -105,8 +105,8 @@ class Layout:
 
     @classmethod
     def of(cls, arrays: Iterable[Array], stacked: Iterable[Array] = (), count: int = 0) -> Layout:
-        """Lays out `arrays` (name, shape, dtype) one after another, then each of `count` experts'
-        `stacked`.
+        """Lays out `arrays` (name, shape, dtype) one after another. Then come the arrays `stacked`
+        of the first expert, those of the second, and so on for `count` experts.
         """
         specs, offset = [], 0
 

@@ -54,7 +54,7 @@ class AttentionMixer:
         return replace(self, sliding_window=None) if unlimited else self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of its projections."""
+        """Returns the shapes of the mixer's projections."""
         heads = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         queries = 2 * heads if self.output_gate else heads
@@ -64,12 +64,12 @@ class AttentionMixer:
 
     @property
     def _projections(self) -> str:
-        """The names of its projections."""
+        """The names of the mixer's projections."""
         own = "qkvo" if self.keys_of is None else "qo"
         return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
-        """Returns the lengths of its norms' weights, by name."""
+        """Returns the lengths of the weights of the mixer's norms, by name."""
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
@@ -101,9 +101,10 @@ class AttentionMixer:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """A state for each value head, which decays and is corrected (Yang et al., arXiv:2412.06464).
+    """A mixer with a state for each value head (Yang et al., arXiv:2412.06464).
 
-    qkv goes through a causal convolution of each channel and silu.
+    The state decays and is corrected with each token. qkv goes through a causal convolution of each
+    channel and silu.
     """
 
     type: ClassVar[str] = "gated_delta_net"
@@ -117,7 +118,7 @@ class GatedDeltaNet:
     kernel_size: int  # tokens that the convolution sees
 
     def within(self, length: int) -> GatedDeltaNet:
-        """Returns itself: it is the same for any length."""
+        """Returns the mixer itself, which is the same for any length."""
         return self
 
     @property
@@ -131,7 +132,7 @@ class GatedDeltaNet:
         return self.num_value_heads * self.value_head_dim
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of its projections."""
+        """Returns the shapes of the mixer's projections."""
         outputs = {"qkv": self.conv_dim, "z": self.values}
         outputs |= {"b": self.num_value_heads, "a": self.num_value_heads}
         return {name: (out, hidden) for name, out in outputs.items()} | {
@@ -177,18 +178,18 @@ class ShortConvolution:
     out: ClassVar[str] = "out"
 
     modules: Modules
-    kernel_size: int  # tokens that it sees
+    kernel_size: int  # tokens that the convolution sees
 
     def within(self, length: int) -> ShortConvolution:
-        """Returns itself: it is the same for any length."""
+        """Returns the mixer itself, which is the same for any length."""
         return self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of its projections."""
+        """Returns the shapes of the mixer's projections."""
         return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
 
     def norms(self) -> dict[str, int]:
-        """Returns nothing: it has no norms."""
+        """Returns nothing: the mixer has no norms."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -207,10 +208,10 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class Mamba2Mixer:
-    """A state for each head, which decays and is written to (Dao & Gu, arXiv:2405.21060).
+    """A mixer with a state for each head (Dao & Gu, arXiv:2405.21060).
 
-    The projection computes z, xBC and dt side by side. xBC goes through a causal convolution of
-    each channel and silu.
+    The state decays and is written to with each token. The projection computes z, xBC and dt side
+    by side. xBC goes through a causal convolution of each channel and silu.
     """
 
     type: ClassVar[str] = "mamba2"
@@ -225,7 +226,7 @@ class Mamba2Mixer:
     norm_eps: float  # the ε of the output's norm, which no residual factor changes
 
     def within(self, length: int) -> Mamba2Mixer:
-        """Returns itself: it is the same for any length."""
+        """Returns the mixer itself, which is the same for any length."""
         return self
 
     @property
@@ -239,7 +240,7 @@ class Mamba2Mixer:
         return self.values + 2 * self.num_groups * self.state_size
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of its projections."""
+        """Returns the shapes of the mixer's projections."""
         outputs = self.values + self.conv_dim + self.num_heads
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 

@@ -39,8 +39,8 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"The model's config.json is not valid: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
-    # The last `num_kv_shared_layers` blocks compute no keys and values. Among the blocks before
-    # them, each takes those of the last block that has its own type.
+    # The last `num_kv_shared_layers` blocks compute no keys and values. Each of them takes those of
+    # another block: the last one of its type among the blocks that compute keys and values.
     owners = types[: max(count - (config.get("num_kv_shared_layers") or 0), 0)]
     if lacking := set(types) - set(owners):
         raise MespError(

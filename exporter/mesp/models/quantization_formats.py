@@ -25,7 +25,7 @@ class Quantization:
     """One of MLX's formats: `bits` a weight, and a scale for each `group_size` weights.
 
     ``affine`` has a bias for each group too. In the other modes, weights and scales are
-    floating-point numbers of few bits. A scale takes a `uint8`.
+    floating-point numbers of few bits. A scale is a `uint8`.
     """
 
     bits: int = 4

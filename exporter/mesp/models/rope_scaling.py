@@ -15,9 +15,9 @@ def rope_frequencies(
     """Returns the frequencies of the rotated pairs, in radians a position, and the factor of all
     pairs.
 
-    They are θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, changed by `rope_scaling`.
-    With `local`, for attention in a sliding window, the base θ may be another; then D = head_dim,
-    and nothing is scaled.
+    The frequencies are θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, changed by
+    `rope_scaling`. With `local`, for attention in a sliding window, the base θ may differ, D is
+    head_dim, and nothing is scaled.
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
     share = config.get("partial_rotary_factor") or 1.0

@@ -10,10 +10,10 @@ import mlx.core as mx
 from mesp.block_function.dequantize import pack
 from mesp.models.quantization_formats import Quantization
 
-# The grids that are searched. A grid has as many steps from a group's smallest to its largest
-# weight as there are steps from the first to the last code, plus one of these numbers. Below 0, the
-# last codes stay unused; above 0, the largest weights are clipped. Twice as many grids would reduce
-# the error by 1%.
+# The grids that are searched, one for each number a. There are n steps from the first code to the
+# last. A grid has n + a steps from a group's smallest weight to its largest. If a < 0, the last
+# codes stay unused; if a > 0, the largest weights are clipped. Twice as many grids would reduce the
+# error by 1%.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
 # How often the best grid is fitted again, each time with the codes that the last scale and bias
 # give

@@ -188,14 +188,14 @@ def gradients(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Returns the gradients of a window. The forward pass keeps only the block inputs. window [T +
-    1] int
+    """Returns the gradients of a window.   window [T + 1] int
 
     `weights` are as in `cross_entropy`, `starts` and `dropout` as in `forward`.
 
-    Keys and values that several blocks use are kept too, until the block that computed them is
-    differentiated. The gradients of the other blocks by these keys and values are added up. The sum
-    is d_shared of the block that computed the keys and values.
+    The forward pass keeps only the block inputs, and the keys and values that several blocks use,
+    until the block that computed them is differentiated. The gradients of the other blocks by these
+    keys and values are added up. The sum is d_shared of the block that computed the keys and
+    values.
     """
     arch, targets = model.arch, window[1:]
     x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)
@@ -317,17 +317,17 @@ def step_example(
 ) -> tuple[int, int]:
     """Returns the example (start, length) of a split that `step` (from 0) takes.
 
-    Examples are cut to `seq_len` + 1 tokens. Examples that still have a target are visited in the
-    order of `step_window`. An example is tokens[start : start + length]. The loss of an example is
-    a mean over the predictions of all its tokens but the first one and those whose `mask` is 0.
-    `mask` has an entry for each token of the stream.
+    Examples are cut to `seq_len` + 1 tokens. Examples that have a target after the cut are visited
+    in the order of `step_window`. An example is tokens[start : start + length]. The loss of an
+    example is a mean over the predictions of all its tokens but the first one and those whose
+    `mask` is 0. `mask` has an entry for each token of the stream.
     """
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
     return usable[step_window(step, seed, len(usable))]
 
 
-OPEN = 16  # the most sequences that are open: that may take another record
+OPEN = 16  # the most sequences that may take another record
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:

@@ -58,7 +58,9 @@ def add_per_layer(
 def add_per_layer_backward(
     h: mx.array, per_layer: mx.array, dy: mx.array, scale: float, parts: Parts, hidden_act: str
 ) -> tuple[mx.array, Matrices]:
-    """Returns dh, and dA and dB of gate and out. u, m = act(u) ∘ p and z are recomputed from h.
+    """Returns dh, and dA and dB of gate and out.
+
+    u = gate(h), m = act(u) ∘ p and z = out(m) are recomputed from h.
 
     dh₁ = c dy     dz = rms_norm_backward(z, dh₁)     dm = the gradient by out's input, from dz
 

@@ -98,8 +98,8 @@ def kto(
 
     ℒ = w (1 - sigmoid(± β (ρ - k))), with + and w = `desirable` for good answers, and with - and w
     = `undesirable` for bad ones. k = max(0, the mean ρ of `mismatched`) is a constant in the
-    gradient. `mismatched` are the batch's prompts, each with the answer of another record: the one
-    before it in the batch.
+    gradient. `mismatched` are the batch's prompts, each with the answer of the record before it
+    in the batch.
     """
     kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))
     total, weights = 0.0, []

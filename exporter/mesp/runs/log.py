@@ -1,6 +1,6 @@
 """Reads a run's log, `metrics.jsonl`: one JSON object a line, described in docs/formats.md.
 
-Sizes are bytes, times seconds, losses nats a token.
+Sizes are in bytes, times in seconds, and losses in nats a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOG_NAME = "metrics.jsonl"
 SIZE = 1 << 28  # the most bytes of a log
-LINE = 1 << 20  # the most bytes of a line; the record of a step has about 500
+LINE = 1 << 20  # the most bytes of a line; the record of a step has about 500 bytes
 
 # If a log has no end record, its run is taken to be running, unless nothing was added to the log
 # for this many seconds.
@@ -186,7 +186,7 @@ class RunLog:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step, nats a token."""
+        """The training loss of each step, in nats a token."""
         return [step["loss"] for step in self.steps]
 
     @property
@@ -215,7 +215,7 @@ class RunLog:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest memory footprint of the run, bytes; None before the first step."""
+        """The highest memory footprint of the run, in bytes; None before the first step."""
         peaks = [step["footprint_peak_bytes"] for step in self.steps]
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
@@ -231,7 +231,7 @@ class RunLog:
 
     @property
     def test(self) -> float | None:
-        """The loss on the test data at the end, nats a token; None if it was not measured."""
+        """The loss on the test data at the end, in nats a token; None if it was not measured."""
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
@@ -262,7 +262,7 @@ class RunLog:
 
     def state(self, now: datetime | None = None) -> str:
         """Returns the reason in the end record. If there is no end record, returns `running`, or
-        `killed` if nothing was added to the log for a while.
+        `killed` if nothing was added to the log for `SILENCE`.
         """
         if self.end:
             return str(self.end.get("reason", "?"))

@@ -8,8 +8,8 @@ them has one example more.
 
 A federation's noise is the Gaussian mechanism. Its ε is computed exactly (the analytic Gaussian
 mechanism, arXiv:1805.06530). k answers with noise, even if each depends on those before, have the ε
-of one answer with 1/√k of the noise. Sampling clients could reduce ε. This is not counted, because
-no sampling is assumed.
+of one answer with 1/√k of the noise. A random choice of clients in each round could reduce ε, but
+no such choice is assumed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Steps:
 
 
 def epsilon(steps: Iterable[Steps], delta: float) -> float:
-    """Returns the ε of all `steps` together; infinite if some have no noise.
+    """Returns the ε of all `steps` together; infinite if some steps have no noise.
 
     Raises MespError if dp-accounting is not installed.
     """

@@ -27,7 +27,7 @@ from mesp.settings.train_settings import TrainSettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A smoothed line has at least this many points, if there are as many steps. The loss of a single
+# A smoothed line has at least this many points if the run has this many steps. The loss of a single
 # step is noisy, because a step has few sequences.
 POINTS = 40
 SAMPLES_SIZE = 16 << 20  # bytes
@@ -91,8 +91,8 @@ def read_samples(path: Path) -> list[dict[str, str]]:
 def smooth(
     run: RunLog, value: Callable[[dict[str, Any]], float]
 ) -> tuple[list[float], list[float]]:
-    """Returns steps and values, as means over neighbouring steps. From `POINTS` steps on, these are
-    at least `POINTS` and fewer than twice as many.
+    """Returns steps and values, as means over neighbouring steps. If the run has at least `POINTS`
+    steps, there are at least `POINTS` means and fewer than twice as many.
     """
     size = max(1, len(run.steps) // POINTS)
     groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]

@@ -29,7 +29,7 @@ class Setting:
     most: float | None = None
     below: float | None = None
     choices: Collection[str] | None = None  # or a dictionary that describes each
-    default_text: str | None = None  # of a default that is None
+    default_text: str | None = None  # describes a default that is None
     key: str = ""  # the setting's key in settings.json, if it differs from its name
     metavar: str | None = None
     aliases: Collection[str] = ()  # names of the option in other trainers
@@ -41,8 +41,8 @@ class Setting:
     only_with: tuple[str, Collection[str] | None] | None = None
 
     def applies(self, settings: Mapping[str, Any]) -> bool:
-        """Returns whether the setting that this one needs has one of the values it must have.
-        `settings` are by name or by key.
+        """Returns whether the setting `only_with` has one of the values that this setting needs;
+        true if this setting needs none. `settings` are by name or by key.
         """
         if self.only_with is None:
             return True

@@ -21,8 +21,8 @@ ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """The settings that programs set. The folders of tokens among them were written by `TextData`
-    in the app or by `mesp data`.
+    """The settings that programs set. Some name folders of tokens, which `TextData` in the app or
+    `mesp data` wrote.
     """
 
     bundle: str = setting(Path, MISSING, "Folder of the bundle.", may_change=True)

@@ -298,7 +298,7 @@ class TrainSettings(Settings):
     def complete(self, manifest: Manifest, paper: bool = False) -> TrainSettings:
         """Returns the settings with the bundle's defaults filled in.
 
-        These are the sequence length, the rank, and the optimizer with its learning rate: the
+        They are the sequence length, the rank, and the optimizer with its learning rate: the
         paper's with `paper`, else the default ones. Raises MespError if the bundle does not support
         a setting, or if `paper` and another update are given.
         """

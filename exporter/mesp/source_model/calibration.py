@@ -45,7 +45,7 @@ class Moments:
     """The second moments of matrices' inputs, while the model reads `sequences`.
 
     A moment is a sum over the tokens: of an input's square and, `with_products`, of the product of
-    two inputs. A block runs when its moments are asked for, so they must be asked for in order.
+    two inputs. A block runs when its moments are asked for, so blocks must be asked for in order.
     Only the inputs of the next block are kept.
     """
 

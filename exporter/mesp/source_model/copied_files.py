@@ -26,7 +26,7 @@ def files_to_copy(names: Iterable[str]) -> list[str]:
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
     """Copies files of `source`; configurations are written without the code that they name.
 
-    Raises MespError if one is a link to a file outside of `source`. In a cache of the Hugging Face
+    Raises MespError if a file is a link to one outside of `source`. In a cache of the Hugging Face
     Hub, links into the repository's folder in the cache are allowed. Raises OSError if a file
     cannot be copied.
     """

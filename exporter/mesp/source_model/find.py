@@ -33,7 +33,7 @@ DEMO = Path(__file__).parents[1] / "demo_model"
 class Source:
     """The source of a model; `folder` is None for random weights of a known geometry.
 
-    For a GGUF file, `folder` holds its tokenizer, and is deleted with `temporary`.
+    For a GGUF file, `folder` holds the file's tokenizer, and is deleted with `temporary`.
     """
 
     name: str

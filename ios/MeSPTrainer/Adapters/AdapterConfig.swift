@@ -97,8 +97,9 @@ struct AdapterConfig {
         }
     }
 
-    /// Returns whether a layer of a block has adapters according to the configuration, by the rules of the library that wrote it. Patterns are not
-    /// matched; with a pattern the tensors determine the layers.
+    /// Returns whether a layer of a block has adapters according to the configuration, by the rules of the library that wrote it. A pattern in place
+    /// of a list of names is not evaluated: `target_modules` then admits every linear layer, and `exclude_modules` excludes none. In this case the
+    /// folder's tensors determine which layers have adapters.
     ///
     /// - Parameter prefix: the prefix of the blocks' names.
     func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {
@@ -118,7 +119,7 @@ struct AdapterConfig {
 }
 
 extension AdapterConfig.Fields {
-    /// Returns whether the layers that join n modules have n times the rank. Throws if another layer has its own rank or α.
+    /// Returns whether the layers that join n modules have n times the rank. Throws if `rank_pattern` or `alpha_pattern` sets any other rank or α.
     fileprivate func joins(_ rank: Int, _ alpha: Float, of architecture: Architecture) throws -> Bool {
         let (ranks, alphas) = (rankPattern ?? [:], alphaPattern ?? [:])
         guard !ranks.isEmpty || !alphas.isEmpty else { return false }

@@ -200,7 +200,7 @@ struct AdapterReader {
         let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
         let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
         let name = format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
-        // PEFT writes the name of a magnitude without `.weight`, and reads both forms.
+        // PEFT writes the name of a magnitude without `.weight`, and reads names with and without it.
         return matrix == "m" && tensors.shape("\(name).weight") != nil ? "\(name).weight" : name
     }
 

@@ -153,7 +153,7 @@ package enum AdapterFormat {
         MeSPError("they use \(what), which is not supported; train plain LoRA adapters")
     }
 
-    /// Throws unless `isSupported`: every layer must have the folder's rank and α, or n times this rank and this α if the layer joins n modules.
+    /// Throws unless `isSupported`: every layer must have the folder's rank and α, or n times both if the layer joins n modules.
     static func checkRanks(_ isSupported: Bool) throws {
         guard isSupported else { throw unsupported("rank_pattern or alpha_pattern") }
     }

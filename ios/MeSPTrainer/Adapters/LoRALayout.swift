@@ -3,8 +3,8 @@ import MLX
 import MeSPBundle
 
 /// The layout of a block's LoRA matrices in one flat float32 vector `[count]`. Each module has A `[in, rank]`, then B `[rank, out]`, row-major. The
-/// projections of a module share its A, and each has its columns of B. Stacked matrices of experts have A `[experts, in, rank]` and B `[experts,
-/// rank, out]`. With DoRA, m `[out]` follows the B of each module except experts.
+/// projections of a module share its A, and each projection has its own columns of B. Stacked matrices of experts have A `[experts, in, rank]` and B
+/// `[experts, rank, out]`. With DoRA, m `[out]` follows the B of each module except experts.
 ///
 /// Gradients and the optimizer's state are vectors `[trainedCount]` of the trained parameters only.
 package struct LoRALayout {

@@ -173,7 +173,7 @@ import Observation
         controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
     }
 
-    /// The last run's entry in the list, once the run has ended.
+    /// The last run's entry in the list; nil if the run is in progress, or if the list does not show its end yet.
     public var shownRun: StoredRun? {
         guard !controller.isRunning, let output = controller.settings?.output else { return nil }
         let id = URL(fileURLWithPath: output).lastPathComponent
@@ -198,7 +198,7 @@ import Observation
     public var chosenRun: StoredRun.ID?
     /// The run whose adapters are used for writing; nil if there is none yet.
     package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
-    /// The bundle that is used for writing.
+    /// The bundle that is used for writing: the bundle of `writingRun`, or else the form's bundle; nil if neither exists.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
     /// The runs that can be combined with `writingRun`: the other runs of its model.
     public var secondRuns: [StoredRun] {

@@ -45,7 +45,7 @@ import Observation
     public private(set) var rows = [Row]()
     /// The method that is running; nil if none is.
     public private(set) var running: GradientMethod?
-    /// The reason why the last benchmark ended early.
+    /// The reason why the last benchmark ended early; nil if it did not.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let controller: RunController

@@ -27,7 +27,7 @@ extension TrainingPreview {
 
     /// The preview for the form's present inputs; nil until it has been read, or if it could not be read.
     public var current: TrainingPreview? { inputs == last ? try? result?.get() : nil }
-    /// The reason why the form's text cannot be trained.
+    /// The reason why the form's text cannot be trained; nil if it can, or if the text was not read yet.
     public var problem: Sentence? {
         guard inputs == last, case .failure(let error) = result else { return nil }
         return error.sentence

@@ -81,7 +81,8 @@ import Observation
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer(for: folder.importDevice)
     }
 
-    /// The space in bytes that a model's files and its bundle take together while the model is rewritten; nil if the offer is a bundle.
+    /// The space in bytes that a model's files and its bundle take together while the model is rewritten; nil without an offer, or if the offer is a
+    /// bundle.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
     /// The name of the licence, or “not named”.
@@ -176,7 +177,8 @@ import Observation
         return bundle
     }
 
-    /// Resumes the download that was in progress when the app was terminated, if any.
+    /// Resumes the download that was in progress when the app was terminated. Returns its bundle; nil if there is no such download, or if it had
+    /// ended already or is stopped.
     func resume() async throws -> StoredBundle? {
         guard progress == nil, let begun = try folder.readBegunDownload() else { return nil }
         let download = try open(begun.offer.repository)

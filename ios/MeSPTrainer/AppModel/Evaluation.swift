@@ -29,7 +29,7 @@ import Observation
     public private(set) var notice: Sentence?
     /// The completed fraction, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
-    /// The reason why the evaluation ended early.
+    /// The reason why the last evaluation ended early; nil if it did not.
     public private(set) var problem: Sentence?
     public var isRunning: Bool { progress != nil }
 
@@ -118,7 +118,7 @@ extension Evaluation.Score {
             difference = nil
             return
         }
-        // Both models use the same samples. The fixed seed gives the same bounds for the same records.
+        // Both models use the same samples. The fixed seed gives the same interval for the same records.
         var random = SplitMix64()
         let differences = (0..<Self.draws).map { _ in
             let rows = all.map { _ in Int.random(in: 0..<base.count, using: &random) }

@@ -57,7 +57,7 @@ import Observation
         public let bytesDown: Int
         /// The size of the answer in bytes; nil until it has been sent.
         public var bytesUp: Int?
-        /// The reason why the message was not answered.
+        /// The reason why the message could not be answered; nil if it was answered, or will be.
         public var problem: Sentence?
     }
     /// The rounds, the latest first.

@@ -5,7 +5,8 @@ import MeSPCore
 /// The actions that continue an interrupted or stopped run from its last saved state. A run continues when the person asks for it, or when the system
 /// grants background time.
 extension AppModel {
-    /// The run that was in progress when the app was terminated, until the person continues or declines it.
+    /// The run that was in progress when the app was terminated; nil if there is none that can be continued, or if the person has continued or
+    /// declined it.
     public var interrupted: StoredRun? {
         guard !controller.isRunning, let run = library.runs.first(where: { !$0.isBenchmark }),
             run.status == .interrupted, run.canResume,

@@ -51,7 +51,7 @@ import Observation
     /// Returns the examples of a run that are generated or loaded so far.
     public func of(_ run: StoredRun) -> [Sample] { samples[run.id] ?? [] }
 
-    /// Returns the reason why the examples of a run could not be generated.
+    /// Returns the reason why the examples of a run could not be generated; nil if there is no such problem.
     public func problem(of run: StoredRun) -> Sentence? { problems[run.id] }
 
     /// Loads the saved examples of a run.
@@ -204,7 +204,8 @@ private struct HeldOutPrompts: Sendable {
         return Prompt(tokens: asked, text: text(asked), isMessage: false)
     }
 
-    /// Returns the chat template's tokens before and after a message, so that a prompt can be shown without them.
+    /// Returns the chat template's tokens before and after a message, so that a prompt can be shown without them. Returns nil if there is no chat
+    /// template, or if the template refuses a message.
     private func messageFrame() -> (before: [Int], after: [Int])? {
         guard tokenizer.hasChatTemplate else { return nil }
         let texts = ["x", "y"].compactMap {

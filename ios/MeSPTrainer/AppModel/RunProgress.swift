@@ -31,7 +31,7 @@ public struct RunProgress: Sendable, Equatable {
     }
     /// The step, such as `Step 12 of 100`.
     public var stepWords: Sentence { "Step \(step) of \(steps)" }
-    /// The loss, such as `loss 2.31`.
+    /// The loss, such as `loss 2.31`; nil before the first step.
     public var lossWords: Sentence? { loss.map { "loss \(String(format: "%.2f", $0))" } }
     /// The remaining time, such as `14 min left`; nil if no step is left, or the time of a step is unknown.
     public var timeWords: Sentence? {

@@ -8,13 +8,13 @@ import Observation
 /// A self-check of this device. Each check adds its result to the report on the screen and to the report's file. The self-check waits while the app
 /// is in the background.
 @MainActor @Observable public final class SelfChecker {
-    /// The report of the present or last self-check so far.
+    /// The report of the present or last self-check so far; nil before the first.
     public private(set) var report: SelfCheckReport?
     public private(set) var isRunning = false
-    /// The reason why the self-check ended early.
+    /// The reason why the self-check ended early; nil if it did not, or is in progress.
     public private(set) var problem: Sentence?
 
-    /// The name of the check in progress.
+    /// The name of the check in progress; nil if none is.
     public var current: String? {
         guard isRunning, let report, report.checks.count < report.start.names.count else { return nil }
         return report.start.names[report.checks.count]

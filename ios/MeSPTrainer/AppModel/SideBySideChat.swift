@@ -62,11 +62,11 @@ import Observation
     public var tuned: Text { turns.last?.tuned ?? Text() }
     /// The side that is being generated; nil if none is.
     public private(set) var writing: Side?
-    /// The reason why generation ended early.
+    /// The reason why the last generation ended early; nil if it did not.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
-    /// The file of the conversation.
+    /// The app's files, among them the saved conversation; nil if conversations are not saved.
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether the saved conversation has been read or cleared. The saved conversation is not overwritten before that.
     @ObservationIgnored private var hasReadSaved = false

@@ -11,7 +11,7 @@ import Observation
     /// The source of the text to train on.
     public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted, choices }
 
-    /// The bundle to train.
+    /// The bundle to train; nil if none is chosen.
     public private(set) var bundle: StoredBundle?
     public var bundleID: StoredBundle.ID? {
         get { bundle?.id }

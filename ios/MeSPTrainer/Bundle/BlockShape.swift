@@ -12,7 +12,8 @@ package struct BlockShape: Sendable, Equatable {
     /// The modules that may have adapters: the linear layers, then the experts' matrices, which a run trains only on request.
     package var trainable: [Module] { modules + (mlp.experts?.modules ?? []) }
 
-    /// Returns a list with the number of a module's stacked matrices, which is their leading dimension. The list is empty for a linear layer.
+    /// Returns the leading dimension of a module's stacked matrices, which is their number, as a list of one element. The list is empty for a linear
+    /// layer.
     package func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
 
     /// Returns the numbers of input and output features of a projection, which the block must have.
@@ -85,7 +86,7 @@ package struct BlockShape: Sendable, Equatable {
         return ofModules(modules) + mlpGate + [router] + ofModules(experts.modules)
     }
 
-    /// Whether the block has every part exactly once.
+    /// Whether the block has every projection exactly once, and all parts of each joined layer that it has.
     var isWhole: Bool {
         let parts = modules.flatMap(\.projections)
         let all = Projection.allCases.filter { known($0) != nil }
@@ -99,7 +100,7 @@ package struct BlockShape: Sendable, Equatable {
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// The block's modules in each joined linear layer of Hugging Face's model. The list is empty for a layer of other blocks.
+    /// The block's modules in each joined linear layer of Hugging Face's model. A layer that this block lacks has an empty list.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in trainable.filter { layer.parts.contains($0.name) } }
     }

@@ -9,8 +9,8 @@ package struct Experts: Decodable, Sendable, Equatable {
     /// The prefix of the names of the experts' stacked matrices.
     let matrices: String
     package let scores: Scores
-    /// The name of a vector that is added to the scores to choose experts. The weights of the chosen experts' outputs do not include it. nil if there
-    /// is none.
+    /// The name of a vector that is added to the scores to choose experts. The weights of the chosen experts' outputs do not depend on this vector.
+    /// nil if there is none.
     package let bias: String?
     package let numExperts: Int
     package let numExpertsPerTok: Int

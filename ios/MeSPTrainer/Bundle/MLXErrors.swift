@@ -122,7 +122,7 @@ package enum MLXErrors {
     /// Returns `value`, which repeated work changes, so that the caller can restore it; nil on a CPU, where no work is repeated.
     package static func held<T>(_ value: T) -> T? { work?.stream == nil ? nil : value }
 
-    /// Evaluates arrays on a GPU that repeated work creates for later work. On a CPU the later work evaluates them.
+    /// On a GPU, evaluates `arrays`, which repeated work creates for later work. On a CPU the later work evaluates them.
     package static func evaluateOnGPU(_ arrays: [MLXArray]) { if work?.stream != nil { eval(arrays) } }
 
     /// Returns MLX's messages of the failures that `repeating` has survived since the last call.

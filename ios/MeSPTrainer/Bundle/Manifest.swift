@@ -59,7 +59,7 @@ public struct Manifest: Decodable, Sendable {
         package let tokens: Int
         /// The examples, if each sequence is one example.
         package let examples: Examples?
-        /// A file with one byte per token: 1 if the token's prediction is in the loss; nil if all are.
+        /// A file with one byte per token: 1 if the token's prediction is in the loss, otherwise 0; nil if all predictions are in the loss.
         package let mask: String?
         /// A file with one byte per example, its `TokenStream.Label`; nil if the data is not preference data.
         package let labels: String?
@@ -169,7 +169,7 @@ extension Manifest {
         device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil || !$0.hasFunctions }
     }
 
-    /// The index in `blocks` of each block's kind.
+    /// For each block, the index of its kind in `blocks`.
     var kindOfBlock: [Int] {
         blocks.enumerated().reduce(into: Array(repeating: 0, count: architecture.numHiddenLayers)) { kinds, kind in
             for block in kind.element.layers { kinds[block] = kind.offset }

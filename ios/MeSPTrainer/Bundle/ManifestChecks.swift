@@ -124,7 +124,7 @@ extension Manifest {
     }
 }
 
-/// Returns whether a path is relative and has no parts such as `..`, so that it stays within its folder unless it contains a symbolic link.
+/// Returns whether a path is relative and has no parts such as `..`. Such a path stays within its folder unless it contains a symbolic link.
 package func leadsDown(_ path: String) -> Bool {
     let parts = path.split(separator: "/", omittingEmptySubsequences: false)
     return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }

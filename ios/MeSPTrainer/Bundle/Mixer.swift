@@ -1,5 +1,5 @@
-/// The part of a block that combines tokens. It projects mixer_in, which is the block's input after a norm, applies a formula to the projections, and
-/// adds the output projection of the result to the block's input.
+/// The part of a block that combines tokens. Its input is mixer_in, the block's input after a norm. A mixer projects mixer_in, and applies a formula
+/// to the projections. The output projection of the result is added to the block's input.
 package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
@@ -18,7 +18,7 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     package let numKeyValueHeads: Int
     package let headDim: Int
     package let qkNorm: Bool
-    /// Whether q has, for each head, the query and then a gate g of the same size for the head's output.
+    /// Whether q contains, for each head, the query followed by a gate g of the same size for the head's output.
     package let outputGate: Bool
     /// The factor of `q̂ k̂ᵀ`.
     package let attentionScale: Float

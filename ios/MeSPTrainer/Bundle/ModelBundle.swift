@@ -19,7 +19,7 @@ package struct ModelBundle {
     private var modified = [String: Duration]()
     /// The manifest's device. Tests set `gpu` to compute on a CPU as on a GPU.
     package var backend: Backend
-    /// The index in the manifest's `blocks` of each block's kind.
+    /// For each block, the index of its kind in the manifest's `blocks`.
     package let kinds: [Int]
     package let maps = Maps()
 
@@ -118,7 +118,7 @@ package struct ModelBundle {
         do {
             return try map()
         } catch  where maps.areKept {
-            // iOS gives a process without an entitlement few addresses. They may suffice for one file at a time.
+            // iOS gives a process without an entitlement few addresses. These may suffice for one mapped file at a time.
             maps.areKept = false
             return try map()
         }
@@ -191,7 +191,7 @@ package struct ModelBundle {
         try TokenFolder.entries(in: folder)["train"].map { try digest($0, in: folder) }
     }
 
-    /// - Parameter sums: the SHA-256 of files that need not be read.
+    /// - Parameter sums: the known SHA-256 of files, which are then not read.
     private func digest(_ entry: Manifest.Tokens, in folder: URL, sums: [String: String] = [:]) throws -> String {
         let files = [
             ("tokens", entry.file), ("examples", entry.examples?.file), ("mask", entry.mask), ("labels", entry.labels),

@@ -34,7 +34,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The last known state of the battery, which the thread reads.
+    /// The last known state of the battery, which the thread reads; nil if there is no battery, or if its state is unknown.
     package var battery: Battery? {
         get { condition.withLock { lastBattery } }
         set { condition.withLock { lastBattery = newValue } }
@@ -96,8 +96,8 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The reason to wait. A stopped run ignores most reasons. But a step whose updates have begun must finish, which it cannot do in the background
-    /// or while the app uses MLX.
+    /// The reason to wait; nil if the thread may continue. A stopped run ignores most reasons. But a step whose updates have begun must finish, which
+    /// it cannot do in the background or while the app uses MLX.
     private var reason: PauseReason? {
         let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away, .app]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }

@@ -8,7 +8,7 @@ public struct LogOutline: Sendable {
     package let start: LogRecord.Start?
     /// The number of the last finished step.
     public let lastStep: Int
-    /// The loss of the last finished step, in nats per token.
+    /// The loss of the last finished step, in nats per token; nil if no step has finished.
     public let lastLoss: Float?
     /// The reason why the run ended; nil if the run has not ended, or if its process was terminated.
     package let end: LogRecord.End.Reason?

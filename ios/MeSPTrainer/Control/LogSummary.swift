@@ -58,7 +58,7 @@ public struct LogSummary: Sendable {
     /// The number of the last finished step.
     public var lastStep: Int { steps.last?.step ?? end?.step ?? 0 }
 
-    /// The median time of the last 20 steps, in seconds.
+    /// The median time of the last 20 steps, in seconds; nil before the first step.
     public var stepSeconds: Double? {
         let last = steps.suffix(20).map(\.seconds).sorted()
         return last.isEmpty ? nil : last[last.count / 2]
@@ -67,10 +67,10 @@ public struct LogSummary: Sendable {
     /// Returns the time until the last of `steps` steps, in seconds; nil while the time of a step is unknown.
     package func secondsLeft(of steps: Int) -> Double? { stepSeconds.map { $0 * Double(max(0, steps - lastStep)) } }
 
-    /// The number of tokens that the model reads per second, over the last 20 steps.
+    /// The number of tokens that the model reads per second, over the last 20 steps; nil before the first step.
     public var tokensPerSecond: Double? { perSecond { $0.inputTokens ?? $0.tokens } }
 
-    /// The number of tokens in the loss per second, over the last 20 steps.
+    /// The number of tokens in the loss per second, over the last 20 steps; nil before the first step.
     public var lossTokensPerSecond: Double? { perSecond(\.tokens) }
 
     private func perSecond(_ count: (LogRecord.Step) -> Int) -> Double? {
@@ -79,7 +79,7 @@ public struct LogSummary: Sendable {
         return seconds > 0 ? Double(last.reduce(0) { $0 + count($1) }) / seconds : nil
     }
 
-    /// The highest footprint so far, in bytes.
+    /// The highest footprint so far, in bytes; nil before the first step.
     public var peakFootprint: Int? {
         (steps.map(\.footprintPeakBytes) + [end?.footprintPeakBytes].compactMap { $0 }).max()
     }

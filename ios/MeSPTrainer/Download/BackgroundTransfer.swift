@@ -130,7 +130,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         return file.path.hasPrefix(folder) ? String(file.path.dropFirst(folder.count)) : file.path
     }
 
-    /// Returns the file of a task, which an earlier process may have begun.
+    /// Returns the file that a task receives; nil if the task names none. An earlier process may have begun the task.
     private func file(of task: URLSessionTask) -> URL? {
         task.taskDescription.map { URL(fileURLWithPath: $0, relativeTo: home).absoluteURL }
     }

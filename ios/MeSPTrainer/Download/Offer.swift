@@ -61,7 +61,7 @@ extension HubDownload {
         }
 
         /// - Parameters:
-        ///   - link: an address, or a file in the repository.
+        ///   - link: an address, or a file in the repository. The result is nil for an address without https, and if there is no link.
         ///   - files: the address of the repository's files.
         static func link(_ link: String?, in files: String) -> URL? {
             guard let link, !link.isEmpty else { return nil }

@@ -45,7 +45,7 @@ signal(SIGPIPE, SIG_IGN)
 
 #if canImport(Darwin)
     let pressure = DispatchSource.makeMemoryPressureSource(eventMask: [.warning, .critical], queue: .global())
-    // Without @Sendable a closure here is isolated to the main actor, and traps on the queue.
+    // Without @Sendable a closure here is isolated to the main actor, and would trap on the queue.
     pressure.setEventHandler { @Sendable in memoryIsShort = 1 }
     pressure.activate()
 #endif

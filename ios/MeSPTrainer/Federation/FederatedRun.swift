@@ -15,9 +15,9 @@ import MeSPSentences
 ///         return try round.answer()
 ///     }
 ///
-/// `docs/federation.md` describes the content of messages. The LoRA matrices of a module in all its blocks are one array `[blocks, in, rank]` or
-/// `[blocks, rank, out]`. An answer also has counts, a mean loss and a peak of memory. The Python clients of `mesp federate` give the same answers,
-/// to the last bit of the matrices.
+/// `docs/federation.md` describes the content of messages. The matrices A of a module in all its blocks are one array `[blocks, in, rank]`, and its
+/// matrices B are one array `[blocks, rank, out]`. An answer also has counts, a mean loss and a peak of memory. The Python clients of `mesp federate`
+/// give the same answers, to the last bit of the matrices.
 package struct FederatedRun {
     /// The settings of the run. If an earlier run for the same message exists, these settings resume it.
     package let settings: RunSettings
@@ -61,7 +61,7 @@ package struct FederatedRun {
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
         let timeout = number(config["timeout"])
         guard timeout.map({ (0..<Double.infinity).contains($0) }) ?? true else { throw noSetting("timeout") }
-        // If this device's clock is slow, a message from the future counts as a message that was created now.
+        // If this device's clock is slow, a message can seem to come from the future. It then counts as created now.
         let age = max(0, -question.created.timeIntervalSinceNow)
         deadline = .now + .seconds(max(0, min((timeout ?? .infinity) - age, 1e9)))
         var settings = try Self.settings(config, bundle, in: question.folder)

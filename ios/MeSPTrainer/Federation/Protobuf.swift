@@ -76,7 +76,7 @@ struct ProtobufMessage {
         case bytes(Data)
     }
     private var fields = [Int: [Value]]()
-    /// The maximum number of fields. A field can have two bytes in a message, and takes far more memory once it is read.
+    /// The maximum number of fields. A field of only two bytes takes far more memory once it is read.
     private static let mostFields = 1 << 16
 
     /// - Throws: `MeSPError` if the bytes are not a message, or if they have more fields than any message of Flower.

@@ -80,7 +80,7 @@ package enum JSONValue: Codable, Sendable, Hashable {
         if case .array(let values) = self { values } else { nil }
     }
 
-    /// The fields of an object that are not null.
+    /// The fields of an object that are not null; nil if the value is not an object.
     package var fields: [String: JSONValue]? {
         if case .object(let fields) = self { fields.filter { $0.value != .null } } else { nil }
     }

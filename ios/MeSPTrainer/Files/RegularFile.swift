@@ -40,7 +40,8 @@ package func makeFolder(_ url: URL) throws {
     try FileManager.default.createDirectory(at: url, withIntermediateDirectories: true)
 }
 
-/// Returns the size of an open file in bytes and its modification time since 1970. Together they show whether the file has changed.
+/// Returns the size of an open file in bytes and its modification time since 1970. Together they show whether the file has changed. Returns nil if
+/// the system refuses.
 package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     var status = stat()
     guard fstat(file, &status) == 0 else { return nil }

@@ -12,8 +12,8 @@ extension ConfigJSON {
     func architecture(length: Int, isTied: Bool? = nil) throws -> (entry: JSONValue, architecture: Architecture) {
         let byLayer = try mixersByLayer(length: length)
         let mixers = byLayer.reduce(into: [JSONValue]()) { if !$0.contains($1) { $0.append($1) } }
-        // An RMS norm is invariant to the scale of its input. So a model whose blocks add m·out(…) to x equals one whose blocks add out(…) to x/m,
-        // with ε/m² in the norms.
+        // An RMS norm gives the same result for x, and for x/c with ε/c² in place of ε. So blocks that add c·out(…) to x can be replaced by blocks
+        // that add out(…) to x/c. Here c is `residual`.
         let residual = try optional("residual_multiplier") ?? 1
         let hidden = try count("hidden_size")
         let scale = try family.embeddingScale(hidden: hidden) * (optional("embedding_multiplier") ?? 1)

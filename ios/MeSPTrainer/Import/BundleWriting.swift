@@ -156,7 +156,7 @@ extension ModelImport {
             array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : .numbers(conversion))
     }
 
-    /// The divisor of the logits. The weights of the last norm are divided by it.
+    /// The divisor of the logits. A bundle divides the weights of the last norm by this number, in place of the logits.
     private var divisor: Float { Float(entry["architecture"]?.object?["logits_scaling"]?.double ?? 1) }
 
     private func write(

@@ -13,7 +13,7 @@ struct PlainFamily: Sendable {
     let postNorms: Bool
     /// The offset that a norm adds to the weight in the checkpoint.
     let normOffset: Float
-    /// The names of norms and linear layers in checkpoints, by the names that MeSP uses, if the two differ.
+    /// The names that MeSP uses for norms and linear layers -> their names in checkpoints, where the two differ.
     let names: [String: String]
     /// The `model_type`s of the text model within a multimodal model.
     let texts: [String]

@@ -41,7 +41,8 @@ enum RoPEScaling {
         if type == "yarn" {
             let magnitude = try attentionFactor(scaling, factor, config)
             scaling["attention_factor"] = .number(magnitude)
-            // mlx-lm has no attention_factor. With this mscale, the factor in mlx-lm, 0.1 · mscale · ln factor + 1, equals attention_factor.
+            // mlx-lm does not read `attention_factor`. It multiplies q and k by 0.1 · mscale · ln(factor) + 1, which equals `attention_factor` for
+            // this `mscale`.
             scaling["mscale"] = .number((magnitude - 1) / (factor > 1 ? 0.1 * log(factor) : .infinity))
             scaling["mscale_all_dim"] = .integer(0)
         } else if (scaling["attention_factor"] ?? .null) == .null {

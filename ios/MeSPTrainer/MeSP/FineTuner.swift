@@ -467,7 +467,7 @@ extension TrainingUpdate {
         predictedPeak = log.prediction?.predictedPeakBytes
         timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
-        // The update's other properties, and the error that the run throws, report these events.
+        // These events are not notices, because other properties of the update, or the error that the run throws, report them.
         let others = ["pause", "resume", "resumed", "error"]
         notices = told + log.events.filter { !others.contains($0.name) }.map(\.message.localized)
     }

@@ -24,7 +24,7 @@ struct RunFolders: Sendable {
 
     private func url(_ number: Int) -> URL { folder.appendingPathComponent(Self.name(number)) }
 
-    /// The folder of the last run that has begun, or nil.
+    /// The folder of the last run that has begun; nil if no run has begun.
     private var last: URL? { numbers.last { hasBegun(url($0)) }.map(url) }
 
     private func hasBegun(_ run: URL) -> Bool {
@@ -34,7 +34,7 @@ struct RunFolders: Sendable {
     /// The URL for the folder of a new run, which does not exist yet.
     var next: URL { url((numbers.last ?? 0) + 1) }
 
-    /// The folder of the last complete adapters that were saved after a step, or nil.
+    /// The folder of the adapters of the last run that has saved adapters after a step; nil if there is no such run.
     var adapters: URL? {
         let learned = numbers.reversed().map(url).first {
             $0.appendingPathComponent("adapters").hasAdapters && (try? LogOutline(folder: $0).lastStep) ?? 0 > 0
@@ -54,7 +54,7 @@ struct RunFolders: Sendable {
         }
     }
 
-    /// Returns the settings that continue the last run, or nil if the last run has finished or no run has begun.
+    /// Returns the settings that continue the last run, or nil if no run has begun, or if the last run has finished or its log cannot be read.
     ///
     /// - Parameter bundle: the present URL of the bundle. An app's folders move when the app is updated.
     func settingsToContinue(with bundle: URL) -> RunSettings? {

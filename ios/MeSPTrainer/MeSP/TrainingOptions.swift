@@ -26,7 +26,8 @@ public struct TrainingOptions: Sendable, Equatable {
     public var steps: Int
     /// The memory that training may take. A limit that cannot be kept is refused before training begins.
     public var memory: MemoryLimit
-    /// The number of tokens in a sequence: a length that the bundle was exported for. nil: the longest such length up to 256, or else the shortest.
+    /// The number of tokens in a sequence: a length that the bundle was exported for. nil: the longest of these lengths that is at most 256, or the
+    /// shortest length if all are longer.
     public var sequenceLength: Int?
     /// The rank r of the adapters: a rank that the bundle was exported for. nil: 8, or the bundle's first rank if it has no 8.
     public var rank: Int?
@@ -48,7 +49,7 @@ public struct TrainingOptions: Sendable, Equatable {
     /// Whether to train the length of each row of a weight matrix apart from the row's direction (DoRA). A run with DoRA cannot have
     /// ``maxForgetting``.
     public var usesDoRA = false
-    /// The seed for the order of sequences, the initial A and dropout.
+    /// The seed of the random numbers for the order of sequences, the initial matrices A and dropout.
     public var seed: UInt64 = 0
 
     /// Creates options. Set the remaining options as properties.

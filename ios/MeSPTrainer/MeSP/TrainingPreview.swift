@@ -24,7 +24,8 @@ public struct TrainingPreview: Sendable, Equatable {
 
     package init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
         sentences = notices
-        // Tokens after the last token in the loss are padding, or do not affect training.
+        // `counted` has the position before each token in the loss, so the last one is at `counted.last + 1`. Later tokens are padding, or do not
+        // affect training.
         let ids = example.tokens.prefix((example.counted.last ?? -1) + 2).map { Int($0) }
         let counted = Set(example.counted.map { $0 + 1 })
         var pieces = [Int: [UInt8]]()

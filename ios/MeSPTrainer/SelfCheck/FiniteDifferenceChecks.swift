@@ -33,7 +33,7 @@ extension CheckSuite {
         let example = example(Self.differenceTokens)
 
         var inputs = [Int: MLXArray]()
-        // The input is float32. In bfloat16 side inputs would be rounded too, and the loss would change in steps.
+        // The input is converted to float32. With a bfloat16 input the side inputs would be rounded too, and the loss would change in steps.
         var x = try model.embed(example).asType(.float32)
         let context = try model.makeContext(example, x0: x)
         try addKeysAndValues(before: blocks[0], x, model, context)

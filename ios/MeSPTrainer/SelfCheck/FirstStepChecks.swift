@@ -5,7 +5,8 @@ import MeSPCore
 
 /// The measurements of the first step in the process. On a GPU the first step compiles every kernel, and Metal takes memory for the kernels.
 struct FirstStep {
-    /// The growth of the footprint, without MLX's arrays, in bytes: from before the first use of MLX to after this use, and to after the step.
+    /// The growth of the footprint without MLX's arrays since the moment before the first use of MLX, in bytes. `afterUse` is measured after the
+    /// first use, and `afterStep` after the first step.
     let afterUse, afterStep: Int
     /// The longest time between two boundaries in the first step, in seconds; `longestAgain` is the longest time in a second step.
     let longest, longestAgain: Double

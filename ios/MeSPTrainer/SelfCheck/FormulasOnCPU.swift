@@ -3,8 +3,8 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 
-/// Computes a block, and the head, by the formulas on the CPU in float32. The results of a GPU are compared with the results of this type. On a CPU,
-/// the results of the block function are compared with them.
+/// Computes a block, and the head, by the formulas on the CPU in float32. The self-check compares the results of a GPU with these results. Without a
+/// GPU it compares the results of the block function with them.
 struct FormulasOnCPU {
     let bundle: ModelBundle
     let layouts: [LoRALayout]

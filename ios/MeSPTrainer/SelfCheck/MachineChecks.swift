@@ -166,8 +166,8 @@ extension CheckSuite {
             [Measurement("leaked per thousand", Double(leaked), "bytes")])
     }
 
-    /// The allowed growth of the footprint by a thousand mappings, in bytes. If memory does not hold the weights, 30 blocks are mapped for each
-    /// token. Then a text of a thousand tokens adds 30 MB, as much as a step of a small model.
+    /// The allowed growth of the footprint by a thousand mappings, in bytes. If memory does not hold the weights, each token maps 30 blocks. At the
+    /// allowed growth, a text of a thousand tokens then adds 30 MB, as much as a step of a small model.
     private static let leakAllowed = 1_000_000
 
     /// Checks that `withError` makes an error available in its box as soon as MLX reports it. `withError` itself throws only after its body. So a run

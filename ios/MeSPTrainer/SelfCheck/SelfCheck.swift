@@ -64,7 +64,7 @@ public struct SelfCheck {
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
         let begin = ContinuousClock.now
-        // `firstUseOfMLX` gets its value at its first use. Reading it here comes before any use of a GPU.
+        // `firstUseOfMLX` gets its value when it is first read. Here it is read before any use of a GPU.
         let isFirstUse = firstUseOfMLX.time >= begin
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))

@@ -23,7 +23,7 @@ extension Error {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
             case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
                 let path = context.codingPath.map(\.stringValue).joined(separator: ".")
-                // If a number is out of range for its type, Foundation does not give its path.
+                // If a number is out of range for its type, Foundation does not give the path of the number in the JSON.
                 guard !path.isEmpty else { return "it is not JSON, or has a number that is too large or too small" }
                 return "\(path) has the wrong type"
             @unknown default: break

@@ -81,7 +81,7 @@ extension Sentence: Equatable {
     public static func == (one: Sentence, other: Sentence) -> Bool { one.english == other.english }
 }
 
-/// A file has the English text of a sentence.
+/// A sentence is encoded as its English text.
 extension Sentence: Codable {
     public init(from decoder: any Decoder) throws {
         self.init(english: try decoder.singleValueContainer().decode(String.self))

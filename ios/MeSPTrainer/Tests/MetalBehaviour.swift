@@ -55,7 +55,7 @@
 
         // MARK: - Errors
 
-        /// Returns rules that refuse memory from an evaluation on.
+        /// Returns rules that refuse memory from the evaluation with this number on.
         private func refused(from first: Int) -> MetalRules {
             var failing = FailingCommandBuffers(first: first)
             (failing.isAtOnce, failing.count) = (true, .max)
@@ -142,8 +142,7 @@
 
         // MARK: - Leaving the app
 
-        /// A GPU compiles kernels when they are first encoded, so in the first step. So the first step can wait at more places, and evaluates less
-        /// between two of them.
+        /// A GPU compiles kernels when they are first encoded. So the first step can wait at more places, and evaluates less between two of them.
         @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
         func theFirstStepWaitsWithinItsBlocks(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")

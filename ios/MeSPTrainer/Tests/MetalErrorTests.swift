@@ -23,8 +23,8 @@ import MeSPSentences
         private static let families = folders(
             "tied-gpu", "qwen3_5-gpu", "gemma4-gpu", "lfm2_moe-gpu", "granite-mamba-gpu")
 
-        /// Returns rules under which `count` command buffers fail, the first of them `buffer`. This number decides whether an error is thrown when
-        /// the stream is synchronized or in one of the next evaluations, and whether the buffer's arrays become NaN or zeros.
+        /// Returns rules under which `count` command buffers fail, from number `buffer` on. The number `buffer` also decides whether an error is
+        /// thrown when the stream is synchronized or in one of the next evaluations, and whether the buffer's arrays become NaN or zeros.
         private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
             var failing = FailingCommandBuffers(first: buffer)
             failing.count = count

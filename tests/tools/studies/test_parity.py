@@ -199,8 +199,9 @@ def test_mesp_is_equivalent_to_mlx_lms_trainer(study: Callable[..., str]):
     find_engine()
     printed = study("--quick")
     apart = re.findall(r"^\| MeSP \|.*\| (\S+) \| [^|]+ \| [^|]+ \| yes \|$", printed, re.M)
-    # Both sides are float32, in 8 steps: the difference was 2e-6 of a loss near 5 when this was
-    # written. AdamW divides by the gradient's size, which enlarges differences of small gradients.
+    # MeSP and mlx-lm compute in float32. After 8 steps, their losses near 5 differed by 2e-6 when
+    # this was written. AdamW divides by the gradient's size, which enlarges differences of small
+    # gradients.
     assert len(apart) == 2 and all(float(each) < 1e-3 for each in apart)
     untrained, trained = (
         float(re.search(rf"^\| {row} \|[^|]*\| ([\d.]+) \|", printed, re.M)[1])

@@ -44,8 +44,8 @@ SETTLED_AFTER = 10
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
 
-# A ratio -> the figure that is divided, and whose figure divides it: the paper's, or that of a
-# method's first row in the same cell.
+# For each ratio: the figure that is divided, and what it is divided by. That is the paper's figure,
+# or the figure of a method's first row in the same cell.
 RATIOS = {
     "peak_to_paper": ("footprint_peak_bytes", "paper"),
     "peak_to_mesp": ("footprint_peak_bytes", "mesp"),

@@ -1,8 +1,8 @@
 """Requests to a house, and the JSON that each asks for.
 
 A command names an action, a thing, a place and a time. A request states it in one of many wordings.
-One in five commands is held out. Neither these commands nor their wordings, `UNHEARD`, are trained
-on.
+One in five commands is held out. Requests for held-out commands have wordings of their own,
+`UNHEARD`. Nothing that is held out is trained on.
 """
 
 from __future__ import annotations

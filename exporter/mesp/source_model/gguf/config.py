@@ -21,8 +21,8 @@ _MODEL_TYPES = {
 # The number of blocks of Gemma's 27B models, which scale attention by 1/√(width / heads).
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
-# Keys that `get` need not read. `finetuned` changes nothing, and neither do dimension sections,
-# because a text's three positions are equal. LFM2's list of heads is read by `_lfm2`.
+# Keys that `get` need not read. `finetuned` changes nothing. Dimension sections divide a head
+# between three positions, which are equal in text. LFM2's list of heads is read by `_lfm2`.
 _NOTHING = ("rope.scaling.finetuned", "rope.dimension_sections", "attention.head_count_kv")
 
 
@@ -222,8 +222,8 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(its: _Metadata, scores: ExpertGatingFuncType) -> dict[str, Any]:
-    """Returns the keys of a mixture of experts. The experts' weights add up to 1, because llama.cpp
-    computes the families with experts so.
+    """Returns the keys of a mixture of experts. A token's weights of experts add up to 1, as in
+    llama.cpp's code for the families with experts.
     """
     if its.get("expert_gating_func") not in (None, scores.value) or its.get(
         "expert_weights_scale", _NUMBER

@@ -200,8 +200,8 @@ def _kind_of_q2_0(
     found: list[tuple[str, tuple[int, ...], int, int]], length: int, alignment: int
 ) -> dict[int, tuple[str, int, int]]:
     """Returns the type that the number 42 means in a file. The number has two meanings; the blocks
-    of the right type fill the space of each tensor. Raises ValueError if the blocks of both types
-    do, or of neither.
+    of the right type fill the space of each tensor. Raises ValueError if both types fill the
+    space, or neither does.
     """
     ends = sorted({*(offset for *_, offset in found), length})
     rooms = [

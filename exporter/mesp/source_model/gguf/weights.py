@@ -91,7 +91,7 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """Returns a text: which share of the weights keeps its values, and which is quantized."""
+        """Returns a sentence on the shares of weights that keep their values and that do not."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:

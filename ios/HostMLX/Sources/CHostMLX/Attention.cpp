@@ -29,7 +29,7 @@ struct Matrix {
     ptrdiff_t stride;
 };
 
-/// Computes c = a b, or adds a b to c, for c [rows, 16]. The sums stay in registers. b is stored by rows, and so is a, or the transpose of a if
+/// Computes c = a b, or adds a b to c, for c [rows, 16]. The sums stay in registers. b is stored by rows. a is stored by rows, or by columns if
 /// `transposed` is set.
 template <int rows, bool transposed>
 INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, ptrdiff_t c_stride) {
@@ -96,7 +96,7 @@ struct Problem {
     int head_parts() const { return (per_group() + 7) / 8; }
     int heads_together() const { return (per_group() + head_parts() - 1) / head_parts(); }
     /// The number of positions that are processed together. The number is small, because each of these positions is computed with all keys up to the
-    /// last position. It is large enough for some 64 rows.
+    /// last of them. It is large enough for about 64 rows, one for each position and head.
     int positions() const { return std::max(1, 4 / heads_together()) * lanes; }
     /// The number of `Queries` of a group.
     int parts() const { return (queries + positions() - 1) / positions() * head_parts(); }
@@ -287,8 +287,8 @@ struct Pass {
                                       parts(problem, part) * (3 + problem.d));
     }
 
-    /// Calls `f(i, first, keys)` for each block of `keys_together` keys in a part, without keys to which no query attends. i counts the blocks of all
-    /// parts.
+    /// Calls `f(i, first, keys)` for each block of `keys_together` keys in a part. Leaves out keys to which no query attends. i counts the blocks of
+    /// all parts.
     template <class F>
     INLINE void each(int index, F f) const {
         const int end = std::min(q.end, (index + 1) * part);

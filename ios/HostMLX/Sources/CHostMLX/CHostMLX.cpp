@@ -212,7 +212,7 @@ bool size_word_precedes_data() {
         auto &allocator = mx::allocator::allocator();
         auto buffer = allocator.malloc(40);
         auto *words = static_cast<size_t *>(buffer.ptr());
-        // A block from the cache may be longer than requested.
+        // A block from MLX's cache may be longer than the requested 40 bytes.
         bool answer = buffer.raw_ptr() == words + 1 && *words >= 40 && *words < 80;
         allocator.free(buffer);
         return answer;
@@ -220,8 +220,8 @@ bool size_word_precedes_data() {
     return answer;
 }
 
-/// Returns the word before `data`, or nothing if that memory cannot be read. The kernel copies it through a pipe, and returns EFAULT where a load
-/// would fault.
+/// Returns the word before `data`, or nothing if that memory cannot be read. The word goes through a pipe, because `write` returns EFAULT for memory
+/// at which a load would fault.
 std::optional<size_t> word_before(const void *data) {
     int ends[2];
     if (pipe(ends) != 0) {

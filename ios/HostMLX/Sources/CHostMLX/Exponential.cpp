@@ -102,7 +102,7 @@ class ExponentialPrimitive : public mx::UnaryPrimitive {
         }
     }
 
-    /// Equals vjp, because the Jacobians are symmetric; softmax's is diag(y) − y yᵀ.
+    /// This product equals the product in vjp, because the Jacobians are symmetric. The Jacobian of softmax is diag(y) − y yᵀ.
     std::vector<mx::array> jvp(
         const std::vector<mx::array> &primals, const std::vector<mx::array> &tangents,
         const std::vector<int> &argnums) override {

@@ -2,8 +2,8 @@
 // August 2026).
 //
 // A command buffer's completion handler stores its error (metal/device.cpp:521). The error is thrown and cleared when the stream is synchronized
-// (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for it too, but the GPU signals the event before the handler
-// runs. So `eval` can return with arrays that count as evaluated.
+// (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for the error too, but the GPU signals the event before the
+// handler runs. So `eval` can return with arrays that count as evaluated.
 
 #include "FailingCommandBuffers.h"
 

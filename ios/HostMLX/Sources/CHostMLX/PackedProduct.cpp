@@ -83,9 +83,9 @@ INLINE void read_codes(const uint8_t *packed, Words &codes) {
         codes = (Words{} + word) >> shifts & 3;
         return;
     }
-    // One load of 16 bytes is faster than two shorter loads, for example of 8 and 4 bytes. A group of 32 or more codes has 16 bytes: they begin with
-    // these codes, or, for the last codes of the group, end with them.
-    constexpr int size = (bits & (bits - 1)) == 0 ? 2 * bits : 16, before = last ? size - 2 * bits : 0;
+    // One load of a power of two of bytes is faster than two shorter loads, for example of 8 and 4 bytes. The loaded bytes begin with these codes. For
+    // the last codes of a group they end with these codes, so that the load stays in a group of 32 codes.
+    constexpr int size = std::bit_ceil(2u * bits), before = last ? size - 2 * bits : 0;
     Bytes bytes{};
     std::memcpy(&bytes, packed - before, size);
     // For each code, four bytes: the byte with the code's first bit, and three times the byte with the code's last bit. The two are often the same
@@ -140,7 +140,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         const float scale = factor(w, group + start / w.group_size);
         for (int i = start; i < start + w.group_size; i += 16) {
             if (w.mode != Mode::Mxfp8) {
-                // The nibbles of one integer are twice the numbers 0, ½, 1, 1½, 2, 3, 4 and 6.
+                // The nibbles of one integer are the values of the codes, multiplied by 2: the values are 0, ½, 1, 1½, 2, 3, 4 and 6.
                 Words four;
                 read_codes<4>(codes + i / 2, four);
                 const Words doubled = (Words{} + 0xC8643210u) >> ((four & 7) << 2) & 15;
@@ -172,10 +172,10 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
 /// AVX2.
 constexpr int rows_at_once(int most) { return most > 1 ? 1 : 2; }
 
-/// The codes in a 32-bit word of W. A code that crosses from one word into the next is treated as two fields, whose sum is its number. Each word is
-/// shifted by the number of bits of its first code that are in the previous word. Then the first `whole` fields have the same places in all words,
-/// and the first field has the word's part of its code. After these fields, some words have one more complete code, the `extra` one. The last field
-/// reaches up to the word's end.
+/// The codes in a 32-bit word of W. A code that crosses from one word into the next is treated as two fields, whose values add up to the code. Each
+/// word is shifted by the number of bits of its first code that are in the previous word. Then the first `whole` fields have the same places in all
+/// words, and the first field has the word's part of its code. After these fields, some words have one more complete code, the `extra` one. The last
+/// field reaches up to the word's end.
 template <int bits>
 struct Fields {
     /// The number of words after which the pattern repeats.
@@ -189,10 +189,10 @@ struct Fields {
     static constexpr int last_bit(int word) { return whole * bits - shift(word) + has_extra(word) * bits; }
 };
 
-/// x in the order in which it is multiplied by blocks of W. A block has 16 words. The numbers for the first field of each word come first, then those
-/// for the second, so that one mask gives 16 fields for 16 numbers of x. A field is not shifted to the lowest bits, so its value is the code times a
-/// power of two, and the number of x is divided by this power. Only the last field is shifted, because an integer has its sign in the highest bit. A
-/// row's last block is its last 16 words, with zeros for words that are also in the block before.
+/// x in the order in which it is multiplied by blocks of W. A block has 16 words. The numbers of x for the first field of each word come first, then
+/// the numbers for the second field. So one mask gives the fields of 16 words for 16 numbers of x. Fields are not shifted to the lowest bits, so the
+/// value of a field is the code times a power of two, and its number of x is divided by this power. Only the last field is shifted, because the
+/// highest bit of an integer is its sign. A row's last block is its last 16 words, with zeros for words that are also in the block before.
 struct FewRows {
     /// 16 numbers in the order of a vector, aligned to lines of the cache.
     struct alignas(64) Sixteen {
@@ -246,7 +246,7 @@ struct FewRows {
 
 /// Multiplies the rows of W from `row` on that are processed together, up to `end`, by `count` ≤ `most` rows of x from `first` on. The results go
 /// into `y`, whose rows have `rows` numbers. The formula is Σ (scale · code + bias) x = scale Σ code · x + bias Σ x, over the codes of each word. The
-/// order of a sum does not depend on `most`, so a row of x gives the same numbers with any other rows.
+/// order of a sum does not depend on `most`, so the results of a row of x do not depend on the other rows.
 template <int bits, int group_size, int most, bool is_short>
 INLINE void multiply_block(
     const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, const FewRows &x, int first, int count, float *y,
@@ -385,7 +385,7 @@ INLINE void multiply_rows(
     }
 }
 
-/// Computes y = x Wᵀ for the rows `first` ..< `end` of an affine W: x [m, columns], y [m, rows].
+/// Computes y = x Wᵀ for the rows `first` ..< `end` of an affine W. x is [m, columns], and y is [m, rows].
 template <int bits>
 INLINE void multiply_groups(
     const PackedMatrix &w, int first, int end, const FewRows &x, int m, float *y, int rows) {
@@ -523,7 +523,7 @@ void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, 
     });
 }
 
-/// Computes y = x Wᵀ + addends: x [m, columns], whose rows are `stride` numbers apart, y [m, rows].
+/// Computes y = x Wᵀ + addends. x is [m, columns] with rows that begin `stride` numbers apart, and y is [m, rows].
 void by_rows(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
@@ -541,7 +541,7 @@ void by_rows(
     });
 }
 
-/// Computes y = x W + addends: x [m, rows], whose rows are `stride` numbers apart, y [m, columns].
+/// Computes y = x W + addends. x is [m, rows] with rows that begin `stride` numbers apart, and y is [m, columns].
 void by_columns(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     const int unit = w.group_size;

@@ -75,7 +75,7 @@ namespace {
 
 // MARK: - Operations on single numbers
 
-/// The output may be in an operand's memory.
+/// Runs the statement for each i. The output may be in an operand's memory, because the statement uses only the i-th numbers.
 #define EACH(statement)                                  \
     _Pragma("clang loop vectorize(assume_safety)")       \
     for (int i = 0; i < count; i++) statement

@@ -40,8 +40,9 @@ mlx::core::array fused(const mlx::core::array &result, const std::vector<mlx::co
 std::optional<mlx::core::array> rms_norm(
     const mlx::core::array &x, const mlx::core::array &weight, float eps, mlx::core::Stream s);
 
-/// Returns x with rotary position embedding: each period belongs to a pair of a row's first numbers, one in their first half and one in their second,
-/// which is rotated by position / period. Other numbers are unchanged. Positions begin at `offset`. Returns nil if MLX's own function must be used.
+/// Returns x with rotary position embedding: the first 2n numbers of each row form n pairs, one pair for each of the n periods. Pair i has the
+/// numbers i and i + n, and is rotated by position / period. Other numbers are unchanged. Positions begin at `offset`. Returns nil if MLX's own
+/// function must be used.
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, int offset, const mlx::core::array &periods, mlx::core::Stream s);
 

@@ -36,8 +36,8 @@ std::optional<mx::Stream> gpu_stream() {
     return made_gpu_stream;
 }
 
-/// Makes a stream for a missing GPU. `mx::new_stream` refuses that, but the graph needs the stream's device, and import_function looks for a stream
-/// of that device (export.cpp:495).
+/// Makes a stream for a missing GPU. `mx::new_stream` throws an error for it, but the graph needs the stream's device, and import_function looks for
+/// a stream of that device (export.cpp:495).
 void make_gpu_stream() {
 #ifdef __linux__
     const std::lock_guard lock(gpu_stream_mutex);
@@ -46,7 +46,7 @@ void make_gpu_stream() {
     }
     try {
         mx::new_stream(mx::Device::gpu);
-    } catch (const std::exception &) {  // the stream is listed before the error
+    } catch (const std::exception &) {  // MLX adds the stream to its list before it throws
     }
     for (const auto &stream : mx::get_streams()) {
         if (stream.device == mx::Device::gpu) {

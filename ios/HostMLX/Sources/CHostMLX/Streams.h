@@ -22,7 +22,7 @@ void enter();
 
 // MARK: C++'s default device on Metal, which is the GPU
 
-/// Begins or ends the rule that the default device of C++ is the GPU. On a machine without one, its work fails.
+/// Begins or ends the rule that the default device of C++ is the GPU. On a machine without a GPU, work on that device fails.
 void set_gpu_is_default(bool is_default);
 
 /// Returns whether the default device of C++ is the GPU by that rule.

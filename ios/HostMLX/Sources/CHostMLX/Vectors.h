@@ -21,7 +21,7 @@ constexpr int lanes = 16;
 typedef float Floats __attribute__((vector_size(4 * lanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
 
-// These are macros, because a vector of another CPU's size can't be passed to a function.
+// EXPONENTIAL and LOAD are macros, because a function cannot take or return vectors of another CPU's size.
 
 /// Computes exp as MLX's simd/math.h does: 2^(x / ln 2), the integer part by bits, the fraction by a polynomial of Cephes.
 #define EXPONENTIAL(result, in)                                                              \

@@ -5,8 +5,8 @@ public struct FailingCommandBuffers: Sendable {
     public var first: Int
     /// The number of command buffers that fail. A further buffer fails only after the error of the previous one was thrown.
     public var count = 1
-    /// The number of later evaluations that succeed before one throws the error and computes nothing. Waiting for a stream throws the error earlier.
-    /// The error is thrown once. The arrays of the failed buffer count as evaluated and hold `garbage`.
+    /// The number of evaluations that succeed after the failing one. The next evaluation throws the error and computes nothing. Waiting for a stream
+    /// throws the error earlier. The error is thrown once. The arrays of the failed buffer count as evaluated and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
     /// Whether the failing evaluation itself throws the error and computes nothing, as when memory is refused. Then `item()` is 0. Reading the data

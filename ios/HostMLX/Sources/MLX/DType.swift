@@ -95,7 +95,8 @@ extension HasDType {
 }
 
 extension HasDType where Self: BinaryInteger {
-    /// Returns an integer as an operand beside an array of `dtype`. The integer gets the type `dtype` unless that is `bool`.
+    /// Returns an integer as an operand beside an array of `dtype`. The integer gets the type `dtype`. If `dtype` is `bool` or nil, the integer keeps
+    /// its own type.
     fileprivate func asOperand(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? Self.dtype
         return MLXArray(self, dtype: dtype == .bool ? Self.dtype : dtype)

@@ -62,7 +62,7 @@ public final class ErrorBox: @unchecked Sendable {
     private let lock = NSLock()
     private var first: Error?
 
-    /// The first error; setting another has no effect.
+    /// The first error; nil if there is none. Once it is set, setting another error has no effect.
     public var firstError: Error? {
         get { lock.withLock { first } }
         set { lock.withLock { first = first ?? newValue } }

@@ -3,7 +3,8 @@ import CHostMLX
 /// Fused operations. Each is one kernel on the GPU, and plain operations elsewhere.
 public enum MLXFast {
 
-    /// Applies rotary position embedding to the first `dimensions`. `freqs` are periods in radians, `[dimensions / 2]`, in place of `base`.
+    /// Applies rotary position embedding to the first `dimensions`. `freqs` `[dimensions / 2]` can replace `base`. Then pair i is rotated by
+    /// position/freqs[i] radians.
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public static func RoPE(
         _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: Int,
@@ -41,8 +42,8 @@ public enum MLXFast {
             queries: queries, keys: keys, values: values, scale: scale, mask: mode, stream: stream)
     }
 
-    /// The keys to which a query attends: all; those in an array of Booleans, or of numbers that are added to the scores; or those up to its own
-    /// position, where the queries are the last positions.
+    /// The keys to which a query attends. `none`: all keys. `array`: Booleans select the keys, or numbers are added to the scores. `causal`: the keys
+    /// up to the query's own position; the queries are at the last positions.
     public enum ScaledDotProductAttentionMaskMode {
         case none
         case array(MLXArray)

@@ -34,7 +34,7 @@ public enum Memory {
         get {
             queue.sync {
                 if let limit = cacheLimitInUse { return limit }
-                // MLX returns the present limit only to a call that sets another.
+                // MLX returns the present limit only from a call that sets a new limit.
                 let limit = host_set_cache_limit(cacheMemory)
                 _ = host_set_cache_limit(limit)
                 cacheLimitInUse = limit

@@ -116,7 +116,7 @@ void copy(const Call &call, const mx::array &in, mx::array &out, mx::CopyType ty
     }
 }
 
-/// Records a kernel that copies `from` into a part of `to` with as many elements.
+/// Records a kernel that copies `from` into a part of `to` that has the same number of elements as `from`.
 void copy_into(const Call &call, const mx::array &from, mx::array &to) {
     if (from.size() == 0) {
         return;
@@ -227,7 +227,7 @@ void concatenate(const Call &call) {
     }
 }
 
-/// metal/indexing.cpp:733: a copy of the input unless it is donated, and a copy of the update, or its addition.
+/// metal/indexing.cpp:733: the input is copied unless it is donated, then the update is copied or added.
 void slice_update(const Call &call) {
     const auto &in = call.in()[0];
     const auto &update = call.in()[1];

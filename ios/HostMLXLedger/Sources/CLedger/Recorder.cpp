@@ -309,8 +309,8 @@ void Recorder::kernel(
     name_kernel(kind, inputs, outputs);
 }
 
-/// Names a kernel. Metal compiles a kernel at its first use, one for each operation, type and layout. The names here distinguish these. MLX's own
-/// names also distinguish block sizes and alignments.
+/// Names a kernel by its operation, types and layouts. Metal compiles each kernel at its first use. MLX's own names also distinguish block sizes and
+/// alignments, so MLX may compile more kernels than these names show.
 void Recorder::name_kernel(const char *kind, const References &inputs, const References &outputs) {
     std::string name = encoded_ + ' ' + kind;
     const auto add = [&](const mx::array &a) {

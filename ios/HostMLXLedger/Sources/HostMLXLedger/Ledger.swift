@@ -21,11 +21,11 @@ public struct Ledger: Codable, Sendable, Equatable {
         public var writtenBytes = 0.0
     }
 
-    /// The evaluations for which the caller waits, which are round trips to the GPU.
+    /// The number of evaluations for which the caller waits. Each is a round trip to the GPU.
     public var evals = 0
-    /// The evaluations that are only begun.
+    /// The number of evaluations that the caller only begins, and does not wait for.
     public var asyncEvals = 0
-    /// The waits for an array of an evaluation that was only begun, and the calls of `Stream.synchronize()`.
+    /// The number of waits for an array of an evaluation that was only begun, and of calls of `Stream.synchronize()`.
     public var waits = 0
     public var commandBuffers = 0
     /// The largest number of committed command buffers whose completion handlers had not run.
@@ -33,7 +33,7 @@ public struct Ledger: Codable, Sendable, Equatable {
 
     public var kinds: [String: Kind] = [:]
 
-    /// The buffers that were not in the cache, so that the system must allocate them and fill them with zeros.
+    /// The number of buffers that were not in the cache. The system must allocate each of them and fill it with zeros.
     public var newBuffers = 0
     public var newBufferBytes = 0.0
 
@@ -41,20 +41,20 @@ public struct Ledger: Codable, Sendable, Equatable {
     public var peakBytes = 0
     /// The peak memory of arrays, in bytes, without the cache and adopted memory.
     public var peakActiveBytes = 0
-    /// The largest number of buffers in use by arrays, without those from before the recording.
+    /// The largest number of buffers in use by arrays, without the buffers from before the recording.
     public var peakArrays = 0
 
-    /// The waits for memory while one command buffer is active. `eval` then polls and keeps a core busy.
+    /// The number of waits for memory while one command buffer is active. In such a wait `eval` polls and keeps a core busy.
     public var spins = 0
     /// The work of the GPU during these waits.
     public var spinning = Kind()
 
-    /// The kernels that are used for the first time and so are compiled.
+    /// The number of kernels that are used for the first time, and so are compiled.
     public var firstKernels = 0
     /// The largest number of first-used kernels between two calls of `boundary()`.
     public var mostFirstKernels = 0
 
-    /// The arrays that use the caller's memory, such as a mapped file.
+    /// The number of arrays that use memory of the caller, such as a mapped file.
     public var mappings = 0
     /// The bytes of the caller's memory that kernels use. Metal keeps a whole buffer in memory while a kernel uses a part of it.
     public var wiredBytes = 0.0
@@ -91,7 +91,7 @@ extension Ledger {
             + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
     }
 
-    /// Returns an upper bound of the seconds during which `eval` polls, for a GPU that has not begun the work that it waits for.
+    /// Returns an upper bound of the seconds during which `eval` polls, for a GPU that has not begun the work for which `eval` waits.
     public func secondsSpinning(_ time: LedgerTime = LedgerTime()) -> Double {
         Double(spinning.kernels) * time.secondsPerKernel + spinning.readBytes / time.bytesPerSecond
             + spinning.flop / time.flopPerSecond
@@ -151,7 +151,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     /// The rules of a Mac with a Max or an Ultra (device.cpp:612).
     public static var strictMac: LedgerRules { inEnvironment(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
 
-    /// - Parameter operationsPerBuffer: the number of kernels unless `MLX_MAX_OPS_PER_BUFFER` is set.
+    /// - Parameter operationsPerBuffer: the property's value, unless the environment variable `MLX_MAX_OPS_PER_BUFFER` is set.
     private static func inEnvironment(
         operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int = 10, lateHandlers: Int = 1
     ) -> LedgerRules {

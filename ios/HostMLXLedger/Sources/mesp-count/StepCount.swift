@@ -18,8 +18,9 @@ struct StepCount: Encodable {
     /// The number of command buffers, and the number of waits in which `eval` polls. `spinningSeconds` is an upper bound of the time of these waits.
     let commandBuffers, spins: Int
     let spinningSeconds: Double
-    /// The same counts with the trainer's command buffers. In `fast` each command buffer is complete at once. In `strict` each is complete only when
-    /// it must be, and the handlers of the last one are late. In `slow` the handlers of many are late.
+    /// The same counts with the trainer's command buffers. In `fast` each command buffer is complete at once. In `strict` each command buffer is
+    /// complete only when it must be, and the completion handlers of the last one are late. In `slow` the completion handlers of many command buffers
+    /// are late.
     let fast, strict, slow: Short
     /// The number of kernels that this step and the one before compile. `mostFirstKernels` is the largest number from one block to the next.
     let firstKernels, mostFirstKernels: Int

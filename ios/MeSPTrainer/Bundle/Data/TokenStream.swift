@@ -48,7 +48,7 @@ package struct TokenStream: Sendable {
     let tokens: Data
     /// Pairs of little-endian `uint32`, mapped: the start of each example, and its length.
     let examples: Data?
-    /// One byte per token, mapped: 1 if its prediction is in the loss, otherwise 0; nil if all are.
+    /// One byte per token, mapped: 1 if the token's prediction is in the loss, otherwise 0; nil if all predictions are in the loss.
     let mask: Data?
     /// One `Label` per example, mapped; nil if there are none.
     let labels: Data?
@@ -103,8 +103,8 @@ package struct TokenStream: Sendable {
         }
     }
 
-    /// Returns the stream as consecutive examples of `length` inputs, the last one with the rest. Evaluation uses it for a text that may be shorter
-    /// than a sequence.
+    /// Returns the stream as consecutive examples of `length` inputs. The last example has the rest, which may be shorter. Evaluation uses this
+    /// function for a text that may be shorter than a sequence.
     package func pieces(of length: Int) -> TokenStream {
         let bounds = stride(from: 0, to: max(0, tokenCount - 1), by: length).flatMap {
             [UInt32($0).littleEndian, UInt32(min(length + 1, tokenCount - $0)).littleEndian]
@@ -217,8 +217,7 @@ package struct TokenStream: Sendable {
         package let count: Int
         /// The indices of the examples or windows in use; nil for all windows.
         fileprivate let usable: [Int]?
-        /// If sequences have several examples, the index in `usable` at which each sequence's examples begin, and the end of the last; nil if each
-        /// sequence has one example.
+        /// The examples of sequence i are `usable[starts[i] ..< starts[i + 1]]`. nil if each sequence has one example.
         fileprivate let starts: [Int]?
 
         private func examples(_ index: Int) -> ArraySlice<Int> {
@@ -260,7 +259,7 @@ package struct TokenStream: Sendable {
 
         var hasPairs: Bool { stream.hasPairs }
 
-        /// Returns the label of a sequence, and its number in the stream.
+        /// Returns the label of a sequence of one example, and the number of this example in the stream.
         package func label(_ index: Int) -> (label: Label?, number: Int) {
             let number = usable?[index] ?? index
             return (stream.label(number), number)

@@ -1,6 +1,6 @@
 import MLX
 
-/// The types of arrays in a bundle's files and functions, with their names there.
+/// The types of arrays in a bundle's files and functions. Each case has the name that the files use.
 package enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
     case bool, uint8, uint32, uint64, int32, float32, bfloat16
 

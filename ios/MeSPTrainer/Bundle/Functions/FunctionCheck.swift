@@ -8,8 +8,8 @@ func hasFunctionLayout(mlx version: String) -> Bool {
     return patch >= 2
 }
 
-/// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes only within their arrays. MLX takes the shapes of
-/// a primitive's outputs from the file, and checks neither these shapes nor the indices of a `Gather`. The rules are the same as in
+/// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes only within the functions' arrays. MLX takes the
+/// shapes of a primitive's outputs from the file, and checks neither these shapes nor the indices of a `Gather`. The rules are the same as in
 /// exporter/mesp/block_function/check.py, and exporter/mesp/block_function/mlxfn.py describes the file's layout.
 ///
 /// - Parameter onGPU: whether all primitives must be on the GPU. Otherwise they must be on the CPU.
@@ -37,7 +37,7 @@ private struct Primitive {
     let name: String
     let allowed: AllowedPrimitives.Primitive
     let device: Int32
-    /// The integers and Booleans of the primitive's state. `numbers` and `lists` are its other values.
+    /// The integers and Booleans of the primitive's state. `numbers` and `lists` are the other values of the state.
     let integers: [Int]
     let numbers: [Double]
     let lists: [[Int]]
@@ -293,7 +293,8 @@ private struct FunctionCheck {
         }
     }
 
-    /// Returns the types of a primitive's outputs for `inputs`, by its rule in `AllowedPrimitives`; nil if the inputs or its state break the rule.
+    /// Returns the types of a primitive's outputs for `inputs`, by its rule in `AllowedPrimitives`; nil if the inputs or the primitive's state break
+    /// the rule.
     private func results(of primitive: Primitive, _ inputs: [ArrayType]) -> [ArrayType]? {
         let (integers, lists) = (primitive.integers, primitive.lists)
         let counts =
@@ -461,7 +462,7 @@ private struct FunctionCheck {
         return [x.replacing((x.shape.count - 1)..<x.shape.count, with: [w[0]])]
     }
 
-    /// - Parameter others: flags for sinks and for the returned logarithms.
+    /// - Parameter others: MLX's flags for attention sinks and for a second output, log-sum-exp. Both must be 0.
     private func attention(_ inputs: [ArrayType], isCausal: Bool, others: ArraySlice<Int>) -> [ArrayType]? {
         let (q, k) = (inputs[0].shape, inputs[1].shape)
         guard others.allSatisfy({ $0 == 0 }), q.count == 4, k.count == 4, k[0] == q[0], k[3] == q[3],

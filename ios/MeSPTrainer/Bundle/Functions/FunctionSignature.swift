@@ -12,7 +12,7 @@ extension FunctionSignature {
     ///
     /// - Parameters:
     ///   - dtype: the manifest's dtype.
-    ///   - words: the length of the block's file.
+    ///   - words: the length of the block's file in 32-bit words.
     ///   - length: the number of tokens.
     ///   - packed: whether the function takes sequences of several records.
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {

@@ -13,7 +13,7 @@ import MeSPBundle
 ///
 /// BlockForward.swift and StructuredBackward.swift contain the two passes. AttentionBlock.swift, GatedDeltaNetBlock.swift,
 /// ShortConvolutionBlock.swift and Mamba2Block.swift contain both passes of one mixer each. ExpertsBlock.swift contains both passes of a mixture of
-/// experts, and PerLayerBlock.swift both passes of the term that embeddings for each layer add to y.
+/// experts. PerLayerBlock.swift contains both passes of the term that embeddings for each layer add to y.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
@@ -40,7 +40,8 @@ package struct Block {
         self.side = side
     }
 
-    /// Returns the rows of each record in a sequence of T tokens. The mixer takes each record separately, as it alone relates tokens to each other.
+    /// Returns the rows of each record in a sequence of T tokens. The mixer takes each record separately. No other part of a block relates tokens to
+    /// each other.
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
     /// Returns the segments that the mixer takes one at a time, with at most `Machine.mixerTokens` tokens each. Returns an empty list for a sequence
@@ -50,7 +51,7 @@ package struct Block {
         return tiles(of: length, size: machine.mixerTokens)
     }
 
-    /// Returns the matrices of a projection's adapter; nil if it has none.
+    /// Returns the matrices of a projection's adapter; nil if the projection has no adapter.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
         if let dora { return dora.scaled(projection) }
         return lora.flatMap { layout.matrices(projection, in: $0) }

@@ -74,8 +74,8 @@ extension Block: BlockForward {
             }())
     }
 
-    /// Computes the first half of the block in segments of a long sequence. Inside the mixer, only attention's keys, values and output then have all
-    /// tokens of the sequence.
+    /// Computes the first half of the block in segments of a long sequence. Inside the mixer, only attention's keys, values and output then contain
+    /// all tokens of the sequence.
     ///
     /// - Parameter keeps: whether to keep the arrays that the backward pass reads.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
@@ -84,8 +84,8 @@ extension Block: BlockForward {
         var segments = [Intermediates.Segment]()
         var (xMid, mixerOut) = (MLXArray.zeros(x.shape, dtype: x.dtype), MLXArray.zeros(x.shape, dtype: x.dtype))
         for rows in rows {
-            // At the end, each segment of attention gets the state after the last segment, which contains the keys of all positions. Until then it
-            // has `start`.
+            // At the end, each segment of attention gets the state after the last segment, which contains the keys of all positions. Until then the
+            // segment has `start`.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixer = from(rows.lowerBound).inForwardPass.mixer(x, [0..<rows.count], &states)

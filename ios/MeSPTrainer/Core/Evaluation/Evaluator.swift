@@ -14,7 +14,7 @@ import MeSPSentences
 package struct Evaluator {
     /// The likelihood of a continuation.
     package struct Score: Sendable, Equatable {
-        /// log p(continuation | prompt), in nats, the sum over the continuation's tokens.
+        /// log p(continuation | prompt) in nats: a sum over the continuation's tokens.
         package var logLikelihood = 0.0
         /// Whether greedy decoding would choose every token of the continuation.
         package var isGreedy = true

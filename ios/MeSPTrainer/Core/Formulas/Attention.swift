@@ -194,7 +194,7 @@ struct Attention {
             { [whole($0[0], $0[1], $0[2])] },
             primals: [q, k[0..., keys].asType(.float32), v[0..., keys].asType(.float32)], cotangents: [dOut])
         let own = k.dim(1) - q.dim(1) - keys.lowerBound  // the index of the segment's first position in `keys`
-        /// Adds the gradients from later segments. Returns the part for the segment's own positions, and the part before it.
+        /// Adds the gradients from later segments. Returns the part for the segment's own positions, and the part for earlier positions.
         func parted(_ d: MLXArray, _ later: MLXArray?) -> (own: MLXArray, before: MLXArray) {
             var d = d
             if let later = later?.swappedAxes(1, 2) {
@@ -202,7 +202,7 @@ struct Attention {
                 let sum = d[0..., missing...] + later
                 d = missing > 0 ? concatenated([d[0..., ..<missing], sum], axis: 1) : sum
             }
-            // The own part is copied, as a view of it would keep the part before it alive.
+            // The segment's own part is copied, as a view would keep the part for earlier positions alive.
             return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
         }
         // `removeLast` leaves no other reference to an array, so that the sum in `parted` reuses its buffer.
@@ -246,8 +246,8 @@ struct Attention {
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)
-            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`. `sum` has only the last of the `keys`. aᵀ b is Pᵀ dO or dSᵀ q̂. BLAS computes (aᵀ b)ᵀ = bᵀ a 1.5
-            /// times as fast as aᵀ b, as it then reads the wide matrix a untransposed.
+            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`. `sum` covers only the last of the `keys`. aᵀ b is Pᵀ dO or dSᵀ q̂. BLAS computes (aᵀ b)ᵀ = bᵀ a
+            /// 1.5 times as fast as aᵀ b, as it then reads the wide matrix a untransposed.
             func added(_ sum: MLXArray?, to a: MLXArray, _ b: MLXArray) -> MLXArray {
                 guard let sum else { return matmul(b.swappedAxes(-1, -2), a) }
                 let missing = keys.count - sum.dim(2)

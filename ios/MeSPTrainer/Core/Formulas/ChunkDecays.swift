@@ -20,8 +20,8 @@ package struct ChunkDecays: Arrays {
     init(_ logDecay: MLXArray) {
         let last = logDecay.dim(-2) - 1
         below = mask(last + 1) { i, j in i > j }
-        // Each sum κ_{j+1} + … + κ_i is added up term by term. As a difference of two running sums, it would lose a weak decay beside a strong one to
-        // rounding.
+        // Each sum κ_{j+1} + … + κ_i is added up term by term. In a difference of two running sums, rounding would lose a weak decay after a strong
+        // one.
         gamma = Self.expMasked([cumsum(logDecay * below, axis: -2), mask(last + 1) { i, j in i >= j }])
         start = exp(cumsum(logDecay, axis: -2))
         end = gamma[.ellipsis, last..., 0...].swappedAxes(-1, -2)

@@ -82,7 +82,7 @@ package struct CrossEntropyHead {
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         var (loss, dy) = try lossAndRows(rows(counted, of: y), targets, scale: scale, atBoundary)
         if counted.count < y.dim(1) {
-            // The row of dy for each position. Positions that do not count take the row of zeros.
+            // For each position, the index of its row in dy. Positions that do not count take the last row, which is appended and zero.
             var rows = [Int32](repeating: Int32(counted.count), count: y.dim(1))
             for (row, position) in counted.enumerated() { rows[position] = Int32(row) }
             dy = concatenated([dy, MLXArray.zeros([1, y.dim(2)], dtype: dy.dtype)])[MLXArray(rows)]

@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// DoRA of a block's modules. With n `[out]`, the norm of each row of W + s (A B)ᵀ, a layer computes
+/// DoRA of a block's modules. ‖M‖ `[out]` stands for the norms of the rows of M. A layer computes
 ///
 ///     y = g ∘ (x Wᵀ + s (x A) B) + b        g = m / n        n = ‖W + s (A B)ᵀ‖
 ///

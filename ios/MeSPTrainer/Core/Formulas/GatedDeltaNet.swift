@@ -159,7 +159,7 @@ package struct GatedDeltaNet {
     }
 
     /// Returns the derivative of o, for a whole sequence or a segment. It recomputes the intermediates of o for some key heads at a time.
-    /// qkv and dO are consumed: their last use is before the gradients are joined.
+    /// qkv and dO are consumed, so that they are freed after their last use, before the gradients are joined.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dκ
     ///

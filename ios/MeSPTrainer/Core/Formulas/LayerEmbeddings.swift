@@ -5,8 +5,9 @@ import MeSPBundle
 ///
 ///     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 ///
-/// e is a part of the table of all layers: the rows of the tokens and the columns of the layer. W consists of the layer's rows of the projection's
-/// matrix. None of these weights is trained. The table's rows stay quantized, and p is computed for one layer at a time.
+/// x₀ is the first block's input. e is a part of the table of all layers: the rows of the tokens and the columns of the layer. W consists of the
+/// layer's rows of the projection's matrix. None of these weights is trained. The table's rows stay quantized, and p is computed for one layer at a
+/// time.
 package struct LayerEmbeddings {
     /// The tokens' rows of the table.
     private let rows: QuantizedMatrix

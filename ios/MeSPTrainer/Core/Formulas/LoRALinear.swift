@@ -22,7 +22,7 @@ struct LoRALinear {
 
     /// Returns y `[T, out]` of x `[T, in]`, in float32.
     ///
-    /// - Parameter machine: limits the rows of W taken at a time; nil for all.
+    /// - Parameter machine: limits the number of rows of W that are taken at a time; with nil, all rows are taken at once.
     func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
         let h = h(x)
         if let machine, machine.projectionRows < weight.rows {
@@ -43,9 +43,9 @@ struct LoRALinear {
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
     /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. With `sums`, each product is added to the sum of the
-    /// same name. Both are nil without an adapter.
+    /// same name. Both results are nil without an adapter.
     ///
-    /// - Parameter machine: with dropout, limits the rows of x ∘ K taken at a time; nil for all.
+    /// - Parameter machine: with dropout, limits the number of rows of x ∘ K that are taken at a time; with nil, all rows are taken at once.
     func products(
         _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil),
         machine: Machine? = nil
@@ -135,7 +135,7 @@ extension LoRALinear {
 
     /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]` from `dyBT`; the sum alone if `dyBT` is nil.
     ///
-    /// - Parameter machine: limits the rows taken at a time; nil for all.
+    /// - Parameter machine: limits the number of rows that are taken at a time; with nil, all rows are taken at once.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {
         guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
         var dx = sum ?? MLXArray.zeros([dyBT.dim(0), a.dim(0)])
@@ -146,7 +146,7 @@ extension LoRALinear {
     }
 }
 
-/// Returns sum + a b; a b without a sum, and the sum alone if a or b is nil.
+/// Returns sum + a b. Without a sum, returns a b. If a or b is nil, returns the sum, which may be nil.
 func product(_ a: MLXArray?, _ b: MLXArray?, addedTo sum: MLXArray? = nil) -> MLXArray? {
     guard let a, let b else { return sum }
     return sum.map { addMM($0, a, b) } ?? matmul(a, b)

@@ -69,8 +69,8 @@ package struct Mamba2 {
         return concatenated(parts.map { $0[0] }, axis: -1)
     }
 
-    /// Returns the derivative of o, for a whole sequence. It recomputes the intermediates of o for some heads at a time. xBC and dO are
-    /// consumed: their last use is before the gradients are joined.
+    /// Returns the derivative of o, for a whole sequence. It recomputes the intermediates of o for some heads at a time. xBC and dO are consumed, so
+    /// that they are freed after their last use, before the gradients are joined.
     ///
     ///     dx = Δ du + D do        dΔ = rowsum(du ∘ x) + a dκ        d_dt = dΔ σ(dt + dt_bias)
     ///

@@ -23,7 +23,7 @@ package struct CachedModel {
 
     /// The views and layers of each block, kept from token to token. They take almost no memory.
     private final class Kept: MapHolder {
-        /// The bit lengths of the numbers of tokens for which all kernels exist.
+        /// The bit lengths of numbers of tokens. For a pass over such a number of tokens, all kernels exist.
         var compiled: Set<Int>
         private var views = [Int: PackedWeights.Views]()
         private var layers = [Int: [Projection: LoRALinear]]()
@@ -79,7 +79,7 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Takes other adapters. Weights stay mapped. If loading fails, the model keeps its present adapters.
+    /// Replaces the adapters. Weights stay mapped. If loading fails, the model keeps its present adapters.
     mutating func use(_ adapters: [WeightedAdapters]) throws {
         let selection = AdapterSelection(adapters)
         self.adapters = try bundle.withDevice {
@@ -156,7 +156,7 @@ package struct CachedModel {
 
     /// Returns the size of a cache after `tokens` tokens, in bytes.
     ///
-    /// - Parameter cache: the cache of any text, which gives the size of recurrent states.
+    /// - Parameter cache: the cache of any text, which gives the size of recurrent states; nil to leave out recurrent states.
     func cacheSize(tokens: Int, like cache: PromptCache?) -> Int {
         bundle.architecture.cacheSize(tokens: tokens, itemSize: bundle.dtype.size) + (cache?.recurrentSize ?? 0)
     }
@@ -240,7 +240,7 @@ package struct CachedModel {
         try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
     }
 
-    /// Returns, for each text, the keys and values of the other block that `block` attends to; none if there is no such block.
+    /// Returns, for each text, the keys and values of the other block that `block` attends to; an empty list if there is no such block.
     private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
         guard let owner = bundle.architecture.keysOf(block) else { return [] }
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }

@@ -20,8 +20,7 @@ public struct Generator {
         package var maxTokens = 256
         /// The temperature. At 0 the likeliest token is taken. Otherwise tokens are drawn from softmax(logits / temperature).
         package var temperature: Float = 0
-        /// The least total probability of the tokens that the next token is drawn from. These are the fewest tokens whose probabilities, before the
-        /// temperature is applied, add up to at least this number.
+        /// The next token is drawn from the fewest tokens whose probabilities add up to at least this number, before the temperature is applied.
         package var topP: Float = 1
         /// The seed of the draws. Equal seeds draw equal tokens.
         package var seed: UInt64 = 0
@@ -35,9 +34,9 @@ public struct Generator {
     public struct Summary: Codable, Sendable, Equatable {
         package let reason: Reason
         public let tokens: Int
-        /// The time in seconds until the first token could be chosen.
+        /// The time in seconds from the text's beginning until its first token could be chosen.
         package let promptSeconds: Double
-        /// The time in seconds from then to the end of the text.
+        /// The time in seconds after `promptSeconds`, until the text ended.
         public let seconds: Double
         package let footprintPeakBytes: Int
         /// The size of the adapters' matrices, in bytes.
@@ -61,7 +60,7 @@ public struct Generator {
 
     init(_ model: CachedModel) { self.model = model }
 
-    /// Takes other adapters for the next texts. Weights stay mapped. A `PromptCache` drops the tokens that were read with other adapters.
+    /// Replaces the adapters, for the next texts. Weights stay mapped. A `PromptCache` drops the tokens that were read with other adapters.
     ///
     /// - Parameter adapters: adapters that the model adds up; none for the base model.
     /// - Throws: the errors of `init`; the generator then keeps its adapters.
@@ -244,8 +243,8 @@ public struct Generator {
             texts = ended.filter { $0.1 == nil }.map(\.0)
             for (text, reason) in ended { if let reason { try end(text, reason) } }
         }
-        /// Puts the texts in progress back, to be read again from the start. Keys and values are written in place, so the states from before the
-        /// token are lost if the GPU fails.
+        /// Puts the texts in progress back among the waiting texts, to be read again from the start. Keys and values are written in place, so the
+        /// states from before the token are lost if the GPU fails.
         func beginAgain() throws {
             waiting = texts.map { $0.begunAgain() } + waiting
             (texts, read) = ([], nil)
@@ -328,8 +327,8 @@ public struct Generator {
 
     // MARK: - Choice
 
-    /// Returns the likeliest token, or one drawn from those that `topP` leaves. mlx-lm's `make_sampler` draws the same token with the same seed, as
-    /// here too the noise is in the vocabulary's order.
+    /// Returns the likeliest token, or one drawn from those that `topP` leaves. mlx-lm's `make_sampler` draws the same token with the same seed,
+    /// because both add the noise in the vocabulary's order.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
         try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
     }

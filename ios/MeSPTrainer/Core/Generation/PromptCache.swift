@@ -7,11 +7,11 @@ import MeSPAdapters
 ///     var cache = PromptCache(limit: 1 << 26)
 ///     try generator.generate(turn, continuing: &cache) { show($0) }
 ///
-/// A cache is for one bundle's model. It is emptied when the model has other adapters than those that read the text. Attention leaves the keys and
-/// values of each token, even of those before a block's window, so the text can be cut back to any beginning. A recurrent block leaves one state.
-/// With such a block, the cache keeps the states of two beginnings: the whole text, and a mark shortly before the end of the last prompt. A
-/// conversation continues from the mark if its template writes a finished answer differently from an opened one. A text that differs earlier is read
-/// from the start.
+/// A cache is for one bundle's model. When the model gets other adapters, the cache is emptied. Attention leaves the keys and values of each token,
+/// even of those before a block's window, so the text can be cut back to any beginning. A recurrent block leaves one state. With such a block, the
+/// cache keeps the states of two beginnings: the whole text, and a mark shortly before the end of the last prompt. A conversation continues from the
+/// mark if its template writes a finished answer differently from an answer that has just been opened. A text that differs earlier is read from the
+/// start.
 package struct PromptCache {
     private(set) var tokens = [Int]()
     /// The state of each block; nil before the first token.
@@ -92,8 +92,8 @@ package struct PromptCache {
         if size > limit { cut(to: 0) }
     }
 
-    /// Goes back to the longest beginning of at most `count` tokens that all blocks can go back to. After a text that was stopped, some
-    /// blocks may have read more tokens than others.
+    /// Goes back to the longest beginning of at most `count` tokens that all blocks can go back to. After a text that was stopped, some blocks may
+    /// have read more tokens than other blocks.
     private mutating func cut(to count: Int) {
         if !blocks.allSatisfy({ $0?.canBeCut(to: count) ?? (count == 0) }) {
             guard let mark, mark.count <= count else { return count == 0 ? forget() : cut(to: 0) }

@@ -88,8 +88,8 @@ public enum LogRecord: Sendable {
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
-    /// The strength of the adapters at the end, which is 0 if none were kept, and the losses before the run and with these adapters, in nats per
-    /// token.
+    /// The strength that the adapters got at the end of a run; 0 if no strength was better than the model before the run. The held-out and the
+    /// general loss are in nats per token, before the run and with the adapters at this strength.
     public struct Strength: Codable, Sendable {
         package var step: Int
         package var strength: Float

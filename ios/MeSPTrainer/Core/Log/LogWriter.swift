@@ -9,7 +9,8 @@ package struct LogWriter {
 
     package static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
-    /// Whether lines before `resumeAt` were lost or damaged, as by a power failure. Damaged lines were removed.
+    /// Whether lines of the part of the log that should be continued were lost or damaged, for example by a power failure. Damaged lines were
+    /// removed.
     let lostLines: Bool
     /// Whether the log had no record to continue after.
     let isEmpty: Bool
@@ -52,7 +53,7 @@ package struct LogWriter {
         }
     }
 
-    /// Returns the lines that are whole records, with their line feeds; none unless the first is a run's start.
+    /// Returns the lines that are whole records, with their line feeds. Returns no lines if the first record is not a run's start.
     private static func wholeRecords(_ log: Data) -> [Data] {
         var (lines, rest) = ([Data](), log)
         while let lineFeed = rest.firstIndex(of: UInt8(ascii: "\n")) {

@@ -1,7 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// Attention by MLX's operation if it computes the scores in tiles that fit in the caches, and by the formulas' own tiles otherwise.
+/// Attention by MLX's operation, if this operation computes the scores in tiles that fit in the caches. Otherwise the formulas cut attention into
+/// tiles.
 extension Machine {
     private func hasOperation(_ attention: Attention) -> Bool {
         processor.hasOperation(for: attention.mixer) && !TF32.isEmulated

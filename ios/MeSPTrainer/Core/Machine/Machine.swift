@@ -58,8 +58,8 @@ package struct Machine {
     /// attention, the tile has at most a sixteenth of this number of rows. Tests set this number to cut short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
-    /// Returns the number of rows of x `[n, …]` that row-wise arithmetic takes at a time. On a CPU each operation writes an array. There these rows
-    /// take a quarter of `bytes`, so that several such arrays take the memory of a tile of a product.
+    /// Returns the number of rows of x `[n, …]` that row-wise arithmetic takes at a time. On a CPU each operation writes an array. So on a CPU these
+    /// rows take a quarter of `bytes`, so that several such arrays take the memory of a tile of a product.
     func rowsAtOnce(of x: MLXArray) -> Int {
         evaluatesTiles ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
     }

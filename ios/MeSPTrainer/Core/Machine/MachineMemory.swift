@@ -88,7 +88,7 @@ extension Planner {
         let workspaces =
             MLXSupport.hasShortCommandBuffers
             ? workspace(plan) + phaseOnGPU(plan) * 3 / 10 : max(phaseOnGPU(plan), workspace(plan))
-        // d from before a block's backward pass is kept until the block's gradient is confirmed (`MLXErrors`).
+        // The d with which a block's backward pass begins is kept until the block's gradient is confirmed (`MLXErrors`).
         let d = settings.method.hasBackwardPass ? hidden : 0
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }

@@ -64,8 +64,8 @@ extension Machine {
             part(done)
             return inputs
         }
-        // `depends` runs on the stream of its first array, or on C++'s default stream if that array is already evaluated (MLX 0.32.2, ops.cpp:6408).
-        // So an array of `done` comes first.
+        // `depends` must run on the stream of `done`. It runs on the stream of its first array, or on C++'s default stream if that array is already
+        // evaluated (MLX 0.32.2, ops.cpp:6408). `inputs` may be evaluated; `done` is not. So an array of `done` is passed first.
         let (first, others) = (Array(done.prefix(1)), Array(done.dropFirst()))
         return Array(depends(inputs: first + inputs, dependencies: others).dropFirst(first.count))
     }

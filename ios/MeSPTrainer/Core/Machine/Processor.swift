@@ -76,8 +76,8 @@ extension Processor {
     /// Returns whether a plan's arrays on disk stay mapped from one use to the next.
     func keepsMaps(_ plan: Plan) -> Bool { backend == .cpu || plan.keepsMaps }
 
-    /// Returns whether MLX keeps freed buffers from one block to the next. It does if the plan has room for them, or if the next step
-    /// reuses the memory of kept blocks.
+    /// Returns whether MLX keeps freed buffers from one block to the next. MLX keeps them if the plan has room for them, or if the next step reuses
+    /// the memory of kept blocks.
     func keepsCache(_ plan: Plan) -> Bool {
         plan.cacheBytes > 0 || backend == .cpu && reusesMemory && plan.keptBlocks > 0
     }

@@ -75,7 +75,7 @@ extension QuantizedMatrix {
         return (codes * wideScales[.ellipsis, .newAxis] + wideBiases[.ellipsis, .newAxis]).flattened(start: 1)
     }
 
-    /// Returns the codes in `words`, the lowest bits first, as 16-bit integers. A code is in the bytes of its first and its last bit.
+    /// Returns the codes in `words`, the lowest bits first, as 16-bit integers. A code lies in one or two bytes: those of its first and its last bit.
     private static func unpacked(_ words: MLXArray, bits: Int) -> MLXArray {
         let eight = words.view(dtype: .uint8).reshaped([words.dim(0), -1, bits])
         let starts = (0..<8).map { $0 * bits }

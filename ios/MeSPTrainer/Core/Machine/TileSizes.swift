@@ -3,10 +3,10 @@ import MeSPBundle
 
 /// The sizes of tiles in projections, the MLP, attention and the loss.
 extension Machine {
-    /// Returns the sizes to which temporaries may be cut, in bytes, the largest first. The default plan takes the largest, as larger temporaries are
-    /// no faster. On a GPU, starting a kernel takes as long as about 500 kB of memory traffic. So on a GPU the sizes grow with the sequence, and the
-    /// number of a step's kernels hardly depends on the sequence's length. The sizes stop growing when starting a kernel takes a tenth of the
-    /// kernel's time. The sizes are smaller in wide models, whose products take longer.
+    /// Returns the sizes to which temporaries may be cut, in bytes, the largest first. The default plan takes the largest of these sizes. Still
+    /// larger temporaries would be no faster. On a GPU, starting a kernel takes as long as about 500 kB of memory traffic. So on a GPU the sizes grow
+    /// with the sequence, and the number of a step's kernels hardly depends on the sequence's length. The sizes stop growing when starting a kernel
+    /// takes a tenth of the kernel's time. The sizes are smaller in wide models, whose products take longer.
     static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
         let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]

@@ -83,8 +83,8 @@ final class ArrayFile {
 
 /// Arrays, one for each block, in memory or in a file.
 ///
-/// A copy of this value keeps the arrays that are in memory. With `keepsPrevious` it also keeps the arrays that are in a file, as long as each of
-/// them is replaced at most once.
+/// A copy of this value keeps the arrays that are in memory. With `keepsPrevious`, the copy also keeps the arrays that are in a file, as long as each
+/// of these arrays is replaced at most once.
 package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?

@@ -7,7 +7,7 @@ extension Planner {
 
     /// Returns the bytes of a segment's part of an array `[T, …]`.
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }
-    /// Returns the bytes of the other segments' parts.
+    /// Returns the bytes of all other segments' parts of an array `[T, …]`.
     private func inOthers(_ bytes: Int) -> Int { bytes - inSegment(bytes) }
 
     /// Whether all mixers take segments.
@@ -16,8 +16,8 @@ extension Planner {
     /// Returns the bytes of the input of a mixer's last projection.
     func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
-    /// Returns the bytes of the arrays that the backward pass reads: the arrays of `MixerIntermediates`. With segments, these are instead k̂, v̂ and
-    /// attn_out of attention, or the states of a gated delta net.
+    /// Returns the bytes of the arrays that the backward pass reads: the arrays of `MixerIntermediates`. With segments, the backward pass instead
+    /// reads k̂, v̂ and attn_out of attention, or the states of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a) where isCut: activation(2 * a.keyValueWidth) + lastInput(of: mixer)

@@ -42,12 +42,12 @@ package struct Planner: Sendable {
     /// The number of a block's parameters, of its trained parameters, and of the parameters that it would have with adapters for every module.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
-    /// The number of all blocks' magnitudes with DoRA, which is also the number of stored squared norms.
+    /// The number of all blocks' magnitudes, which is also the number of stored squared norms; 0 without DoRA.
     let magnitudes: Int
-    /// The number of projections with adapters among gate, up and down, of the MLP or of the experts. The larger of the two numbers counts.
+    /// The number of projections with adapters among gate, up and down. If the MLP and the experts have different numbers, this is the larger one.
     let adaptedInMLP: Int
-    /// Bytes that are computed once (`StepMemory.swift`): those of the process, of the parameters with the optimizer's state, and of the
-    /// intermediates of the last n blocks, by n.
+    /// Numbers of bytes that are computed once (`StepMemory.swift`). `process` counts the process, `vectors` counts the parameters and the
+    /// optimizer's state, and `kept[n]` counts the intermediates of the last n blocks.
     private(set) var (process, vectors, kept) = (0, 0, [0])
     /// The memory that the system allows the process, in bytes; nil without a limit.
     private let systemLimit: Int?
@@ -82,7 +82,7 @@ package struct Planner: Sendable {
     /// it, the plan has the largest tiles and keeps no intermediates. Arrays go into files only if no other plan stays within the limits, or if the
     /// setting `offload` demands it.
     ///
-    /// - Throws: `MeSPError` with the lowest limit that a plan stays within, if the limits are lower.
+    /// - Throws: `MeSPError` if no plan stays within the limits. The message names the lowest limit that a plan stays within.
     package func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
@@ -192,8 +192,7 @@ package struct Planner: Sendable {
             && (plan.offload == .none || settings.sequences * trainedBlocks * hidden <= manifest.mappedBytes)
     }
 
-    /// Returns the bytes of weights that a step reads, from disk if memory doesn't hold them; nil with an objective, where the number
-    /// varies.
+    /// Returns the bytes of weights that a step reads, from disk if memory doesn't hold them; nil with an objective, with which the number varies.
     func readWeightBytes(_ plan: Plan) -> Int? {
         guard settings.objective == nil else { return nil }
         let first = method.hasBackwardPass ? architecture.numHiddenLayers - trainedBlocks : 0

@@ -12,7 +12,7 @@ extension Planner {
     /// Returns the bytes of MLX's arrays at a step's peak, with its cache and the memory that the allocator keeps.
     package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
-    /// The part of a predicted peak that is Metal's, in bytes; nil if MLX does not start it.
+    /// The part of a predicted peak that is Metal's, in bytes; nil if MLX does not start Metal.
     package var metalBytes: Int? { machineMemory.metal }
 
     /// The bytes of the process once MLX has started, with the block functions that the run imports. The functions' graphs take 7.5 times the size of
@@ -36,9 +36,9 @@ extension Planner {
         return max((peakOfPasses(plan) - sampling(plan)) / 2, one)
     }
 
-    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 without sampled answers. The parameters are copied unless they
-    /// are in memory, in float32, with matrices of every module. A prompt goes through a block as in a step. Each text has logits. One text at a time
-    /// also has the logits from which a token is drawn, with noise.
+    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 without sampled answers. The parameters are copied, unless they
+    /// are already float32 arrays in memory with matrices of every module. A prompt goes through a block as in a step. Each text has logits. One text
+    /// at a time also has the logits from which a token is drawn, with noise.
     private func sampling(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
@@ -146,7 +146,7 @@ extension Planner {
 
     /// The bytes of a block's forward pass. There are the mixer's arrays, three dequantized tiles of weights, and x, mixer_in, x_mid and y. With
     /// segments, there are only x and x_mid instead of these four, and y replaces x_mid. With post-norms, there is also an output before its norm.
-    /// With embeddings for each layer, there are also p, u and m.
+    /// With embeddings for each layer, there are also p, u and m of PerLayerBlock.swift.
     private var forwardBytes: Int {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
@@ -179,7 +179,7 @@ extension Planner {
 
     /// Returns the bytes of the MLP's derivative, besides the intermediates. For all tokens, there is dy. For the tokens that go through the
     /// derivative at a time, there are x_mid, mlp_in and d_mlp_in in float32. In addition there are either a tile's arrays and weights, or the norm's
-    /// derivative, with p, u, m, dm and du if there are embeddings for each layer.
+    /// derivative. With embeddings for each layer, the norm's derivative has p, u, m, dm and du of PerLayerBlock.swift too.
     private func mlpBackward(_ machine: Machine) -> Int {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
@@ -217,7 +217,7 @@ extension Planner {
     var intermediate: Int { activation(architecture.widestMLP) }
     /// The bytes of an output before its post-norm, which the norm's derivative reads; 0 without post-norms.
     var normed: Int { architecture.postNorms ? hidden : 0 }
-    /// The bytes of p in a block with embeddings for each layer; 0 without these.
+    /// The bytes of p, a layer's part of the tokens' embeddings; 0 without embeddings for each layer.
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
     /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product; 0 otherwise.
     private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }

@@ -19,7 +19,7 @@ struct PreferenceAnswer {
         }
     }
 
-    /// The sequence with the prompt's targets counted instead of the answer's; nil if the prompt has no targets.
+    /// The sequence with the prompt's targets in the loss instead of the answer's; nil if the prompt has no targets.
     var context: Example? {
         let counted = Set(example.counted)
         let positions = (0..<(example.counted.last ?? 0)).filter { !counted.contains($0) }

@@ -83,8 +83,8 @@ struct PreferenceLoss {
     ///     ℒ = w (1 − σ(± β (ρ − k)))
     ///
     /// A good answer has + and w = `desirableWeight`, a bad one has − and w = `undesirableWeight`. k estimates the divergence of π from π₀. For this,
-    /// each prompt of the batch is combined with the answer of the record before. k is the mean ρ of these pairs, but at least 0. The derivative
-    /// treats k as a constant.
+    /// each prompt of the batch is combined with the answer of the record before. k is the mean ρ of these mismatched answers, but at least 0. The
+    /// derivative treats k as a constant.
     init(_ scored: AnswerProbability, kl: Double, _ settings: RunSettings) {
         let (beta, sign) = (settings.preferenceBeta, scored.answer.isGood ? 1.0 : -1.0)
         let factor = Double((scored.answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)

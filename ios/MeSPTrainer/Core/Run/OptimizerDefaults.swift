@@ -1,7 +1,7 @@
 import MeSPBundle
 
-// The optimizer and the learning rate of a run whose settings name none. With these a model learns in a few hundred steps; `docs/decisions.md` says
-// why. `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
+// If a run's settings name no optimizer or no learning rate, the run has the defaults below. With the defaults a model learns in a few hundred steps;
+// `docs/decisions.md` says why. `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
 
 extension RunSettings {
     /// The optimizer that is set, or the default of the method.

@@ -19,7 +19,7 @@ package struct SavedState: Codable {
     /// The lowest held-out loss so far, and the number of evaluations after it.
     var best: Float?
     var evaluationsSinceBest = 0
-    /// The length of `metrics.jsonl` when this was saved. A resumed run repeats the work that later lines record.
+    /// The length of `metrics.jsonl` when this state was saved, in bytes. A resumed run repeats the work that later lines record.
     var logBytes: UInt64 = 0
     var plan: Plan
     var settings: RunSettings

@@ -82,8 +82,8 @@ extension Manifest {
         return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
     }
 
-    /// Throws if the block function has no trace for the settings' length or rank, if the blocks lack a projection to train, or if MeBP lacks the
-    /// functions that it differentiates.
+    /// Throws if the block functions were not exported for the settings' length or rank, if the blocks lack a projection to train, or if MeBP lacks
+    /// the functions that it differentiates.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         let names = architecture.trainableNames

@@ -7,7 +7,7 @@ struct Splits {
     let train: TokenStream.Sequences
     let valid: TokenStream.Sequences?
     let test: TokenStream.Sequences?
-    /// The text whose perplexity must not rise; nil without `RunSettings.maxForgetting`.
+    /// The text whose perplexity may rise by at most `RunSettings.maxForgetting` percent; nil without this setting.
     let general: TokenStream.Sequences?
     /// The text that is replayed among the training data; nil without `RunSettings.replayShare`.
     private let replay: TokenStream.Sequences?

@@ -11,7 +11,7 @@ import Foundation
 ///   - step: the step of the record.
 ///   - limit: the most that the perplexity of the general text may rise, in percent.
 ///   - before: the held-out loss at the beginning of the run. If no strength has a lower loss, the strength is 0.
-///   - general: returns the loss on the general text with the adapters at a strength, in nats per token; at 0 it is the base model's.
+///   - general: returns the loss on the general text with the adapters at a strength, in nats per token; at strength 0 this is the base model's loss.
 ///   - heldOut: returns the held-out loss with the adapters at a strength, in nats per token.
 func chosenStrength(
     step: Int, limit: Double, before: Float, general: (_ strength: Float) throws -> Float,
@@ -36,7 +36,7 @@ func chosenStrength(
 }
 
 /// Returns the highest strength whose loss on the general text is at most `most`, and that loss. Bisection finds the strength to within 2⁻⁴. The
-/// result is nil if no strength that it tries suffices.
+/// result is nil if no strength that bisection tries suffices.
 private func highest(
     below most: Float, _ general: (_ strength: Float) throws -> Float
 ) throws -> (strength: Float, loss: Float)? {

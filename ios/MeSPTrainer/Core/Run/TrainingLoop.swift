@@ -21,7 +21,7 @@ final class TrainingLoop {
     private var begin = ContinuousClock.now
     /// The highest footprint so far, in bytes.
     private var peak = 0
-    /// A sentence about the memory that a step took beyond the limit; nil once a cheaper plan is chosen.
+    /// A sentence about the memory that a step took beyond the limit; nil if no step with the present plan took too much.
     private var overBudget: Sentence?
     /// The time at which to save, however few steps have been done.
     private var saveAt: ContinuousClock.Instant
@@ -145,7 +145,8 @@ final class TrainingLoop {
 
     // MARK: - Steps
 
-    /// Takes a step and logs its record. If a number is not finite, it logs an event instead with `skipBadSteps`, and throws without.
+    /// Takes a step and logs its record. If a number is not finite and `skipBadSteps` is set, logs an event instead of the record. Throws if a number
+    /// is not finite and `skipBadSteps` is not set.
     private func stepOrSkip() throws {
         peak = max(peak, sampler.takePeak())
         var record: LogRecord.Step

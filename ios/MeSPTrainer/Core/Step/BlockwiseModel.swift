@@ -31,7 +31,7 @@ package final class BlockwiseModel {
     /// that length.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
-    /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
+    /// - Parameter settings: the run's settings; `Manifest.check` must have accepted their length and rank.
     init(
         _ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, squaredNorms: BlockArrays?,
         clock: StepClock
@@ -254,7 +254,7 @@ package final class BlockwiseModel {
         if !keepsCache { Memory.clearCache() }
     }
 
-    /// Returns the sum of the losses of the counted targets, in nats, from the last block's output.
+    /// Returns the sum of the losses of the targets in `Example.counted`, in nats, from the last block's output.
     func loss(_ y: MLXArray, _ example: Example) throws -> Float {
         try head(y) { head in
             try head.loss(
@@ -263,7 +263,8 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the sum of the losses of the counted targets, in nats, and its gradient by y `[1, T, hidden]` times `scale`.
+    /// Returns the sum of the losses of the targets in `Example.counted`, in nats. Also returns dy, which is `scale` times the gradient of this sum
+    /// by y. y and dy are `[1, T, hidden]`.
     package func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: Float, dy: MLXArray)
     {
         try head(y) { head in
@@ -285,8 +286,7 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the sum of the losses of a sequence's counted targets, in nats. `moved` returns the parameters to use, for blocks that have
-    /// any.
+    /// Returns the sum of the losses of the targets in `Example.counted`, in nats. `moved` returns the parameters to use, for blocks that have any.
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
     {

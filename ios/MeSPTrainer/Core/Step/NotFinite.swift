@@ -20,8 +20,8 @@ extension BlockwiseModel {
         throw NotFinite(what: "The gradient of \(place)")
     }
 
-    /// Returns the place of the first number that is not finite in the forward pass of some sequences. To find it, the sequences go through the model
-    /// again.
+    /// Returns the place of the first number that is not finite in the forward pass of some sequences. To find the place, the sequences go through
+    /// the model again.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
         do {
             try clock.repeating {

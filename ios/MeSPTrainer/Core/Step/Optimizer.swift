@@ -26,7 +26,7 @@ struct Optimizer {
             ? (DynamicQuantization(signed: true), DynamicQuantization(signed: false)) : nil
     }
 
-    /// Returns the number, shape and dtype of the arrays that are kept for a block with P trained parameters. They are float32 `[P]`, or
+    /// Returns the number, shape and dtype of the arrays that are kept for a block with P trained parameters. The arrays are float32 `[P]`, or have
     /// the form of `DynamicQuantization`.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.effectiveOptimizer {

@@ -18,13 +18,13 @@ package protocol StepLoss {
     var examples: [Example] { get }
 }
 
-/// The supervised loss: the sum of the losses of the sequences' counted targets, each times its sequence's weight.
+/// The supervised loss: a sum over the targets in `Example.counted` of all sequences. Each target's loss is multiplied by the weight of its sequence.
 package struct SequenceLoss: StepLoss {
     let weighted: [Trainer.WeightedExample]
 
     init(_ weighted: [Trainer.WeightedExample]) { self.weighted = weighted }
 
-    /// Makes the mean loss over the counted targets of all sequences.
+    /// Makes the mean loss of the targets in `Example.counted` of all sequences.
     package init(_ examples: [Example]) {
         let weight = 1 / Float(examples.reduce(0) { $0 + $1.counted.count })
         weighted = examples.map { (example: $0, weight: weight) }
@@ -33,8 +33,8 @@ package struct SequenceLoss: StepLoss {
     package var examples: [Example] { weighted.map(\.example) }
 
     /// Passes the gradient to a sink. If sequences go through the model one after the other, the pass takes the memory of one sequence and of a sum
-    /// of all gradients. If they go through each block together, it takes the memory of all their block inputs and of one block's sum, or of all sums
-    /// if the update needs all gradients at once.
+    /// of all gradients. If sequences go through each block together, the pass takes the memory of the block inputs of all sequences. It also takes
+    /// the memory of one block's sum of gradients, or of all sums if the update needs all gradients at once.
     package func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
         for group in trainer.plan.order == .blocks ? [weighted] : weighted.map({ [$0] }) {
             result.add(try trainer.backpropagate(group, into: sink), of: group)
@@ -63,13 +63,13 @@ package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int
 
 /// The loss and the other measures of a step, or of an evaluation.
 package struct StepResult {
-    /// The sum of the losses, each times its share.
+    /// The sum of the losses, each times its share of the step's loss.
     var sum = 0.0
     /// The loss in nats per token.
     package var loss: Float { Float(sum) }
     /// The number of targets that counted.
     private(set) var tokens = 0
-    /// The number of inputs up to each sequence's last target that counted.
+    /// The sum of the sequences' `Example.inputCount`: the inputs up to the last target in the loss.
     private(set) var inputTokens = 0
     /// ‖∂ℒ/∂lora‖₂ over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil if the gradient isn't clipped.
     var gradientNorm: Float?

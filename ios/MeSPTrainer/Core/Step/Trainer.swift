@@ -143,7 +143,7 @@ package final class Trainer {
 
     /// Returns the gradient of a block's trained parameters for a sequence, and replaces the sequence's residual dy by dx. Both are evaluated.
     ///
-    /// If a GPU fails, the gradient is recomputed from the block's input, d and the parameters. These are held until the gradient is confirmed
+    /// If a GPU fails, the gradient is recomputed from the block's input, d and the parameters. All three are held until the gradient is confirmed
     /// (`MLXErrors`).
     /// - Parameter sum: the sum of the gradients of the sequences before.
     private func differentiate(
@@ -181,7 +181,7 @@ package final class Trainer {
     }
 
     /// - Parameters:
-    ///   - settings: `Manifest.check` must have found their length and rank in the bundle.
+    ///   - settings: the run's settings; `Manifest.check` must have accepted their length and rank.
     ///   - folder: the folder for the files of offloaded arrays, if the plan has any.
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let arrays = try TrainingArrays(bundle, settings, plan, in: folder)

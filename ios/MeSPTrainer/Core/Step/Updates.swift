@@ -109,8 +109,8 @@ package final class Updates {
     }
 }
 
-/// Returns the first output of SplitMix64 with the state `seed`. The outputs of neighbouring seeds are so far apart that counting steps
-/// from one does not lead to the other.
+/// Returns the first output of SplitMix64 with the state `seed`. The outputs of neighbouring seeds are far apart. So adding numbers of steps to one
+/// output does not lead to another.
 func scattered(_ seed: UInt64) -> UInt64 {
     var z = seed &+ 0x9e37_79b9_7f4a_7c15
     z = (z ^ (z >> 30)) &* 0xbf58_476d_1ce4_e5b9

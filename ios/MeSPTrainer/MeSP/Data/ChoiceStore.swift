@@ -2,10 +2,10 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// Two answers to one conversation: the one that a person took, and one that they did not.
+/// Two answers to one conversation: the answer that a person took, and an answer that the person did not take.
 ///
-/// It encodes as a record that TRL and `mesp data` take: `prompt`, `chosen` and `rejected` are lists of messages. The record also has `id` and
-/// `date`. ``FineTuner/train(on:_:)-([Choice],_)`` learns from a few hundred choices.
+/// A choice is encoded as a record that TRL and `mesp data` read: `prompt`, `chosen` and `rejected` are lists of messages. The record also has `id`
+/// and `date`. ``FineTuner/train(on:_:)-([Choice],_)`` learns from a few hundred choices.
 public struct Choice: Codable, Sendable, Equatable, Identifiable {
     /// The identifier of the choice.
     public let id: UUID
@@ -42,7 +42,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 
     private enum Key: String, CodingKey { case id, date, prompt, chosen, rejected }
 
-    // Each answer is a list of one message, as TRL and mesp data take it.
+    // Each answer is a list of one message, because TRL and `mesp data` read such lists.
 
     public init(from decoder: any Decoder) throws {
         let fields = try decoder.container(keyedBy: Key.self)

@@ -42,13 +42,13 @@ struct ConversationEncoder {
         var rendering: Marked
         /// The answers that are trained or excluded from the loss, by the index of their message.
         var answers = [Int: Answer]()
-        /// The reason why the answers cannot be located; nil if they can, or if nothing needs them.
+        /// The reason why the answers cannot be located; nil if they can be located, or if no answer has to be located.
         var fault: MeSPError?
-        /// The first tool that the template leaves out.
+        /// The first tool that the template leaves out; nil if it writes all tools.
         var lostTool: String?
-        /// The first value in a tool call that the template leaves out.
+        /// The first value in a tool call that the template leaves out; nil if it writes all values.
         var lostValue: (value: JSONValue, message: Int)?
-        /// A special token outside of the texts.
+        /// A special token in the strings besides the texts; nil if they have none.
         var special: String?
     }
 
@@ -97,7 +97,7 @@ struct ConversationEncoder {
         let whole = decoded(ids)
         var (answers, places) = (shape.answers, { (place: Int) in place })
         do { places = try self.places(of: marked, in: whole, shape) } catch let error as MeSPError {
-            // If all tokens are trained, a text may be anywhere.
+            // If all tokens are trained, a text may be anywhere in the rendering.
             guard !answersOnly, conversation.untrained.isEmpty, marked.texts.allSatisfy({ isWritten($0, in: whole) })
             else { throw error }
             answers = [:]

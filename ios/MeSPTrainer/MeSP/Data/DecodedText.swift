@@ -30,7 +30,7 @@ package struct DecodedText: Sendable {
     }
 
     /// Returns bounds from the length that each token adds to the text of the six tokens before it. Decoders drop a leading space and need all tokens
-    /// of a character, so single tokens may decode differently.
+    /// of a character, so single tokens may decode differently. Returns nil if the lengths do not add up to the whole text.
     private static func inContext(_ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer) -> [Int]? {
         let context = 6
         var (ends, place) = ([0], 0)

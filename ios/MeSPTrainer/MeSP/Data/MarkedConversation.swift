@@ -65,7 +65,7 @@ struct MarkedConversation {
     /// Returns the forms in which templates write a text: unchanged, escaped in JSON, and escaped as Python does in either quotes.
     static func forms(_ text: String) -> [String] {
         let json = [false, true].map { JSONValue.escaped(text, inASCII: $0) }
-        // Foundation, and so swift-jinja, escapes a slash.
+        // Foundation writes a slash in JSON as \/, and so does swift-jinja, which uses Foundation.
         return [text] + json + json.map { $0.replacingOccurrences(of: "/", with: "\\/") } + inPython(text)
     }
 

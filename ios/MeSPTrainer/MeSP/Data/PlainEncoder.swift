@@ -5,12 +5,12 @@ import MeSPSentences
 /// Encodes texts that people wrote. Special tokens in them become ordinary text.
 ///
 /// A tokenizer finds special tokens wherever a text contains them. So the encoder cuts a person's text within each special token, and encodes the
-/// pieces separately. It cuts at the place that gives the fewest tokens. If a tokenizer read the special token as ordinary text, one of its tokens
-/// would mostly end at the same place. In a conversation the template's special tokens stay special. A special token that a person wrote is encoded
+/// pieces separately. It cuts at the place that gives the fewest tokens. In most cases a tokenizer that reads the special token as ordinary text also
+/// ends a token at this place. In a conversation the template's special tokens stay special. A special token that a person wrote is encoded
 /// separately from the text around it, as `mesp data --split-special-tokens` does.
 package struct PlainEncoder {
     private let tokenizer: any TextTokenizer
-    /// The text of each special token met so far, and an empty text for each other token.
+    /// The text of each special token met so far, by its id. Other tokens met so far have an empty text.
     private var specials = [Int: [UInt8]]()
     /// The place to cut the text of each special token met so far.
     private var cuts = [[UInt8]: Int]()

@@ -24,7 +24,7 @@ package struct RecordPlace: Sendable {
     }
 }
 
-/// The refused records. The error names the first one and the number of all.
+/// The refused records. The error names the first refused record, and the number of refused records.
 package struct RefusedRecords {
     private var first: Sentence?
     private var count = 0

@@ -25,13 +25,13 @@ package struct TextData: Sendable {
     package static let folderName = "data"
     /// The name of the folder with the tokens of the general text.
     package static let generalName = "general"
-    /// A page of English, on which a run measures forgetting.
+    /// A page of English, on which a run measures forgetting; nil if the resource is missing.
     package static var generalText: Source? {
         Bundle.module.url(forResource: "general", withExtension: "txt").map { .file($0) }
     }
     /// The length of the general text's sequences, in tokens.
     package static let generalLength = 64
-    /// The divisor of the held-out part: a tenth.
+    /// A run holds out one part in `heldOut` of the data.
     static let heldOut = 10
 
     let tokenizer: any TextTokenizer
@@ -275,8 +275,8 @@ package struct TextData: Sendable {
         notices.hasSplit = notices.hasSplit || plain.hasSplit
         let text = tokenizer.decode(whole)
         if tokenizer.decode(ids) != text {
-            // If the prompt and the answer are encoded separately, they make another text, for example because the tokenizer puts a space before
-            // each. So they are encoded together here. A token with characters of both is in the loss.
+            // If the prompt and the answer were encoded separately, the tokens could decode to another text, for example because the tokenizer puts a
+            // space before each of the two. So they are encoded together here. A token with characters of the prompt and the answer is in the loss.
             var pieces = [Int: [UInt8]]()
             let (read, asked) = (DecodedText(whole, tokenizer, pieces: &pieces), Array(tokenizer.decode(before).utf8))
             let border = zip(read.bytes, asked).prefix { $0 == $1 }.count

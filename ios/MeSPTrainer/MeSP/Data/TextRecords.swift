@@ -25,7 +25,8 @@ package enum TextRecords {
         return records
     }
 
-    /// Returns the file as one value: a list, or one object over several lines. Returns nil if the file has a record on each line.
+    /// Returns the file as one value: a list, or one object over several lines. Returns nil if the file is empty, is not one JSON value, or has a
+    /// record on each line.
     private static func whole(_ data: Data) -> JSONValue? {
         guard let start = data.firstIndex(where: { $0 > 0x20 }) else { return nil }
         func read(_ bytes: Data) -> JSONValue? { try? JSONValue(json: bytes) }
@@ -35,7 +36,7 @@ package enum TextRecords {
 
     // MARK: - Messages
 
-    /// Names of roles in other formats, with the names that they have here.
+    /// The names of roles in other formats -> the names of these roles in MeSP.
     private static let otherRoles = [
         "model": "assistant", "bot": "assistant", "gpt": "assistant", "chatgpt": "assistant", "ai": "assistant",
         "human": "user", "usr": "user",
@@ -45,13 +46,13 @@ package enum TextRecords {
     private static let identifiers: Set = ["id", "index"]
     /// The keys of a message that are read.
     private static let others: Set = ["role", "content", "tool_calls", "name", "tool_call_id"]
-    /// Keys of a record that an answer depends on, and that cannot be encoded.
+    /// Keys of a record with values that its answer depends on and that MeSP cannot encode. Such a record is refused.
     private static let unusable = [
         "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "function_call",
         "tool_calls",
         "history", "system", "system_prompt",
     ]
-    /// Keys that say whether a record or a message is trained; `masked` says the opposite.
+    /// Keys that say whether a record or a message is trained. If `masked` is true, the record or the message is not trained.
     private static let weights = ["weight", "train", "training", "trainable", "loss", "masked"]
 
     /// Returns the messages in a record's field.
@@ -75,7 +76,7 @@ package enum TextRecords {
         guard let role = given.string else { throw MeSPError("the \"role\" of a message is not a text; make it one.") }
         try check(role: role)
         let isTrained = try isTrained(fields)
-        // Some programs write a weight of 1 on every message; it has no effect.
+        // Some programs write a `weight` of 1 on every message. So this key is allowed on a message that is not an answer, and has no effect there.
         if role != "assistant", isTrained, let key = weights.dropFirst().first(where: { fields[$0] != nil }),
             key != "masked"
         {
@@ -106,7 +107,7 @@ package enum TextRecords {
         return message
     }
 
-    /// Returns the string of a field that names a message, a tool or a call.
+    /// Returns the string of a field that names a message, a tool or a call; nil if the field is missing.
     private static func text(_ key: String, of fields: [String: JSONValue]) throws -> String? {
         guard let value = fields[key] else { return nil }
         guard let text = value.string else { throw MeSPError("\"\(key)\" is not a text; make it one.") }
@@ -208,7 +209,7 @@ package enum TextRecords {
 
     // MARK: - Keys
 
-    /// Returns whether a message or a record is in the loss, by those of its keys that say so.
+    /// Returns whether a message or a record is in the loss, by the keys in `weights`. Without these keys the message or the record is in the loss.
     package static func isTrained(_ fields: [String: JSONValue]) throws -> Bool {
         var isTrained = true
         for key in weights {

@@ -214,7 +214,7 @@ import Testing
         #expect(model.canShowExamples(of: run))
     }
 
-    /// The bundle has training data only.
+    /// A bundle without held-out data has no examples, and the app says so.
     @Test func withoutHeldOutDataThatIsSaid() async throws {
         let bundle = documents.appendingPathComponent("bundle.mesp")
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()

@@ -433,7 +433,7 @@ enum Way: CaseIterable { case foreground, background }
         await ended.lookUp()
         let offer = try #require(ended.downloads.offer)
         let documents = DocumentsFolder(documents: folder)
-        try documents.save(.init(offer: offer, usesAnyNetwork: true))  // as while the download continues
+        try documents.save(.init(offer: offer, usesAnyNetwork: true))  // the record of a download in progress
 
         let model = try model(hub)
         await model.finishDownload()

@@ -112,7 +112,7 @@ import Testing
         }
     }
 
-    /// A likelihood that is not finite, as of adapters whose training diverged, is an error.
+    /// A likelihood that is not finite is an error. Adapters give such likelihoods if their training diverged.
     @Test func aLikelihoodThatIsNoNumberIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         try fixture.withAdapters(scaledBy: 1e30) { adapters in

@@ -180,7 +180,7 @@ import Testing
         #expect(relativeError(concatenated(parts.map(\.dA).reversed()), whole.dA) < 1e-5)
     }
 
-    /// A GPU schedules the tiles of the derivative differently, with the same result.
+    /// A GPU schedules the tiles of the derivative in another way than a CPU, with the same result.
     @Test func everyProcessorGivesTheSame() {
         let net = net(keyHeads: 3, valueHeads: 6)
         let i = Inputs(net, length: 100)

@@ -150,7 +150,7 @@ import Testing
         }
     }
 
-    /// A GPU schedules the tiles of the derivative differently, with the same result.
+    /// A GPU schedules the tiles of the derivative in another way than a CPU, with the same result.
     @Test func everyProcessorGivesTheSame() {
         let mamba = mamba(heads: 6, groups: 2)
         let i = Inputs(mamba, length: 100)

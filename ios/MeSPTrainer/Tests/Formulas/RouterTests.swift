@@ -76,7 +76,7 @@ import Testing
         }
     }
 
-    /// The tokens of an expert that many tokens chose are processed in parts. Each token gets the same result as alone.
+    /// The tokens of an expert that many tokens chose are processed in parts. Each token gets the same result as if it were processed alone.
     @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
     func anExpertOfManyTokensTakesThemInParts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")

@@ -1,6 +1,6 @@
 import Foundation
 import MLX
-// Not @testable, so that these tests use only the public API.
+// This import is not @testable, so that these tests use only the public API of MeSP.
 import MeSP
 import Testing
 
@@ -445,7 +445,7 @@ import Testing
         try await answer.value
     }
 
-    /// Such work would wait forever.
+    /// Within `whilePaused`, a run or an answer is refused, because it would wait forever for the end of `whilePaused`.
     @Test func nothingBeginsWhereItWouldWaitForItself() async throws {
         let (tuner, text) = (try await tuner(), try text())
         let refusal = "A run or an answer would wait for the end of whilePaused; begin it afterwards."

@@ -442,7 +442,7 @@ import Testing
         #expect(try run.resume().message.isEmpty)
     }
 
-    /// One bit of any byte is changed.
+    /// A state is refused if one bit of any byte is changed. The test changes every byte at the beginning and the end, and some between.
     @Test func aStateWithAChangedByteIsRefused() throws {
         let run = try Changing()
         try Run.run(run.settings)
@@ -477,7 +477,7 @@ import Testing
         #expect(!changed)
     }
 
-    /// The learning rates of the remaining steps depend on the number of steps.
+    /// A run that continues to another number of steps says so if the schedule depends on that number.
     @Test(arguments: RunSettings.Schedule.allCases) func aScheduleOfOtherStepsIsSaid(_ schedule: RunSettings.Schedule)
         throws
     {

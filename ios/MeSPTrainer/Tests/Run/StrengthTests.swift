@@ -41,13 +41,13 @@ import Testing
         #expect(found.strength == 1 && found.lossAfter == 0.5)
     }
 
-    /// The adapters were trained too long.
+    /// Half of the adapters' strength has the lowest held-out loss, as when adapters were trained too long.
     @Test func takesLessWhereHeldOutLossIsLower() throws {
         let (found, _) = try result(limit: 3, forgets: 0, best: 0.5)
         #expect((0.4...0.6).contains(found.strength))
     }
 
-    /// The adapters were trained too long and forget more than the limit, so the highest allowed strength is not the best.
+    /// The adapters forget more than the limit. The strength with the lowest held-out loss is below the highest strength that the limit allows.
     @Test func takesLessThanTheLimitWhereHeldOutLossIsLower() throws {
         let (found, _) = try result(limit: 3, forgets: 0.05, best: 0.3, before: 0.6)
         #expect((0.2...0.4).contains(found.strength))

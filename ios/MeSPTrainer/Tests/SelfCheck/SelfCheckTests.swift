@@ -118,7 +118,7 @@ import Testing
         #expect(found.verdict == .fail, "\(found.sentence.english)")
     }
 
-    /// A backward pass that uses another value of a setting than the forward pass is found.
+    /// The self-check fails if the backward pass uses another value of a setting than the forward pass.
     @Test(
         arguments: [
             ("hidden_act", "gelu"), ("rms_norm_eps", 0.02), ("attention_scale", 1.01), ("frequencies", 1.1),

@@ -126,7 +126,7 @@ import Testing
                 #expect(name.hasSuffix(".B") || error < 1e-6, "block \(block) \(name): \(error)")
             }
         }
-        if !folder.lastPathComponent.contains("gpu") {  // there the block functions compute LoRA
+        if !folder.lastPathComponent.contains("gpu") {  // on a GPU, block functions compute LoRA
             #expect(try trainer.model.loss(fixture.example()) == lora.model.loss(fixture.example()))
         }
     }

@@ -85,8 +85,8 @@ import Testing
         }
     }
 
-    /// Calls `body` with the gradients of a mixture's experts for the input x `[n, hidden]` and the output gradient x, and with the experts that x
-    /// chooses.
+    /// Calls `body` with the gradients of a mixture's experts for the input x `[n, hidden]`, and with the experts that x chooses. The output's
+    /// gradient is x too.
     private func ofMixture(
         _ fixture: Fixture, _ x: (_ hidden: Int) -> MLXArray,
         _ body: (LoRAGradients, _ chosen: Set<Int>, Experts, LoRALayout) throws -> Void
@@ -127,7 +127,7 @@ import Testing
         }
     }
 
-    /// The gradients of the parts in which an expert processes many tokens are summed.
+    /// If an expert processes many tokens in parts, the gradients of the parts are summed.
     @Test(arguments: cases) func thePartsOfManyTokensAddUp(_ folder: URL) throws {
         let fixture = try Fixture(folder, "experts")
         var found = [MLXArray]()

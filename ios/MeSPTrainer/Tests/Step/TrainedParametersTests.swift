@@ -72,7 +72,7 @@ import Testing
                 let whole = try #require(expected.gradients[block])
                 let right = layouts[block].trained(in: layouts[block].part(of: whole))
                 #expect(gradient.shape == [layouts[block].trainedCount])
-                // OpenBLAS's kernels for AVX2 sum four terms in another order than eight terms of which four are 0.
+                // OpenBLAS's kernels for AVX2 sum eight terms in another order than four, even if four of the eight are 0.
                 #expect(relativeError(gradient, right) < 1e-6, "\(method), block \(block)")
             }
         }
@@ -135,8 +135,8 @@ import Testing
         }
     }
 
-    /// With fewer trained parameters, the peak of a step is lower by at least the size of the vectors that are then missing, and so is the planner's
-    /// prediction.
+    /// With fewer trained parameters, a step's measured peak and the planner's prediction are each lower by at least the size of the vectors that are
+    /// not needed.
     @Test(
         arguments: [
             (["q", "v"], false, nil), (nil, true, nil), (["q", "v"], true, nil), (nil, false, 1),

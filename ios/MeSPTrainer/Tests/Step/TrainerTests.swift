@@ -404,7 +404,7 @@ import Testing
         Ordered(testDescription: "MeBP", sequences: 2, method: .mebp) { $0.projections = ["q", "down"] },
     ]
 
-    /// Sequences that go through each block together give the same sums, in the same order, as one after another.
+    /// Sequences that go through each block together give the same sums, in the same order, as sequences that go through the model one after another.
     @Test(
         arguments: orders, Fixture.cases.filter { ["tied-32", "tied-gpu"].contains($0.lastPathComponent) })
     func theOrderOfSequencesChangesNothing(_ ordered: Ordered, _ folder: URL) throws {
@@ -611,7 +611,7 @@ import Testing
             eval(nearest, random)
         }
         #expect(nearest.asType(.float32).mean().item(Float.self) == 1)
-        // The mean of n parameters after k steps has the standard deviation √(k u δ / n) = 7e-5 with the spacing δ = 1/256.
+        // After k steps with the update u, the mean of n parameters with the spacing δ = 1/256 has the standard deviation √(k u δ / n) = 7e-5.
         let mean = random.asType(.float32).mean().item(Float.self)
         #expect(abs(mean - (1 - update * Float(steps))) < 5 * 7e-5, "\(mean)")
     }

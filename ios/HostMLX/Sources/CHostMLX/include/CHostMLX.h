@@ -84,16 +84,16 @@ HostArray host_vector_get(HostVector v, size_t index);
     X(add) X(bitwise_and) X(divide) X(equal) X(greater) X(greater_equal) X(less) X(logaddexp) X(logical_and) \
     X(matmul) X(maximum) X(multiply) X(remainder) X(right_shift) X(subtract) X(take)
 
-/// These reduce over all axes if `count < 0`.
+/// Reductions over the `count` axes in `axes`, or over all axes if `count < 0`.
 #define HOST_REDUCTIONS(X) X(all) X(logsumexp) X(max) X(mean) X(sum)
 
 #define HOST_SCANS(X) X(cumsum)
 
-/// These take (array, int) and (array, int, int). The ints are an axis, a count, a diagonal …
+/// Operations on an array with one int, and with two ints: axes, and for `repeat` a count and an axis.
 #define HOST_INT_OPERATIONS(X) X(argsort) X(repeat)
 #define HOST_INT2_OPERATIONS(X) X(flatten) X(repeat) X(swapaxes)
 
-/// These take (array, list of ints). The list has axes or a shape.
+/// Operations on an array with a list of ints, which has axes or a shape.
 #define HOST_LIST_OPERATIONS(X) X(broadcast_to) X(expand_dims) X(reshape) X(squeeze) X(transpose)
 
 #define HOST_DECLARE(name) HostArray host_##name(HostArray a, HostStream s);
@@ -243,8 +243,8 @@ typedef struct {
     bool tf32;                  // operands of float32 products are rounded to TF32
     bool gpu_by_default;        // the default device of C++ is the GPU
     size_t first_failing;       // the number of the first failing command buffer, from 1; 0: none. Each evaluation is one
-    size_t failing_count;       // the number that fail; the next one fails after the error of the last was thrown
-    size_t delay;               // evaluations that succeed before one throws the error
+    size_t failing_count;       // the number of failing buffers; each fails after the error of the one before was thrown
+    size_t delay;               // the number of evaluations that succeed before an evaluation throws the error
     bool leaves_zeros;          // arrays of a failed buffer hold zeros in place of NaN
     bool fails_at_once;         // the evaluation throws and computes nothing, as when memory is refused
     const char *message;        // the message of the error

@@ -1,4 +1,5 @@
-// The functions with which a ledger of a phone's GPU (ios/HostMLXLedger) replaces MLX's, in C++. Without a ledger nothing is registered here.
+// The functions with which a ledger of a phone's GPU (ios/HostMLXLedger) replaces functions of MLX, in C++. Without a ledger nothing is registered
+// here.
 
 #ifndef LEDGER_HOOKS_H
 #define LEDGER_HOOKS_H
@@ -39,7 +40,7 @@ class LedgerHooks {
 
     /// An array was created from data in memory.
     virtual void created(mlx::core::array &a) = 0;
-    /// Memory that MLX did not allocate has become the data of an array; `released` ends that.
+    /// Memory that MLX did not allocate has become the data of an array, until `released` is called with this memory.
     virtual void adopted(const void *buffer, size_t bytes) = 0;
     virtual void released(const void *buffer) = 0;
     virtual void set_memory_limit(size_t limit) = 0;

@@ -24,20 +24,20 @@ typedef struct {
 } HostLedgerRules;
 
 typedef struct {
-    size_t evals, async_evals, waits;  // waits: for arrays of an asynchronous evaluation, and for a stream
+    size_t evals, async_evals, waits;  // `waits`: waits for arrays of an asynchronous evaluation, and for a stream
     size_t kernels, command_buffers;
-    size_t most_in_flight;  // command buffers whose handlers have not run
+    size_t most_in_flight;  // the largest number of command buffers whose handlers had not run
     double flop, read_bytes, written_bytes;
     size_t new_buffers;
     double new_buffer_bytes;
-    size_t peak_bytes, peak_active_bytes;  // with and without the cache; neither has adopted memory
+    size_t peak_bytes, peak_active_bytes;  // with the cache, and without it; both without adopted memory
     size_t peak_arrays;                    // buffers of arrays
     size_t spins;                          // waits for memory with one task active, in which `eval` polls
     size_t spin_kernels;                   // the GPU's kernels during these waits
     double spin_flop, spin_bytes;
     size_t first_kernels, most_first_kernels;  // kernels at their first use; the largest number between two boundaries
     size_t mappings;                           // arrays that use the caller's memory
-    double wired_bytes;                        // the bytes of that memory that kernels use
+    double wired_bytes;                        // the bytes of the caller's memory that kernels use
 } HostLedgerCounts;
 
 typedef struct {
