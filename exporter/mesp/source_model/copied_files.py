@@ -66,7 +66,7 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
-    """Writes a configuration without the code that it names."""
+    """Writes a configuration without the keys that name Python code."""
     text = json.dumps(without_code(config), indent=2, ensure_ascii=False)
     with create(path) as file:
         file.write(f"{text}\n".encode())

@@ -51,7 +51,7 @@ import Observation
     /// The bundles that can be trained.
     public var usableBundles: [StoredBundle] { bundles.filter { $0.problem == nil } }
 
-    /// Returns the bundle that a run was trained on; nil if the bundle no longer exists.
+    /// Returns the bundle that a run was trained on; nil if the bundle no longer exists or cannot be trained.
     public func bundle(of run: StoredRun) -> StoredBundle? {
         guard let path = run.log?.start?.settings.bundle else { return nil }
         let name = URL(fileURLWithPath: path).lastPathComponent

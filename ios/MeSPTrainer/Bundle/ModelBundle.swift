@@ -68,7 +68,7 @@ package struct ModelBundle {
         if checksums { try checkSums(of: manifest.files) }
     }
 
-    // MARK: - Weights
+    // MARK: - Functions and weights
 
     /// Imports the functions for sequences of `length` tokens. Each block gets the function of its kind, or nil if the kind has none.
     /// `Manifest.check` has checked that each kind with functions has one for this length.

@@ -266,7 +266,7 @@ import Observation
         gate.battery = monitor.battery
         gate.set(reasons)
         for other in others { other.set(reasons.intersection([.app]).union(monitor.scene == .active ? [] : [.away])) }
-        // After this call iOS may refuse the GPU or suspend the app. Waiting here avoids repeating the block in progress.
+        // In the background iOS may refuse the GPU or suspend the app as soon as this method returns. Waiting here avoids repeating the block in progress.
         if monitor.scene == .background {
             if reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
             for other in others { other.waitUntilAtRest(seconds: Self.secondsToLeave) }

@@ -286,7 +286,7 @@ public final class FineTuner: Sendable {
 
     // MARK: - Before and after
 
-    /// Returns the first sequence of conversations as a run would train it.
+    /// Returns the first training sequence that a run would make of `conversations`.
     ///
     /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)`` does, except for faults in later conversations.
     public func preview(

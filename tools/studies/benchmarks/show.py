@@ -18,7 +18,7 @@ TABLE_WIDTH = 250  # columns, if there is no terminal
 
 
 def present(rows: list[Row], kind: Kind) -> None:
-    """Prints the rows, averages over those that were measured, and notes."""
+    """Prints the rows, the averages over the measured rows, and the table's notes."""
     show([texts(point) for point in drawn(rows)])
     averaged = [heading for heading in AVERAGED if COLUMNS[heading][0] in rows[0]]
     if averaged:

@@ -8,7 +8,7 @@ import MeSPSentences
 /// A text becomes one packed stream. Records with `text` become one packed stream too. Records with `prompt` and `completion`, or with `messages`, go
 /// through the chat template. Each of these becomes one sequence, cut to the sequence length. Only its answers are in the loss, unless `answersOnly`
 /// is false. Without a template a completion directly follows its prompt. The last tenth is held out. If a record has a field that is not trained and
-/// may matter, the record is refused with an error that names the field. The rules are the same as for `mesp-export --data`.
+/// may matter, the record is refused with an error that names the field. The rules are those of `mesp-export --data --split-special-tokens`, except that files of preferences are refused.
 package struct TextData: Sendable {
     package enum Source: Sendable {
         /// A UTF-8 file. `.txt` and `.md` are text. `.jsonl` and `.ndjson` have a record on each line. `.json` has a record on each line, or one list
