@@ -18,18 +18,16 @@ import click
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-import mesp
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
 from mesp.models.architecture import Architecture
-from mesp.runs.log import RunLog
 from studies import real_models
+from studies.held_out_loss import learn
 from studies.tasks import bundles
 from studies.tasks.bundles import CLASSIFICATION, EXTRACTION, TEXT
 
 RANK, SCALE = 8, 2.0
 KINDS = {"LoRA, rank 8": (RANK, False), "DoRA, rank 8": (RANK, True), "LoRA, rank 9": (9, False)}
-HELD_OUT = 32
 OUT = Path("build/dora")
 TASKS = {task.name: task for task in (EXTRACTION, CLASSIFICATION, TEXT)}
 
@@ -57,7 +55,12 @@ def main(models: tuple[str, ...], names: tuple[str, ...], steps: int, seeds: int
             path = bundles.export(TASKS[name], model, folder, more_ranks=(RANK, 9))
             bundle = Bundle(path)
             for kind, (rank, dora) in KINDS.items():
-                found = [learn(bundle, folder, steps, seed, rank, dora) for seed in range(seeds)]
+                runs = folder / f"{'dora' if dora else 'lora'}-{rank}"
+                settings = {"rank": rank, "alpha": SCALE * rank, "dora": dora}
+                found = [
+                    learn(bundle, runs / f"{seed}", steps, seed, **settings)
+                    for seed in range(seeds)
+                ]
                 befores, afters = zip(*found, strict=True)
                 losses = ", ".join(f"{loss:.4f}" for loss in afters)
                 row = (
@@ -73,20 +76,6 @@ def parameters(arch: Architecture, rank: int, dora: bool) -> int:
     """Returns the number of trained parameters."""
     outputs = sum(out for block in arch.blocks for out, _ in block.sizes().values())
     return sum(block.lora_size(rank) for block in arch.blocks) + dora * outputs
-
-
-def learn(
-    bundle: Bundle, folder: Path, steps: int, seed: int, rank: int, dora: bool
-) -> tuple[float, float]:
-    """Trains; returns the held-out loss before and after, in nats a token."""
-    out = folder / f"{'dora' if dora else 'lora'}-{rank}-{seed}"
-    mesp.train(
-        bundle, out=out, steps=steps, warmup=steps // 20, schedule="linear", seed=seed, rank=rank,
-        alpha=SCALE * rank, dora=dora, val_batches=HELD_OUT,
-    )  # fmt: skip
-    before, after = RunLog.load(out).held_out
-    assert before is not None and after is not None
-    return before, after
 
 
 if __name__ == "__main__":

@@ -41,18 +41,17 @@ from mesp.quantization.choose import (
 )
 from mesp.quantization.coordinate_descent import descend, shrink
 from mesp.quantization.least_squares import damp, quantize
-from mesp.runs.log import RunLog
 from mesp.source_model.calibration import CALIBRATION_SEQUENCES, LENGTH, Moments, choose_excerpts
 from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
 from mesp.source_model.find import Source, find_source
 from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.safetensors import SafetensorsWeights
 from studies import real_models
+from studies.held_out_loss import HELD_OUT, learn
 from studies.tasks import bundles
 from studies.tasks.bundles import EXTRACTION, RANK, TEXT
 
 REFITS = 8  # how often a scale is fitted, each time with the codes from the last fit
-HELD_OUT = 32
 OUT = Path("build/ternary")
 TASKS = {task.name: task for task in (EXTRACTION, TEXT)}
 
@@ -87,7 +86,11 @@ def main(
             for form, of in forms.items():
                 bundle = export(of, name, steps, OUT / f"{source.name}-{name}-{form}.mesp")
                 befores, afters = zip(
-                    *(learn(bundle, steps, seed) for seed in range(seeds)), strict=True
+                    *(
+                        learn(bundle, run_folder(bundle, steps, seed), steps, seed)
+                        for seed in range(seeds)
+                    ),
+                    strict=True,
                 )
                 perplexities.append(f"{math.exp(befores[0]):,.1f}")
                 losses.append(f"{befores[0]:.3f} → {min(afters):.3f} to {max(afters):.3f}")
@@ -178,6 +181,10 @@ def ternary(
     return packed, scales, -scales
 
 
+def run_folder(bundle: Bundle, steps: int, seed: int) -> Path:
+    return OUT / "runs" / f"{bundle.path.stem}-{steps}-{seed}"
+
+
 def export(model: str, name: str, steps: int, out: Path) -> Bundle:
     """Writes and returns the bundle of a model with a task's data."""
     task = TASKS[name]
@@ -191,19 +198,6 @@ def export(model: str, name: str, steps: int, out: Path) -> Bundle:
     return mesp.export(
         model, out, data=data, seq_len=task.seq_len, rank=RANK, device="cpu", overwrite=True
     )
-
-
-def learn(bundle: Bundle, steps: int, seed: int) -> tuple[float, float]:
-    """Trains; returns the held-out loss before and after, in nats a token."""
-    out = OUT / "runs" / f"{bundle.path.stem}-{steps}-{seed}"
-    shutil.rmtree(out, ignore_errors=True)
-    mesp.train(
-        bundle, out=out, steps=steps, warmup=steps // 20, schedule="linear", seed=seed,
-        val_batches=HELD_OUT,
-    )  # fmt: skip
-    before, after = RunLog.load(out).held_out
-    assert before is not None and after is not None
-    return before, after
 
 
 if __name__ == "__main__":
