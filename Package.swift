@@ -1,9 +1,9 @@
 // swift-tools-version: 6.0
 
-// The trainer's core; `mesp-engine`, the program around it; and the model of the app's views.
+// MeSP's trainer, the `mesp-engine` program, and the model of the app's views.
 //
-// Module `MLX` is mlx-swift. If MESP_HOST_MLX names the folder of the `mlx` wheel, it is ios/HostMLX, which has the same API with the wheel's C++
-// library (see its Package.swift). An app with mlx-swift 0.32.2 crashes below iOS and macOS 26.4.
+// Module `MLX` is mlx-swift. If MESP_HOST_MLX names the folder of the `mlx` wheel, `MLX` is ios/HostMLX, which has mlx-swift's API and uses the
+// wheel's C++ library. An app with mlx-swift 0.32.2 crashes below iOS and macOS 26.4.
 
 import PackageDescription
 
@@ -15,20 +15,20 @@ let mlx: Package.Dependency =
 
 let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")
 
-/// The flag for code that differs with HostMLX: mlx-swift has a fixed version of MLX, and HostMLX asks the wheel for MLX's version.
+/// The flag for code that differs between mlx-swift and HostMLX.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
-/// Whether the engine is built for a wheel. Such an engine has no `federate`, because on Linux Foundation's networking needs libcurl, which a wheel
-/// cannot rely on.
+/// Whether the engine is built for a wheel. Such an engine has no `federate` command. On Linux, `federate` needs libcurl, and a wheel cannot rely on
+/// libcurl.
 let isForWheel = Context.environment["MESP_WHEEL"] != nil
 
-/// The setting that leaves the tests unoptimized in a release build, because optimizing them takes a third of the build's time.
+/// The setting that turns off the tests' optimization in a release build. Optimizing the tests takes a third of the build's time.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
 /// The simulation of Metal's behaviour, for the core's tests.
 let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
 
-/// The modules whose steps ios/HostMLXLedger counts.
+/// The product that ios/HostMLXLedger uses.
 let forLedger: [Product] =
     hostMLX
     ? [.library(name: "Trainer", targets: ["MeSPBundle", "MeSPCore", "MeSPSelfCheck", "MeSPSentences"])] : []
@@ -38,7 +38,6 @@ let package = Package(
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
         .library(name: "MeSP", targets: ["MeSP"]),
-        // The library for the app of this repository.
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
     ] + forLedger,
@@ -115,7 +114,7 @@ let package = Package(
     ]
 )
 
-// MeSPTokenizers reads the tokenizer in a bundle, for apps. With MESP_HOST_MLX no target needs that module, so its dependencies are not fetched.
+// MeSPTokenizers reads a bundle's tokenizer in apps. Builds with HostMLX do not need the module, so they do not fetch its dependencies.
 if !hostMLX {
     package.dependencies.append(
         .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.4"))

@@ -1,5 +1,8 @@
-"""Adds the Swift sources of the programs to wheels and sdists, a built engine to a wheel of one
-platform, and the README, in the form for PyPI, to all of them. pyproject.toml has the rest.
+"""Adds files to the distributions that pyproject.toml describes.
+
+- Wheels and sdists get the Swift sources of the programs.
+- The wheel of a platform also gets the built programs.
+- All of them get the README in the form for PyPI.
 """
 
 import re
@@ -12,7 +15,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 # Whole SwiftPM packages, because a manifest does not load if a target is missing. MeSPTokenizers is
-# left out: it is no target if MESP_HOST_MLX is set, as it is when these are built.
+# left out: it is not a target if MESP_HOST_MLX is set.
 FOLDERS = (
     "ios/HostMLX/Sources",
     "ios/HostMLX/Tests",
@@ -65,10 +68,9 @@ class BuildWithEngineSources(build_py):
 
 
 class WheelWithPrograms(bdist_wheel):
-    """Makes a wheel of the platform `--plat-name` with the programs in the folder `--programs`.
+    """Makes a wheel for the platform `--plat-name` with the programs in the folder `--programs`.
 
-    `tools/platform_wheel.py` calls it. The programs are compiled with the version of MLX in the
-    folder's file `mlx-version`, and the wheel requires that version.
+    The wheel requires the version of MLX in that folder's file `mlx-version`.
     """
 
     user_options: ClassVar = [
@@ -83,7 +85,7 @@ class WheelWithPrograms(bdist_wheel):
     def finalize_options(self) -> None:
         if self.programs:
             package = self.distribution
-            package.has_ext_modules = lambda: True  # setuptools asks nothing else
+            package.has_ext_modules = lambda: True  # makes setuptools build a platform wheel
             package.metadata.license_expression = LICENSE_OF_PROGRAMS
             version = Path(self.programs, "mlx-version").read_text(encoding="utf-8").strip()
             package.install_requires = package.metadata.install_requires = [
@@ -94,7 +96,7 @@ class WheelWithPrograms(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         tag = super().get_tag()
-        return ("py3", "none", tag[2]) if self.programs else tag  # for every Python
+        return ("py3", "none", tag[2]) if self.programs else tag  # for any Python 3
 
     def run(self) -> None:
         if self.programs:
@@ -105,16 +107,16 @@ class WheelWithPrograms(bdist_wheel):
 
 
 def description(readme: str, source: str | None) -> str:
-    """Returns the README for PyPI, which shows one page.
+    """Returns the README in the form for PyPI.
 
-    Links lead to the repository `source` or, without an address, become plain text. Pictures are
-    left out.
+    Relative links lead to the repository `source`. Without `source`, they become plain text, and
+    pictures are left out.
     """
     if source:
         to_file = rf"{source}/blob/HEAD/"
         readme = re.sub(r"\]\((?!https?:|#)", f"]({to_file}", readme)
         return re.sub(r'src="(?!https?:)', f'src="{source}/raw/HEAD/', readme)
-    # A picture is removed with the note below it.
+    # Removes a picture and the note below it.
     readme = re.sub(r"<img [^>]*>\n\n(\*[^*]+\*\n\n)?", "", readme)
     return re.sub(r"\[([^][]*)\]\((?!https?:|#)[^)]*\)", r"\1", readme)
 

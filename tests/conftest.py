@@ -24,7 +24,7 @@ from mesp.errors import MespError
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The marks of tests that take long or need a large package, and what these tests are about. Such a
+# The marks of tests that take long or need a large package, and the subjects of these tests. Such a
 # test runs only if -m names its mark, as in `make test-slow`.
 ON_REQUEST = {
     "federate": "federated rounds in Flower",
@@ -72,15 +72,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """Returns the GGUF file of SmolLM2-135M-Instruct in Q4_1. Skips the test if it cannot be
-    had.
-    """
+    """Returns the GGUF file of SmolLM2-135M-Instruct in Q4_1. Skips the test if there is no
+    such file."""
     return _real_model("SMOLLM2")
 
 
 @pytest.fixture(scope="session")
 def gemma_gguf() -> Path:
-    """Returns the GGUF file of Gemma 3 270M in Q4_K_M. Skips the test if it cannot be had."""
+    """Returns the GGUF file of Gemma 3 270M in Q4_K_M. Skips the test if there is no such file."""
     return _real_model("GEMMA")
 
 
@@ -103,7 +102,6 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns an empty folder, which is the test's working folder."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -112,8 +110,8 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def phones(tmp_path: Path) -> Phones:
-    """Returns a set of stand-in phones, which is empty at first. A command that runs in
-    `phones.environment()` finds the phones that the test has added.
+    """Returns an empty set of simulated phones. A command that runs in `phones.environment()` finds
+    the phones that the test adds.
     """
     return Phones(tmp_path)
 
@@ -126,12 +124,11 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def clock_set_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Returns an environment in which the clock of a process runs backwards, by helpers/clock.c."""
+    """Returns an environment in which helpers/clock.c makes a process's clock run backwards."""
     return os.environ | {"LD_PRELOAD": str(_library("clock", tmp_path_factory))}
 
 
 def _library(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiles a library for LD_PRELOAD, and returns it."""
     compiler = shutil.which("cc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("it takes Linux and a C compiler")

@@ -1,4 +1,4 @@
-"""Tests of the demo model, exported and trained by the real engine as by a user."""
+"""Tests of the demo model's export and training with the real engine."""
 
 import json
 import re
@@ -65,9 +65,7 @@ def test_training_lowers_the_held_out_loss(trained: Path):
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
-    """The defaults lower the loss much in 60 steps. In as many steps, the paper's update changes
-    the loss by about 1e-4.
-    """
+    """The default settings lower the loss clearly in 60 steps, unlike the paper's."""
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
@@ -96,9 +94,6 @@ def held_out_loss(model: nn.Module, bundle: Path) -> float:
 
 
 def test_a_bundle_without_held_out_data_trains(bundle: Path, tmp_path: Path):
-    """A bundle with one record and no held-out data can be trained on. The record is also
-    replayed.
-    """
     copy = shutil.copytree(bundle, tmp_path / "one.mesp")
     data = tmp_path / "one.jsonl"
     data.write_text(json.dumps({"prompt": "What is it?", "completion": " It is a test."}))
@@ -168,8 +163,7 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
         tokens, mask = opened.tokens(split), opened.mask(split)
         batch = [tokens[start : start + length].tolist() for start, length in rows]
         padded = mx.array([ids + [0] * (SEQ_LEN + 1 - len(ids)) for ids in batch])
-        # Lengths are less by 1, because default_loss would count one token of the padding: see
-        # test_data.py.
+        # default_loss counts one target beyond the length, so lengths are reduced by 1.
         prompts = [np.argmax(mask[start : start + length]).item() for start, length in rows]
         lengths = [length - 1 for _, length in rows]
         ranges = mx.array(list(zip(prompts, lengths, strict=True)))
@@ -210,7 +204,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path
     figures = re.findall(r"([\d.]+) MB with", done.stdout.splitlines()[-1])
     adamw, adamw8bit, sgd = map(float, figures)
     parameters = sum(block.lora_size(8) for block in Bundle(bundle).architecture.blocks)
-    assert adamw - sgd == pytest.approx(8 * parameters / 1e6, abs=0.15)  # both are rounded
+    # both figures are rounded to 0.1 MB
+    assert adamw - sgd == pytest.approx(8 * parameters / 1e6, abs=0.15)
     assert adamw8bit - sgd == pytest.approx(2 * parameters / 1e6, abs=0.15)
 
 
@@ -223,7 +218,7 @@ def test_a_bundle_for_the_gpu_has_a_plan_without_one(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # as for all tests of mesp-count, which `make check` does not build
+@pytest.mark.slow  # `make check` does not build mesp-count
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
     bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"

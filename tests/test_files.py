@@ -1,5 +1,3 @@
-"""Tests of files that are written as a whole."""
-
 from __future__ import annotations
 
 import errno
@@ -17,8 +15,8 @@ from mesp.files import write_whole
 def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
 ):
-    """A file is on the disk before it has its name, and then the folder is on the disk. On Apple's
-    systems, the file also leaves the disk's cache, if the file system supports that.
+    """The file is synchronized before it is renamed, and the folder afterwards. On Apple's systems,
+    the disk's cache is flushed too if possible.
     """
     done: list[tuple[str, object]] = []
     fsync, replace = os.fsync, os.replace
@@ -54,8 +52,8 @@ def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
 def test_a_folder_that_cannot_be_synchronized_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Some network disks cannot synchronize a folder. It is left as it is, but the file in it still
-    has to be on the disk.
+    """Some network file systems cannot synchronize a folder, which is then skipped. The file is
+    still synchronized.
     """
     fsync = os.fsync
 

@@ -1,4 +1,4 @@
-"""Tests that files with any damage are read, or refused with a sentence."""
+"""Tests that damaged files are read, or refused with an error message."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TYPES = {(code, dtype.size): dtype for code, dtype in enumerate(DTYPES)}
 
 @st.composite
 def overwritten(draw: st.DrawFn, data: bytes) -> bytes:
-    """Returns bytes with a few changed words, such as a size, a shape or an index."""
+    """Draws `data` with up to three overwritten 32-bit words."""
     data = bytearray(data)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data) - 8))
@@ -152,7 +152,6 @@ def matrices(scale: float, dtype: type = np.float32) -> Arrays:
 @CASES
 @given(data=st.data())
 def test_matrices_of_a_federation(data: st.DataObject):
-    """Accepted messages can be averaged: no figure overflows, and norms are kept."""
     start = matrices(1)
     added = matrices(data.draw(st.sampled_from([0, 1e-38, 1e-30, 1, 1e5, 1e38])))
     given = {name: start[name] + added[name] for name in start}
@@ -175,7 +174,7 @@ def test_matrices_of_a_federation(data: st.DataObject):
     assert math.isfinite(averaging_error(clients, weights, start))
     after = clip_update(given, start, 0.5)
     moved = sum(float(np.square(after[n].astype(float) - start[n]).sum()) for n in start)
-    # float32 has no number 0.01 away from 1e6.
+    # The tolerance allows for rounding to float32.
     assert math.sqrt(moved) <= 0.5 * (1 + 1e-5) + 24 * np.spacing(np.float32(8))
 
 
@@ -201,7 +200,6 @@ def test_records_of_data(tmp_path: Path, data: st.DataObject):
 
 
 def files_of_data() -> dict[str, bytes]:
-    """Returns records in a file of each kind."""
     records = [{"messages": record["messages"]} for record in RECORDS[2:3]] * 3
     table, lines = io.BytesIO(), "".join(f"{json.dumps(record)}\n" for record in records).encode()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), table)
@@ -251,7 +249,7 @@ def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @st.composite
 def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
-    """Returns the file cut off, or with changed bytes near the names in its header."""
+    """Draws the file cut off, or with changed bytes near the names in its header."""
     if draw(st.integers(0, 3)) == 0:
         return draw(damaged(file))
     names = re.compile(rb"general|tokenizer|blk|[.](attention|rope|ssm|shortconv|\w+_length)")
@@ -271,14 +269,14 @@ def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
 def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject):
     path = tmp_path / "m.gguf"
     file = data.draw(st.sampled_from(gguf_files)).read_bytes()
-    path.unlink(missing_ok=True)  # the previous file may still be mapped
+    path.unlink(missing_ok=True)  # replaces the file, because the previous one may still be mapped
     path.write_bytes(data.draw(damaged_gguf(file)))
     with contextlib.suppress(MespError):
         convert(path)
 
 
 def convert(path: Path) -> None:
-    """Reads all of a GGUF file that an export reads."""
+    """Reads everything in a GGUF file that an export reads."""
     source = find_source(str(path), random_weights=False)
     arch = Architecture.from_config(source.config)
     quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
@@ -301,9 +299,7 @@ METADATA = [
 @CASES
 @given(data=st.data())
 def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
-    """GGUF files are read or refused if their metadata have other types, or numbers that are
-    impossible for a model.
-    """
+    """Metadata may have other types, or numbers that are impossible for a model."""
     path = data.draw(st.sampled_from(gguf_files))
     file = GGUF.read(path)
     keys = [*file.metadata, "split.count", "general.type", "general.alignment", "general.license"]
@@ -329,9 +325,8 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
-    """MLX computes with an accepted file, or refuses it. Access outside of an array would end this
-    process sooner or later.
-    """
+    """MLX computes with each accepted function. An access outside of an array may crash this
+    process."""
     original = data.draw(st.sampled_from(sorted(bundle.glob("*.mlxfn")))).read_bytes()
     file = data.draw(damaged(original) | overwritten(original))
     path = tmp_path / "function.mlxfn"
@@ -376,7 +371,6 @@ def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObj
 @CASES
 @given(data=st.data())
 def test_models(tmp_path: Path, data: st.DataObject):
-    """A config.json goes through all of an export's reading."""
     config = data.draw(st.sampled_from(sorted(FAMILIES)).map(FAMILIES.get))
     if data.draw(st.booleans()):
         config = config | {"quantization": {"bits": 4, "group_size": 32, "lm_head": {"bits": 8}}}
@@ -394,9 +388,7 @@ def test_models(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
-    """Damaged tokenizers are read or refused. config.json, which has the end tokens, is damaged
-    too.
-    """
+    """Damaged tokenizers are read or refused. config.json has the end tokens and is damaged too."""
     for name in ("tokenizer_config.json", "config.json"):
         (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
     with contextlib.suppress(MespError):
@@ -419,9 +411,7 @@ def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
-    """Damaged settings are read or refused. A run continues with the settings in its folder, which
-    may come from a stranger.
-    """
+    """A run continues with the settings in its folder, which may come from a stranger."""
     options = {option.name: option.default for option in train.params if option.expose_value}
     recorded = {n: v for n, v in options.items() if isinstance(v, bool | int | float | str | None)}
     recorded |= {"bundle": "b", "steps": 3, "seq_len": 8, "projections": ["q", "v"]}

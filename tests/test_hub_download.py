@@ -1,5 +1,3 @@
-"""Tests with models and data from a stand-in for the Hugging Face Hub."""
-
 import http.server
 import json
 import os
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 class Hub(http.server.BaseHTTPRequestHandler):
     """Serves one model and one dataset as the Hugging Face Hub does."""
 
-    repositories: dict[str, dict[str, bytes]]  # files by name, by the repository's path
+    repositories: dict[str, dict[str, bytes]]  # files by name, for each repository
     revision = "0123456789abcdef0123456789abcdef01234567"
 
     def do_GET(self):

@@ -1,5 +1,3 @@
-"""Tests of `import mesp`, as a notebook, a service or a tool uses it."""
-
 from __future__ import annotations
 
 import ast
@@ -26,7 +24,7 @@ CORE = ROOT / "ios" / "MeSPTrainer" / "Core"
 
 
 def imported_by(program: str) -> set[str]:
-    """Returns the packages that a program imports."""
+    """Returns the packages that are loaded after a program runs."""
     program += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -90,21 +88,18 @@ def test_options_become_arguments(sentence: str, said: str):
 
 
 def texts(node: ast.AST) -> str:
-    """A literal's text, with {} for what is put into it."""
+    """Returns a string literal's text, with {} in place of each expression."""
     if isinstance(node, ast.JoinedStr):
         return "".join(map(texts, node.values))
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
 
 
 def test_every_option_in_an_error_is_an_argument():
-    """Every option that an error names is an argument of a function, except options of commands
-    that have no function.
-    """
     classes = (TrainSettings, mesp.DataOptions, mesp.Selection)
     functions = (mesp.export, mesp.rewrite, mesp.train, mesp.generate, mesp.evaluate)
     known = {each.name for kind in classes for each in dataclasses.fields(kind)}
     known |= {name for each in functions for name in inspect.signature(each).parameters}
-    # Options that only mesp export, fuse and evaluate have. The last of them is a field of `Tasks`.
+    # Options of commands only, and fields of `Tasks`.
     known |= {"measure", "source", "gguf", "gguf_base", "ignore", "include_path"}
     for path in PACKAGE.rglob("*.py"):
         if not {"commands", "federate", "sources"} & {*path.parts}:
@@ -150,9 +145,7 @@ def test_settings_are_written_and_read():
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yields the modules of the package that a module imports, without imports for type
-    checkers.
-    """
+    """Yields the package's modules that a file imports, except for those under TYPE_CHECKING."""
     nodes = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
@@ -164,7 +157,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_rooms_import_downward():
-    """No folder of the package imports, directly or indirectly, a folder that imports it."""
+    """The package's folders do not import each other in a cycle."""
     rooms: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         if "sources" not in path.parts:
@@ -179,7 +172,7 @@ def test_rooms_import_downward():
 
 
 def code(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields the lines of code below a folder, with the name of the file."""
+    """Yields each line of Swift code below a folder, with the name of its file."""
     for path in sorted(folder.rglob("*.swift")):
         for line in path.read_text(encoding="utf-8").splitlines():
             if not line.strip().startswith("//"):
@@ -187,9 +180,6 @@ def code(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_formulas_say_nothing_of_evaluation():
-    """Formulas do not say when they are evaluated. Only `machine.part`, `rows`, `each` and `reduce`
-    cut them into parts.
-    """
     said = re.compile(
         r"\b(eval|asyncEval|submit|clearCache|synchronize|depends|withDefaultDevice)\(|\.eval\(\)"
     )
@@ -197,12 +187,12 @@ def test_formulas_say_nothing_of_evaluation():
 
 
 def test_only_the_machine_knows_where_it_runs():
-    """Outside of Core/Machine, no arithmetic, tile or evaluation depends on a device or system."""
+    """Outside of Core/Machine, code does not depend on the device or the system."""
     known = re.compile(
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
         r"|processor\.(fuses|dequantizesInProduct|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"
     )
-    # These files ask the system for a memory limit and a footprint.
+    # These files read the system's memory limit and footprint.
     asked = {"SystemMemoryLimit.swift", "Footprint.swift"}
     rooms = [folder for folder in CORE.iterdir() if folder.is_dir() and folder.name != "Machine"]
     found = [(name, line) for folder in rooms for name, line in code(folder) if known.search(line)]
@@ -247,6 +237,5 @@ def test_five_lines_export_train_write_and_measure(
     assert adapted.difference.value == adapted.estimate.value - base.estimate.value
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")
-    # The command prints the text of the function's result.
     printed = run("evaluate", "demo.mesp", "test.jsonl", "--adapters", on.adapters).stdout
     assert printed.rstrip("\n") == str(found)

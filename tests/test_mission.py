@@ -1,8 +1,7 @@
-"""Tests the whole path of a real model: `make test-slow`.
+"""Tests the whole path of a real model (`make test-slow`).
 
-It is exported, copied to a phone and trained there by the app; its run is collected, and its
-adapters are evaluated, fused, and run in mlx-lm. The phone is a stand-in. The app is its model
-without the views, with the settings that it proposes.
+The model is exported, copied to a fake phone and trained there by the app without its views. The
+run is collected. Its adapters are evaluated, fused and loaded in mlx-lm.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
 
 
 def train_in_the_app(documents: Path) -> None:
-    # The options with which the Makefile builds the tests.
+    # The Makefile builds the tests with the same options.
     command = ["swift", "test", "--configuration", "release", "-Xswiftc", "-enable-testing"]
     command += ["--no-parallel", "--filter", "MissionTests"]
     environment = {"MESP_HOST_MLX": str(mlx_folder()), "MESP_STEPS": str(STEPS)}

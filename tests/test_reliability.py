@@ -1,6 +1,4 @@
-"""Tests of the promises in docs/reliability.md, with real processes that are ended or
-obstructed.
-"""
+"""Tests of docs/reliability.md's promises, with real processes that are killed or obstructed."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ COLLECT = ROOT / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 STEPS = 12
 EVAL_EVERY = 4
-DEADLINE = 120  # seconds after which a hanging process is ended
+DEADLINE = 120  # seconds after which a hanging process is stopped
 
 
 def finish(line: list, **options: object) -> subprocess.CompletedProcess:
@@ -45,7 +43,7 @@ def finish(line: list, **options: object) -> subprocess.CompletedProcess:
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """Checks that a command failed as it should, and returns its one sentence."""
+    """Checks that a command failed with status 2, and returns its error message."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.strip()
@@ -68,9 +66,9 @@ def export_command(*arguments: object) -> list[str]:
 
 
 def export_process(*arguments: object) -> BaseProcess:
-    """Returns a separate process, forked from one that has imported the modules of an export.
+    """Starts an export in a process forked from a server that has imported its modules.
 
-    mlx_lm must not be among them: it starts a thread of MLX's, which a fork does not have.
+    Do not preload mlx_lm. It starts one of MLX's threads, which a forked process would lack.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mesp.commands.export", "transformers"])
@@ -89,7 +87,7 @@ def bundle(model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Returns settings of a short run with every kind of state, as mesp-train writes them."""
+    """Returns the settings of a short run with AdamW, as mesp-train writes them."""
     output = tmp_path_factory.mktemp("settings") / "run"
     options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
     call("train", bundle, *options, "--out", output)
@@ -98,7 +96,7 @@ def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 class Engine:
-    """The engine with some settings in a folder, which can be started several times."""
+    """A run's folder and settings, with which the engine can be started several times."""
 
     def __init__(self, folder: Path, settings: dict, **changes: object):
         self.output = folder / "run"
@@ -126,7 +124,7 @@ class Engine:
         return [json.loads(line) for line in lines[:-1]]
 
     def losses(self) -> list[tuple]:
-        """Returns the records that two runs must share to the last bit, in the order of the log."""
+        """Returns the type, step and loss of each step and evaluation, in the order of the log."""
         kinds = ("step", "eval")
         return [(r["type"], r["step"], r["loss"]) for r in self.records() if r["type"] in kinds]
 
@@ -134,7 +132,7 @@ class Engine:
         return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
 
     def saved_step(self) -> int:
-        """Returns the number of steps done in the saved state; 0 without one."""
+        """Returns the number of steps in the saved state, or 0 without a saved state."""
         path = self.output / "state.safetensors"
         if not path.exists():
             return 0
@@ -150,7 +148,6 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def whole(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Returns a run that is not disturbed."""
     engine = Engine(tmp_path_factory.mktemp("whole"), settings)
     assert engine.finish().returncode == 0
     return engine
@@ -161,7 +158,8 @@ def adapters(engine: Engine) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays.items()}
 
 
-# Processes are killed at any time, 72 times in all: 36 in training, 16 in export, 20 in collecting.
+# Processes are killed at random times, 72 times in all: 36 in training, 16 in export, 20 in
+# collecting.
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 3])
@@ -199,7 +197,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 def kill_at_random(
     generator: random.Random, process: subprocess.Popen, duration: float, output: Path
 ) -> None:
-    """Kills a process at any moment of its life, or, one time in four, while it saves."""
+    """Kills a process at a random time or, one time in four, while it saves."""
     if generator.random() < 0.25:
         deadline = time.monotonic() + generator.uniform(0.2, 1) * duration
         while process.poll() is None and time.monotonic() < deadline:
@@ -216,7 +214,7 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
     unfinished = tmp_path / ".out.mesp.partial"
     lengths = [8]
     assert finish(export_command(model, out)).returncode == 0
-    kills = -1  # the first is timed
+    kills = -1  # the first export is not killed but timed
     took = 0.0
     while kills < 16:
         lengths.append(16 if lengths[-1] == 8 else 8)
@@ -254,7 +252,7 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
     kills = 0
     while kills < 20:
         process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(generator.uniform(took / 3, took))  # during the first third, Python starts
+        time.sleep(generator.uniform(took / 3, took))  # Python starts during the first third
         process.kill()
         kills += process.wait() == -signal.SIGKILL
         for name in ("a", "b", "c"):
@@ -266,7 +264,7 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
     assert sorted(path.name for path in out.iterdir()) == ["a", "b", "c"]
 
 
-# Two at once
+# Concurrent runs
 
 
 def test_a_second_run_in_the_same_folder_is_refused(settings: dict, whole: Engine, tmp_path: Path):
@@ -335,7 +333,7 @@ def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_
     assert engine.losses() == whole.losses()
 
 
-# Commands that write into a folder: their options and files.
+# Commands that write into a folder
 def export_to(model: Path, bundle: Path, folder: Path) -> list[str]:
     return export_command(model, folder / "out.mesp")
 
@@ -359,9 +357,8 @@ def evaluate_to(model: Path, bundle: Path, folder: Path) -> list[str]:
 def test_a_command_that_is_ended_leaves_nothing(
     model: Path, bundle: Path, tmp_path: Path, number: int, line: Callable
 ):
-    """A command that a signal ends leaves nothing, whether it is writing a folder or waiting for
-    its engine.
-    """
+    """A command that gets a signal leaves no files, whether it is writing or waiting for the
+    engine."""
     out, temporary = tmp_path / "out", tmp_path / "temporary"
     for folder in (out, temporary):
         folder.mkdir()
@@ -391,9 +388,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
-    """After a signal, generation ends between two blocks. MLX's threads may still be computing
-    then.
-    """
+    """After a signal, generation ends between two blocks, while MLX's threads may still compute."""
     prompt = {
         "adapters": [],
         "prompt": [5] * 40,
@@ -421,7 +416,6 @@ def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_pa
 def test_a_clock_that_is_set_back_changes_no_run(
     settings: dict, whole: Engine, tmp_path: Path, clock_set_back: dict
 ):
-    """The clock is set back during a run, and between the run's end and its resumption."""
     engine = Engine(tmp_path, settings, save_every=1)
     process = engine.start(env=clock_set_back)
     engine.wait_for_step(process, 3)
@@ -456,7 +450,6 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
     }
     end = record("generate", **text, stop=[])
     assert 0 < end["prompt_seconds"] < DEADLINE and 0 < end["seconds"] < DEADLINE
-    # These checks measure for a given time.
     checks = ["eval.empty", "repeats", "time.8"]
     end = record("self-check", seconds=0.05, repeats=2, checks=checks)
     assert 0 < end["seconds"] < DEADLINE
@@ -467,9 +460,7 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
 
 @pytest.mark.parametrize("limit", [100, 4_000, 40_000])
 def test_a_full_disk_is_one_sentence(settings: dict, whole: Engine, tmp_path: Path, limit: int):
-    """A limit on the size of files simulates a full disk, for the log, the adapters or the
-    state.
-    """
+    """A limit on the size of files simulates a full disk."""
     engine = Engine(tmp_path, settings, save_every=1)
     done = engine.finish(
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -500,8 +491,8 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """A run continues after any failed call that changes a file. For each kind of failure, 20 calls
-    are tested, evenly over the run.
+    """A run continues after a failed call that changes a file. For each kind of failure, 20 calls
+    spread over the run are tested.
     """
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
@@ -513,7 +504,7 @@ def test_a_run_goes_on_from_whichever_call_failed(
     count = tmp_path / "count"
     assert whole.finish(env=environment(whole, FAULTS_COUNT=count)).returncode == 0
     calls = int(count.read_text())
-    first = ("full", "crash", "power").index(kind)  # so that no two kinds fail the same calls
+    first = ("full", "crash", "power").index(kind)  # makes each kind fail other calls
     for number in (1 + (3 * each + first) * (calls - 1) // 60 for each in range(20)):
         engine = Engine(tmp_path / f"{kind}-{number}", steps)
         done = engine.finish(env=environment(engine, FAULTS_KIND=kind, FAULTS_AT=number))
@@ -552,7 +543,6 @@ def test_a_folder_that_is_read_only_is_one_sentence(
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")
 def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path: Path):
-    """A bundle can be used if it, its adapters, its data and the home folder are read-only."""
     copy = shutil.copytree(bundle, tmp_path / "closed" / "small.mesp")
     call("train", copy, "--steps", 1, "--out", tmp_path / "closed" / "run")
     adapters, data = tmp_path / "closed" / "run" / "adapters", tmp_path / "closed" / "d.jsonl"
@@ -645,9 +635,7 @@ def test_a_file_that_changes_in_use_is_one_sentence(
 
 
 def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
-    """A page of a file that cannot be read ends a run with one sentence. The system's signal for
-    such a page may arrive at any time.
-    """
+    """SIGBUS reports an unreadable page of a mapped file. It ends a run with an error."""
     engine = Engine(tmp_path, settings, save_every=1, steps=100_000)
     process = engine.start()
     engine.wait_for_step(process, 2)
@@ -664,7 +652,7 @@ def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns two blocks of Qwen2.5-0.5B's geometry."""
+    """Returns a bundle with two blocks of Qwen2.5-0.5B's sizes and random weights."""
     out = tmp_path_factory.mktemp("large") / "large.mesp"
     options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--quantize", "nearest")
     call("export", "--model", "Qwen2.5-0.5B", *options, "--out", out)
@@ -673,9 +661,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a limit that can be set")
 def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: Path):
-    """RLIMIT_DATA also counts reserved memory, such as stacks: `reserved`, as the engine
-    finds it.
-    """
+    """RLIMIT_DATA also counts reserved memory such as stacks."""
     changes = {"bundle": str(large), "seq_len": 64, "steps": 2, "val_batches": 0, "eval_every": 0}
 
     def limited(name: str, limit: int, **more: object) -> subprocess.CompletedProcess:
@@ -685,7 +671,7 @@ def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: 
 
     predicted = json.loads(limited("free", 10**10, dry_run=True).stdout)["predicted_peak_bytes"]
     for limit in range(100_000_000, 10**9, 5_000_000):
-        # Below the memory that the system's libraries need at the start, the message differs.
+        # Limits that are too small for the system's libraries give another message.
         said = re.search(
             r"allows this process (\d+) MB", limited("none", limit, dry_run=True).stderr
         )

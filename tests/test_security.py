@@ -1,5 +1,3 @@
-"""Tests of malicious files: their harm does not happen, and a sentence says why."""
-
 from __future__ import annotations
 
 import json
@@ -30,7 +28,6 @@ HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle with data and a tokenizer."""
     folder = tmp_path_factory.mktemp("security")
     write_model(folder / "model", TINY)
     (folder / "text.txt").write_text(TEXT)
@@ -41,18 +38,17 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(exported: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the exported bundle, which a test may change."""
+    """Returns a copy of the bundle that a test may change."""
     return Path(shutil.copytree(exported, tmp_path / "bundle.mesp"))
 
 
 def change(file: Path, **entries: object) -> None:
-    """Sets entries of a JSON object in a file."""
     value = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(value | entries))
 
 
 def list_again(bundle: Path) -> None:
-    """Makes the manifest describe the bundle's files as they are now."""
+    """Updates the manifest's list of files."""
     from mesp.bundle.manifest import describe_files
 
     listed = [asdict(each) for each in describe_files(bundle) if each.path != "manifest.json"]
@@ -60,9 +56,7 @@ def list_again(bundle: Path) -> None:
 
 
 def name_code(folder: Path, harm: Path) -> None:
-    """Makes the tokenizer and the model of a folder name Python code that writes the file
-    `harm`.
-    """
+    """Makes the folder's tokenizer and model refer to Python code that writes the file `harm`."""
     (folder / "code.py").write_text(
         HARM.format(str(harm), "PreTrainedTokenizerFast") + "class Tokenizer(Base): pass\n"
     )
@@ -77,12 +71,12 @@ def name_code(folder: Path, harm: Path) -> None:
 
 @pytest.mark.parametrize("module", ["generate", "data", "evaluate"])
 def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
-    """A bundle runs no Python. transformers would ask on standard input whether to run code, and
-    even a yes there does not allow it.
+    """transformers would ask on standard input whether to run the code. An answer of yes does not
+    allow it.
     """
     harm = tmp_path / "harm"
     name_code(bundle, harm)
-    # For other model types transformers has a tokenizer.
+    # For known model types, transformers uses its own tokenizer class.
     change(bundle / "config.json", model_type="custom")
     list_again(bundle)
     arguments = {
@@ -132,9 +126,7 @@ def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
 
 @pytest.mark.parametrize("entries", [{"num_hidden_layers": 1 << 65}, {"num_labels": 1 << 40}])
 def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, entries: dict):
-    """A tokenizer takes no memory by the sizes in config.json, which transformers reads to choose a
-    class.
-    """
+    """transformers reads config.json to choose a tokenizer class. Its sizes cost no memory."""
     change(bundle / "config.json", **entries)
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
@@ -168,9 +160,7 @@ def test_a_token_that_the_tokenizer_lacks_is_a_sentence(bundle: Path):
 def test_what_a_tokenizer_reads_lies_in_the_bundle(
     bundle: Path, tmp_path: Path, name: str, what: str
 ):
-    """A file that the manifest does not list must be inside too, because transformers would open
-    it.
-    """
+    """transformers would also open files that the manifest does not list."""
     file, secret = bundle / name, tmp_path / "secret"
     file.unlink(missing_ok=True)
     secret.write_text("{}")
@@ -184,19 +174,17 @@ def test_what_a_tokenizer_reads_lies_in_the_bundle(
 
 
 def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
-    """What a model writes does not control a terminal. In this test, all of the model's tokens but
-    one have an escape character.
-    """
+    """All of the model's tokens but one contain an escape character."""
     file = bundle / "tokenizer.json"
     value = json.loads(file.read_text())
-    escape = chr(256 + 27)  # in the alphabet of bytes
+    escape = chr(256 + 27)  # the escape character in byte-level BPE's alphabet
     vocabulary = {t if t == "a" else t + escape: i for t, i in value["model"]["vocab"].items()}
     value["model"] |= {"vocab": vocabulary, "merges": []}
     file.write_text(json.dumps(value))
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 4, "--no-chat")
     done = subprocess.run(arguments, capture_output=True, check=True)
-    assert b"\x1b" in done.stdout  # a file or a pipe gets it unchanged
+    assert b"\x1b" in done.stdout  # A pipe gets the text unchanged.
     ours, theirs = os.openpty()
     subprocess.run(arguments, stdout=theirs, stdin=theirs, stderr=subprocess.DEVNULL, check=True)
     assert b"\x1b" not in os.read(ours, 1 << 16)
@@ -205,18 +193,16 @@ def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
 
 @pytest.fixture(scope="module")
 def trained(exported: Path) -> Path:
-    """Returns adapters of the bundle's model."""
     return write_adapters(exported.parent / "adapters", exported)
 
 
 @pytest.fixture
 def adapters(trained: Path, tmp_path: Path) -> Path:
-    """Returns a copy of adapters, which a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "adapters"))
 
 
 def refused(*arguments: object) -> str:
-    """Returns the one sentence with which a command refuses something."""
+    """Checks that a command fails with status 2, and returns its error message."""
     done = run(*arguments)
     assert done.returncode == 2, done.stdout
     assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
@@ -224,12 +210,12 @@ def refused(*arguments: object) -> str:
 
 
 def fuse(bundle: Path, adapters: Path) -> tuple[object, ...]:
-    """Returns the arguments for fusing into `fused` beside the bundle."""
+    """Returns a command line that fuses the adapters into the folder `fused` beside the bundle."""
     return "fuse", bundle, "--adapters", adapters, "--out", bundle.with_name("fused")
 
 
 def rewritten(header: dict, **fields: object) -> bytes:
-    """Returns a safetensors file of zeros, with changed fields of its first tensor."""
+    """Returns a safetensors file of zeros whose first header entry has changed fields."""
     first = next(iter(header))
     text = json.dumps(header | {first: header[first] | fields}).encode()
     ends = [entry["data_offsets"][1] for entry in header.values()]
@@ -269,10 +255,10 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         matrices = mx.load(str(file))
         mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
         said = "that are not finite"
-    # One tensor too many, or no tensors.
+    # One tensor too many.
     elif what == "more":
         matrices = mx.load(str(file))
-        mx.eval(matrices)  # before its file is written again
+        mx.eval(matrices)  # reads the arrays before the file is overwritten
         path = min(matrices).rpartition(".")[0]
         mx.save_safetensors(str(file), {**matrices, f"{path}.m": mx.ones(64)})
         said = f"it holds {path}.m, which is not a LoRA matrix"
@@ -297,9 +283,7 @@ def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
 
 
 def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Path):
-    """A fused model holds no code. A program that loads it with mlx-lm runs no code, although
-    mlx-lm runs a model_file without asking.
-    """
+    """mlx-lm runs a config.json's model_file without asking, so a fused model must not name one."""
     harm, secret = tmp_path / "harm", tmp_path / "secret"
     secret.write_text("secret")
     name_code(bundle, harm)
@@ -368,9 +352,7 @@ def test_a_configuration_of_another_model_is_refused(
 
 @pytest.mark.parametrize("what", ["token", "example", "no target"])
 def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: str):
-    """Held-out data with ids beyond the vocabulary are refused: such an id would read memory after
-    the embedding.
-    """
+    """An id beyond the vocabulary would read memory after the embedding."""
     tokens = np.fromfile(bundle / "data" / "valid.bin", "<u4")
     manifest = json.loads((bundle / "manifest.json").read_text())
     if what == "token":
@@ -442,7 +424,7 @@ def test_paths_that_lead_nowhere_are_refused(
 
 
 def with_an_index(model: Path) -> None:
-    """Renames the weights so that an index is read."""
+    """Renames the weights, so that a reader needs an index."""
     (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
 
 
@@ -528,7 +510,6 @@ def test_yaml_that_is_none_is_refused(tmp_path: Path, what: str):
 
 @pytest.mark.parametrize("value", ["1", [1], {}, 1.5, True, -1])
 def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value: object):
-    """Settings of other types are refused when a run continues with the settings in its file."""
     run_folder = tmp_path / "run"
     options = ("--steps", 1, "--seq-len", 8, "--out", run_folder)
     assert run("train", bundle, *options).returncode == 0
@@ -539,9 +520,7 @@ def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
 @pytest.mark.parametrize("file", ["settings.json", "config.yaml"])
 def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, options: tuple):
-    """A file cannot name code to run. A reward that is a function counts only if it is typed on the
-    command line.
-    """
+    """A reward function is accepted only on the command line."""
     harm, output, code = tmp_path / "harm", tmp_path / "runs" / "one", "runs.one.notes:go"
     output.mkdir(parents=True)
     (output / "notes.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
@@ -560,7 +539,7 @@ def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, op
 
 
 def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
-    """A resumed run needs no text, because its folder has the text's tokens."""
+    """The run's folder has the general text's tokens, so a resumed run does not read the text."""
     output, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text(TEXT)
     options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)
@@ -648,9 +627,7 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
 def test_a_manifest_says_of_its_model_what_can_be_shown(
     bundle: Path, tmp_path: Path, entries: dict
 ):
-    """A manifest gives its model only a name that can be shown. With `--upload`, the name goes into
-    the card of a repository.
-    """
+    """The model's name must be printable. `--upload` writes the name into a repository's card."""
     change(bundle / "manifest.json", **entries)
     said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
     assert "manifest.json is damaged" in said
@@ -675,7 +652,6 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
 
 
 def test_new_data_goes_through_no_link(bundle: Path, exported: Path, tmp_path: Path):
-    """Data goes neither into another bundle nor, when it is removed, out of this one."""
     other = Path(shutil.copytree(exported, tmp_path / "other.mesp"))
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     (bundle / "data.2").symlink_to(other / "data")
@@ -691,7 +667,6 @@ def test_a_bundle_with_two_folders_of_data_is_refused(bundle: Path):
 
 
 def test_an_unfinished_folder_that_is_a_link_is_not_followed(tmp_path: Path):
-    """The remains of a killed export are removed, but not the target of a link in their place."""
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").touch()
@@ -723,7 +698,6 @@ def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["adapters", "adapters/peft", "best", "general"])
 def test_a_run_keeps_to_its_folder(bundle: Path, tmp_path: Path, name: str):
-    """A run keeps to its folder, both a new one and one that continues."""
     output, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     options = ("--seq-len", 8, "--max-forgetting", 3, "--eval-every", 1, "--out", output)
     elsewhere.mkdir()
@@ -762,7 +736,7 @@ def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):
 
 
 def test_a_large_manifest_takes_little_memory(bundle: Path):
-    """Small lists take the most memory: 27 bytes for each byte of the file."""
+    """Nested empty lists take the most memory for their size in JSON."""
     (bundle / "manifest.json").write_text("[" + ",".join(["[]"] * 350_000) + "]")
     tracemalloc.start()
     read_json(bundle / "manifest.json")

@@ -4,10 +4,10 @@
     python tools/check_gpu.py --phone [--device ID] --out checked
     python tools/check_gpu.py --report collected/self-check/demo.json --out checked
 
-The first command checks this machine. The second checks a phone, in the app: the phone must be
-unlocked and on its cable. The third only makes a page of a report. `--out` gets self-check.json and
-self-check.html. With --neural-accelerator some checks run again with TF32, in a second process.
-Exits with 0 if no check failed, 1 if a check failed, 2 if there is nothing to check.
+The first command checks this machine. The second checks a phone, which must be unlocked and
+connected by a cable. The third makes an HTML page from a report. `--out` gets self-check.json and
+self-check.html. With --neural-accelerator, some checks run again with TF32. The exit status is 0 if
+no check failed, 1 if a check failed, and 2 if there is nothing to check.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from phone import APP, Phone, connect
 
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
 POLL = 5  # seconds between two reads of a phone's report
-SILENCE = 900  # seconds without a new check, after which a phone is given up
-# An environment variable that MLX reads once in a process. 0 turns off products in TF32 on the
-# neural accelerators of A19 and M5.
+SILENCE = 900  # seconds without a new check after which the phone counts as unreachable
+# MLX reads this variable once in a process. 0 turns off TF32 on the neural accelerators of A19 and
+# M5.
 TF32 = "MLX_ENABLE_TF32"
 Report = dict[str, Any]
 Check = dict[str, Any]
@@ -106,7 +106,7 @@ def main(
 
 
 def check_here(settings: dict[str, Any], console: Console, environment: dict[str, str]) -> Report:
-    """Returns this machine's report. If the engine ended early, the report is incomplete."""
+    """Returns this machine's report, which is incomplete if the engine ended early."""
     report: Report = {}
     try:
         with console.status("Checking the bundle") as status:
@@ -127,8 +127,8 @@ def check_here(settings: dict[str, Any], console: Console, environment: dict[str
 
 
 def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Check:
-    """Returns a line that compares training with TF32, measured in a separate process, with the
-    training without TF32 in `report`.
+    """Measures training with TF32 in a separate process, and returns a line that compares it with
+    `report`.
     """
     without = {check["name"]: check for check in report["checks"]}
     times = [name for name in without if name.startswith("time.")]
@@ -165,7 +165,7 @@ def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Che
         time = f"With TF32, a step took {measured} of the time without it."
     else:
         time = "The time of a step was not measured."
-    # In a report, None stands for a number that is not finite.
+    # A report has None for a number that is not finite.
     worst = max((each["value"] for each in errors), key=lambda e: inf if e is None else e)
     sentence = f"{time} The largest error of a gradient with TF32 is {amount(worst, '')}."
     return line | {"verdict": "note", "sentence": sentence, "measured": ratios + errors}
@@ -176,7 +176,7 @@ def numbers(check: Check) -> dict[str, float | None]:
 
 
 def step_seconds(check: Check) -> float:
-    """Returns the time of a step with the default plan."""
+    """Returns a step's time with the default plan, in seconds."""
     return sum(numbers(check)[f"default: {phase}"] for phase in ("forward", "head", "backward"))
 
 
@@ -202,7 +202,6 @@ def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
 
 
 def reports(phone: Phone) -> dict[str, Report]:
-    """Returns all reports on a phone, by their file names."""
     with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
         return {path.name: read_report(path) for path in pull_self_checks(phone, Path(folder))}
 
@@ -224,9 +223,7 @@ def to_come(report: Report) -> list[str]:
 
 
 def ended(report: Report) -> Report:
-    """Returns the report with a line for each check, even if the process ended during one of
-    them.
-    """
+    """Returns the report, completed with the checks that did not run if the process ended early."""
     if report.get("end"):
         return report
     problem = report.get("problem") or "The process ended in this check."
@@ -256,7 +253,7 @@ def show(check: dict[str, Any], console: Console) -> None:
 
 
 def amount(value: float | None, unit: str) -> str:
-    """Returns a number with its unit, for people."""
+    """Formats a number with its unit."""
     if value is None:
         return "not finite"
     if unit == "s":
@@ -273,7 +270,7 @@ UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_secon
 
 
 def constants(report: Report) -> list[tuple[str, str]]:
-    """Returns the measured constants of the planner's model of time: their names and values."""
+    """Returns the names and formatted values of the planner's measured time constants."""
     return [
         (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
         for name, value in sorted(report["end"]["constants"].items())
@@ -281,7 +278,7 @@ def constants(report: Report) -> list[tuple[str, str]]:
 
 
 def page(report: Report) -> str:
-    """Returns the page, which loads nothing."""
+    """Returns the report as an HTML page without external resources."""
     start, verdict = report["start"], report["end"]["verdict"]
     counts = [
         f"{sum(check['verdict'] == each for check in report['checks'])} {name}"

@@ -1,6 +1,6 @@
-"""Collects runs, logs and adapters from a phone or a folder, and prints a table of them.
+"""Collects runs with their logs and adapters from a phone or a folder, and prints a table of them.
 
-Reports of self-checks on the phone are also copied, into the folder self-check.
+Also copies self-check reports from a phone, into the folder self-check.
 
     python tools/collect.py --from runs --out collected
     python tools/collect.py [--device ID] --out collected
@@ -72,13 +72,12 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
-        # A stranger may have chosen names and values. So rich must not read markup in them, and
-        # control characters must not reach the terminal.
+        # A run's names and values may contain rich's markup or control characters. Text and
+        # printable make them harmless.
         cells = (folder.name, *table_row(RunLog.load(folder)))
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
-    # A terminal's table fits its width. Elsewhere the table may have 200 columns, so that names and
-    # figures are not cut off.
+    # When the output is not a terminal, 200 columns keep names and numbers from being cut off.
     console.width = console.width if console.is_terminal else 200
     console.print(table)
 
@@ -91,7 +90,8 @@ def note(text: str) -> None:
 
 
 def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
-    """Copies the phone's reports of self-checks into `out`; returns them, the oldest first."""
+    """Copies the phone's self-check reports into `out`, and returns the copies' paths, oldest
+    first."""
     with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
         phone.pull(SELF_CHECKS_ON_PHONE, Path(folder))
         reports = []
@@ -104,7 +104,7 @@ def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
 
 
 def collect(source: Path, out: Path) -> list[Path]:
-    """Copies every run below `source` into a separate folder in `out`; returns these folders.
+    """Copies each run below `source` into a folder in `out`, and returns these folders.
 
     A run that was collected before is updated. A different run with the same name gets a number
     after its name.
@@ -112,7 +112,7 @@ def collect(source: Path, out: Path) -> list[Path]:
     collected = []
     for run in find_runs(source):
         if out.resolve() in run.resolve().parents:
-            continue  # If `out` lies in `source`, these are runs that were collected before.
+            continue  # `out` may lie in `source`, so these runs were collected before
         if not is_regular(run / LOG_NAME):
             note(f"{run / LOG_NAME} is not a regular file, and its run was left out.")
             continue
@@ -135,7 +135,7 @@ def places(out: Path, name: str) -> Iterator[Path]:
 
 
 def may_hold(place: Path, run: Path) -> bool:
-    """Returns whether `place` is free, or holds the run with the same first record in its log."""
+    """Returns whether `place` is free, or holds a run whose log has the same first record."""
     if not place.exists():
         return True
     return (place / LOG_NAME).is_file() and first_line(place) == first_line(run)
@@ -152,16 +152,16 @@ def is_newer(collected: Path, run: Path) -> bool:
 
 
 def replace(run: Path, target: Path) -> None:
-    """Replaces the target by a copy of the run. Readers see the old folder or the new one."""
+    """Replaces the target atomically by a copy of the run."""
     with replacing(target, f"collect.py is writing {target}") as fresh:
         for name in KEPT:
             copy(run / name, fresh / name)
 
 
 def copy(source: Path, target: Path) -> bool:
-    """Copies a file, or a folder with its content, and returns whether it did.
+    """Copies a file or a folder, and returns whether it did.
 
-    Anything else is left out with a note. A link, for example, may lead to private files.
+    Leaves out everything else with a note, because a link may lead to private files.
     """
     if is_regular(source):
         target.unlink(missing_ok=True)
@@ -178,7 +178,7 @@ def copy(source: Path, target: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Returns whether a path is a file, and no link, device or pipe."""
+    """Returns whether a path is a regular file."""
     return os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 

@@ -1,7 +1,7 @@
-"""The demo of `make demo`: teaches the demo model to turn requests into JSON.
+"""The program of `make demo`: teaches the demo model to turn requests into JSON.
 
-Writes the data, exports the model, trains it with MeSP, collects the run's log and draws it, and
-shows the model's answers to held-out requests before and after training.
+Writes the data, exports the model, trains it with MeSP and draws the run's log. Shows the model's
+answers to held-out requests before and after training.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from studies.tasks.model_answers import Answer, answers
 
 STEPS = 600
 BATCH_SIZE = 2
-SEQ_LEN = 96  # fits the longest request with its answer
+SEQ_LEN = 96  # The longest request fits with its answer.
 RANK = 16
-# A small model that has never seen a brace has much to learn in these steps. So the learning rate
-# is higher than the default, and β₂ is lower, so that AdamW's second moment follows the gradients
-# faster.
+# The learning rate is higher than the default, because the small model has much to learn in few
+# steps. The lower β₂ makes AdamW's second moment follow the gradients faster.
 UPDATE = (
     *("--alpha", 2 * RANK, "--learning-rate", 2e-3, "--beta2", 0.98, "--max-grad-norm", 1),
     *("--warmup", 20, "--schedule", "linear"),
@@ -97,7 +96,7 @@ def main(seed: int) -> None:
 
 
 def write_data(folder: Path) -> list[Case]:
-    """Writes the task as data for `--data`, and returns the held-out cases."""
+    """Writes the training and held-out cases as JSONL, and returns the held-out cases."""
     held_out = cases(HELD_OUT_CASES, seed=1, held_out=True, whens=SOON)
     train = cases(TRAINING_CASES, seed=0, held_out=False, whens=SOON)
     splits = {"train": train, "valid": held_out}
@@ -113,7 +112,7 @@ def program(name: str) -> Path:
 
 
 def call(*command: object) -> None:
-    """Runs a command of the project, and prints it as a user would type it."""
+    """Prints a command of the project and runs it. Exits if the command fails."""
     arguments = [str(argument) for argument in command]
     shown = [Path(part).name if Path(part).is_absolute() else part for part in arguments]
     click.echo(f"\n$ {shlex.join(shown)}")
@@ -127,8 +126,8 @@ def right(found: list[Answer]) -> int:
 
 
 def shown(case: Case, before: Answer, after: Answer) -> Text:
-    """Returns three lines: a request, and the answers before and after training, each with a mark
-    for right or wrong.
+    """Returns three lines: a request, and the answers before and after training, each marked right
+    or wrong.
     """
     text = Text(f"{case.prompt}\n", style="bold", no_wrap=True, overflow="ellipsis")
     for when, answer in (("before", before), ("after", after)):

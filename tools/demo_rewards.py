@@ -1,8 +1,7 @@
-"""The demo of `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards.
-
-The model is not shown any right answers. It samples answers, and the engine asks for the reward of
-each (`--reward json-equal`). The model is then trained by the advantages of the answers in a group
+"""The program of `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards
 (GRPO).
+
+The model sees no right answers. It samples answers, and `--reward json-equal` scores each of them.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from mesp.runs.log import RunLog
 from studies.tasks import spoken_notes
 
 STEPS = 48
-PROMPTS = 2  # a step
-GROUP_SIZE = 8  # answers to each
-SEQ_LEN = 96  # long enough for a prompt in the chat template with its answer
+PROMPTS = 2  # per step
+GROUP_SIZE = 8  # answers to each prompt
+SEQ_LEN = 96  # A prompt in the chat template fits with its answer.
 MAX_TOKENS = 32  # the longest right answer has 24
-# The first learning rate; it falls to 0. With 2e-4, all answers end too early after about 12 steps.
+# The initial learning rate. With 2e-4, answers end too early after about 12 steps.
 LEARNING_RATE = 1e-4
 HELD_OUT_CASES = 200
 
@@ -50,9 +49,8 @@ CITIES = (
 
 
 def cases(held_out: bool) -> list[dict[str, str]]:
-    """Returns all requests in a fixed random order. Every third name and every third city occur
-    only in held-out requests.
-    """
+    """Returns all requests in a fixed random order. Held-out requests have their own names and
+    cities."""
     names, cities = (
         [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
         for words in (spoken_notes.PEOPLE.title().split(), CITIES.split())
@@ -71,7 +69,7 @@ def cases(held_out: bool) -> list[dict[str, str]]:
 
 
 def write_data(folder: Path, steps: int) -> None:
-    """Writes the requests as data for `--data`; only the reward uses the right answers."""
+    """Writes training and held-out requests as JSONL. Only the reward uses the right answers."""
     splits = {"train": cases(False)[: PROMPTS * steps], "valid": cases(True)[:HELD_OUT_CASES]}
     folder.mkdir(parents=True, exist_ok=True)
     for split, each in splits.items():
@@ -99,8 +97,7 @@ def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
         *(program("mesp-export"), "--model", model or find_model(), "--data", data),
         *("--out", bundle, "--overwrite", "--seq-len", SEQ_LEN),
     )
-    # This run is for comparison. It is trained on the right answers, with as many sequences in a
-    # step as a run with rewards.
+    # A supervised run with as many sequences per step, for comparison.
     runs_at = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     size = ("--batch-size", PROMPTS * GROUP_SIZE, "--steps", 2, "--val-batches", 0)
     supervised = train(bundle, runs_at / "supervised", *size)

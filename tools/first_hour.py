@@ -3,10 +3,10 @@
     python tools/first_hour.py                   # this machine, with the demo model
     python tools/first_hour.py --phone           # the app on a phone, over a cable
 
-On this machine: exports the demo model for the GPU and for the CPU, checks the machine, trains both
-bundles alike and compares their losses. On a phone: runs the app's self-check and fetches the logs
-of its runs. The file has reports, logs and the commands' output: no text, no adapters, and no name
-of your home folder. Exits with 1 if a step failed; the file is written in any case.
+On this machine, exports the demo model for the GPU and the CPU, checks the machine, trains both
+bundles and compares their losses. On a phone, runs the app's self-check and fetches the logs of its
+runs. The file contains reports, logs and the commands' output, but no adapters and no training
+text. Exits with 1 if a step failed. The file is written in any case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phone import APP
 TOOLS = Path(__file__).resolve().parent
 OUT = TOOLS.parent / "build" / "first-hour"
 STEPS = 20
-# A GPU's losses in bfloat16 should agree with a CPU's in float32 to two digits.
+# Losses on a GPU in bfloat16 and on a CPU in float32 should agree to about two digits.
 TOLERANCE = 0.05
 
 
@@ -66,7 +66,7 @@ def main(on_phone: bool, device: str | None, app: str, seconds: float, out: Path
 
 
 def measure_here(steps: Steps, out: Path, seconds: float) -> None:
-    """Exports, checks this machine, and trains on its CPU and, if it has one, its GPU."""
+    """Checks this machine, and trains on its CPU and, if there is one, its GPU."""
     bundle, on_cpu = out / "demo.mesp", out / "demo-cpu.mesp"
     lengths = ("--seq-len", 128, "--seq-len", 256, "--rank", 8)
     if not steps.program("mesp-export", "--model", "demo", *lengths, "--out", bundle):
@@ -92,7 +92,7 @@ def measure_here(steps: Steps, out: Path, seconds: float) -> None:
 
 
 class Steps:
-    """Runs commands, shows their output, and writes the output to a file."""
+    """Runs commands, and writes their output to the terminal and to a file."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -124,9 +124,8 @@ class Steps:
 
 
 def pack(out: Path, failed: list[str]) -> Path:
-    """Writes the file to send: reports, logs, the commands' output, and a description of the
-    machine.
-    """
+    """Writes the zip file to send: reports, logs, the commands' output and the machine's
+    description."""
     machine = {
         "system": platform.platform(),
         "processor": platform.machine(),
@@ -135,7 +134,7 @@ def pack(out: Path, failed: list[str]) -> Path:
     }
     texts = {"machine.json": json.dumps(machine, indent=1)}
     files = [out / "log.txt", *sorted(out.glob("self-check/self-check.*"))]
-    # collect.py copies a phone's older reports into this folder.
+    # collect.py also copies older reports from the phone.
     files += sorted(out.glob("runs/self-check/*.json"))
     files += [run / LOG_NAME for run in find_runs(out / "runs")] if (out / "runs").is_dir() else []
     for file in files:

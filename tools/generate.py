@@ -1,8 +1,4 @@
-"""Writes the Swift files that are generated from declarations in Python.
-
-`make generated` runs this program after a change of a declaration. The test in
-`tests/project/test_generated.py` compares its output with the files in the repository.
-"""
+"""Writes the Swift files that are generated from declarations in Python (`make generated`)."""
 
 from __future__ import annotations
 
@@ -29,9 +25,9 @@ from mesp.source_model import copied_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
-WIDTH = 120  # of a line
+WIDTH = 120
 
-# The settings whose Swift type is not that of `KINDS` for their kind.
+# The Swift types of settings for which `KINDS` does not give the type.
 TYPES = {
     "method": "GradientMethod",
     "objective": "Objective",
@@ -46,23 +42,21 @@ TYPES = {
     "max_forgetting": "Double",
     "memory_limit_mb": "Double",
 }
-# Settings whose types are declared outside of `RunSettings`.
+# Settings whose enums are declared outside of `RunSettings`.
 OUTER = ("method", "objective")
-# The keys that the app's views name. Their properties are public, because views are outside of the
-# package.
+# Settings that the app's views use. Views are outside of the package, so the properties are public.
 SHOWN = ("method", "optimizer", "rank", "schedule", "seq_len")
 KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "String", Path: "String"}
 
-# The keys that mesp-engine does not read: the reward, texts that become tokens before it starts,
-# and δ.
+# Settings that mesp-engine does not read.
 NOT_READ = ("reward", "replay_text", "general_text", "dp_delta")
-# The defaults of keys that Python derives from the bundle.
+# Defaults for settings that Python derives from the bundle.
 DEFAULTS = {"steps": 100, "seq_len": 256, "rank": 8}
-# The least values that differ from the declared ones: the engine accepts a run without steps.
+# Minimum values that differ from the declared ones. The engine accepts a run without steps.
 LEAST = {"steps": 0}
-# The settings for which any number of 64 bits is allowed.
+# Settings without a range check.
 UNBOUNDED = ("seed",)
-# The documentation of settings that mesp-engine reads differently from a command.
+# Documentation of settings that mesp-engine reads differently from a command.
 DOCS = {
     "steps": "Updates of the adapters; 0: evaluate and save the adapters that the run starts from.",
     "group_size": "Answers that are sampled to each prompt, to be rewarded (GRPO, "
@@ -78,7 +72,7 @@ CHANGES = "Takes the settings that may change when a run is resumed: no result d
 
 
 def write_name(key: str) -> str:
-    """Returns the name in Swift, such as `seqLen` for `seq_len`."""
+    """Converts a key to Swift's style, for example `seq_len` to `seqLen`."""
     first, *others = key.split("_")
     return first + "".join(word.capitalize() for word in others)
 
@@ -129,7 +123,6 @@ class Property:
         return text
 
     def write(self) -> list[str]:
-        """Returns the lines of its declaration."""
         kind = self.type + "?" * self.is_optional
         value = "" if self.is_needed or self.is_optional else f" = {self._write_default()}"
         return [
@@ -147,7 +140,6 @@ class Property:
         return f"{self.default:g}"
 
     def write_check(self) -> list[str]:
-        """Returns the check of a number's range."""
         names = ("least", "above", "most", "below")
         bounds = {name: getattr(self.setting, name) for name in names}
         bounds["least"] = LEAST.get(self.key, bounds["least"])
@@ -157,7 +149,6 @@ class Property:
         return [f'        try requireRange("{self.key}", {self.name}, {said})'] if said else []
 
     def write_choices(self, indent: str) -> list[str]:
-        """Returns the enumeration of its choices."""
         assert isinstance(self.setting.choices, Mapping)
         lines = write_comment(re.split("[:;.]", self.setting.help)[0] + ".", indent)
         lines.append(
@@ -175,14 +166,14 @@ def write_whole(number: float) -> str:
 
 
 def list_properties() -> list[Property]:
-    """Returns the properties of `RunSettings`, in its order."""
+    """Returns the properties of `RunSettings` in the order of their declarations."""
     folders, others = fields(EngineSettings)[:3], fields(EngineSettings)[3:]
     declared = map(Property, (*folders, *fields(TrainSettings), *others))
     return [each for each in declared if each.key not in NOT_READ]
 
 
 def write_settings() -> str:
-    """Returns `RunSettings` in Swift: names, kinds, defaults, choices and bounds."""
+    """Returns the text of RunSettings.swift."""
     properties = list_properties()
     choices = [each for each in properties if isinstance(each.setting.choices, Mapping)]
     lines = write_header("exporter/mesp/settings") + write_struct(properties)
@@ -210,7 +201,7 @@ def write_struct(properties: list[Property]) -> list[str]:
 
 
 def write_use(properties: list[Property]) -> list[str]:
-    """Returns the other properties of settings in Swift: bounds, and who may change them."""
+    """Returns the lines for limits, range checks and the settings that a federation may change."""
     federated = ", ".join(f'"{each.key}"' for each in properties if each.setting.federated)
     return [
         "    /// The most steps.",
@@ -236,7 +227,7 @@ def write_use(properties: list[Property]) -> list[str]:
 
 
 def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
-    """Returns an extension of a type in Swift that reads the table from JSON, an entry a line."""
+    """Returns a Swift extension that decodes the table from JSON, with one entry per line."""
     lines = []
     for name, value in table.items():
         nested = isinstance(value, dict) and any(isinstance(each, dict) for each in value.values())
@@ -260,7 +251,7 @@ def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
 
 
 def write_allowed_primitives() -> str:
-    """Returns the list of primitives, without descriptions."""
+    """Returns the Swift table of allowed primitives, without their descriptions."""
     listed = json.loads((PYTHON / "block_function" / "allowed_primitives.json").read_text("utf-8"))
     names = ("types", "limits", "signature", "quantizations", "attention", "primitives")
     table = {name: {k: v for k, v in listed[name].items() if k != "about"} for name in names}
@@ -269,7 +260,7 @@ def write_allowed_primitives() -> str:
 
 
 def write_adapter_fields() -> str:
-    """Returns the keys of an adapter_config.json, without the reasons."""
+    """Returns the Swift table of an adapter_config.json's keys, without their explanations."""
     listed = json.loads((PYTHON / "adapters" / "fields.json").read_text("utf-8"))
     table = {
         name: {**part, "ignored": [*part["ignored"]]}
@@ -280,7 +271,7 @@ def write_adapter_fields() -> str:
 
 
 def write_bundle_constants() -> str:
-    """Returns the constants of bundles that the exporter and the app share."""
+    """Returns the Swift constants that the exporter and the app share."""
     lines = write_header("exporter/mesp")
     lines += ["extension Manifest {", "    /// The bundle format this build reads."]
     lines += [f"    package static let format = {manifest.FORMAT}", ""]
@@ -301,8 +292,7 @@ def write_bundle_constants() -> str:
     return "\n".join(lines)
 
 
-# The fields of a family that Swift does not use: those that no plain family sets, and those for
-# mlx-lm.
+# Fields of `Family` that the Swift importer does not use.
 NOT_PLAIN = (
     "experts", "beside_experts", "per_layer", "v_norm", "hf_modules", "hf_experts", "read",
     "output_gate", "rope_by_type", "other_layers",
@@ -310,7 +300,7 @@ NOT_PLAIN = (
 
 
 def write_plain_families() -> str:
-    """Returns the properties of plain families and the defaults of a config.json, in Swift."""
+    """Returns the Swift table of plain families and of a config.json's defaults."""
 
     def write_family(family: families.Family) -> dict[str, Any]:
         found = {each.name: getattr(family, each.name) for each in fields(family)}
@@ -344,7 +334,6 @@ def write_plain_families() -> str:
 
 
 def write_all() -> dict[Path, str]:
-    """Returns the text of each generated file."""
     return {
         SWIFT / "Core" / "Run" / "RunSettings.swift": write_settings(),
         SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),

@@ -36,7 +36,7 @@ from mesp.models.tensor_names import name_there
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "import"
 BITS, GROUP_SIZE = 4, 64
-SHARD = 5 << 30  # the most bytes of a file, as in mlx-lm
+SHARD = 5 << 30  # The maximum size of a file in bytes, as in mlx-lm.
 SCALES = {"bfloat16": "BF16", "float16": "F16"}
 SIZES = {"U32": 4, "BF16": 2, "F16": 2}
 TINY = {
@@ -45,7 +45,7 @@ TINY = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 RANDOM = os.urandom(1 << 24)
-Tensor = tuple[str, str, tuple[int, ...]]  # a name, a type and a shape
+Tensor = tuple[str, str, tuple[int, ...]]  # name, type and shape
 
 
 @click.command(cls=Command, help=__doc__)
@@ -91,7 +91,7 @@ def main(models: tuple[str, ...], scales: str, json_file: Path | None, work: Pat
 
 
 def measure(engine: Path, config: dict[str, Any], scales: str, work: Path) -> dict[str, Any]:
-    """Imports a model with the geometry in `config`, and returns the measurements."""
+    """Imports a random model with the sizes in `config`, and returns the measurements."""
     model, bundle, file = work / "model", work / "model.mesp", work / "settings.json"
     for folder in (model, bundle):
         shutil.rmtree(folder, ignore_errors=True)
@@ -121,7 +121,7 @@ def measure(engine: Path, config: dict[str, Any], scales: str, work: Path) -> di
 
 
 def account(process: subprocess.Popen[bytes]) -> tuple[dict[str, int], int]:
-    """Waits for a process; returns the bytes that it moved, and its highest resident memory."""
+    """Waits for a process. Returns its I/O counters (Linux) and peak resident memory in bytes."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     moved = {}
     if sys.platform == "linux":
@@ -135,7 +135,7 @@ def account(process: subprocess.Popen[bytes]) -> tuple[dict[str, int], int]:
 def write_model(folder: Path, config: dict[str, Any], scales: str) -> None:
     """Writes a model with random bytes as its weights.
 
-    Raises MespError if the disk has no room for it and its bundle.
+    Raises MespError if the disk has too little space for the model and its bundle.
     """
     arch = Architecture.from_config(config)
     tensors = list(quantized_tensors(arch, scales))
@@ -165,7 +165,7 @@ def write_model(folder: Path, config: dict[str, Any], scales: str) -> None:
 
 
 def quantized_tensors(arch: Architecture, scales: str) -> Iterator[Tensor]:
-    """Yields the tensors of a model whose matrices are all quantized, as mlx-lm saves them."""
+    """Yields the tensors of a model with quantized matrices, as mlx-lm saves them."""
     for ours, shape in arch.tensors().items():
         name = name_there(ours, arch.model_type)
         if len(shape) < 2:
@@ -186,7 +186,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def write_shard(file: Path, tensors: list[Tensor]) -> None:
-    """Writes a safetensors file, and removes it from the system's cache."""
+    """Writes a safetensors file, and removes the file from the system's cache."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for tensor in tensors:

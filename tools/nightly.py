@@ -1,8 +1,8 @@
-"""Checks that a real checkpoint trains as in mlx-lm: export, 20 steps, losses, adapters, fusing.
+"""Checks that a real checkpoint trains as in mlx-lm.
 
-Exports the model and trains it. Then evaluates three models in mlx-lm on the same held-out tokens:
-the model, the model with its adapters, and the model that mlx_lm.fuse writes. Exits with an error
-if mlx-lm's losses differ from the trainer's.
+Exports the model and trains it for some steps. Then computes the held-out loss in mlx-lm of three
+models: the base model, the model with its adapters, and the fused model. Exits with an error if
+mlx-lm's losses differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ STEPS = 20
 SEQ_LEN = 64
 VAL_BATCHES = 8
 GROUP_SIZE, BITS = 64, 4
-# The trainer's and mlx-lm's losses of one model may differ by this many nats a token, because they
-# add numbers in different orders.
+# The maximum difference of the trainer's and mlx-lm's losses, in nats per token. They add numbers
+# in different orders.
 TOLERANCE = 2e-3
 
 
@@ -43,14 +43,14 @@ def main(model: str, learning_rate: float, out: Path) -> None:
     out.mkdir(parents=True)
     bundle, run = out / "model.mesp", out / "run"
     export = ["--model", model, "--out", bundle, "--device", "cpu", "--seq-len", SEQ_LEN]
-    # mlx-lm's quantization.
+    # The same quantization as mlx-lm's.
     export += ["--bits", BITS, "--group-size", GROUP_SIZE]
     export += ["--quantize", "nearest", "--head-bits", BITS]
     source = find_source(model, random_weights=False)
     if "model_file" in source.config:
         raise click.ClickException(f"{model} is Python code, which mlx-lm would run; name another.")
     if model != "demo":
-        # The documents of this repository serve as text.
+        # The text is this repository's documentation.
         text = out / "text.txt"
         pages = sorted((ROOT / "docs").glob("*.md"))
         text.write_text("\n".join(page.read_text("utf-8") for page in pages), "utf-8")
@@ -80,7 +80,7 @@ def main(model: str, learning_rate: float, out: Path) -> None:
 
 
 def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
-    """Returns the held-out loss in mlx-lm, nats a token, over the windows of the trainer's
+    """Returns mlx-lm's held-out loss in nats per token, over the same windows as the trainer's
     evaluation.
     """
     network, _ = mlx_lm.load(

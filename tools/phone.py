@@ -1,7 +1,7 @@
 """Reads and writes the app's files on a phone, with `xcrun devicectl` or `pymobiledevice3`.
 
-devicectl needs Xcode 15 and iOS 17 or later. pymobiledevice3 is an optional extra under the GPL,
-and is only run as a program.
+devicectl needs Xcode 15 and iOS 17 or later. pymobiledevice3 is licensed under the GPL, so it is
+only run as a program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mesp.errors import MespError
 from mesp.formatting import printable
 
 APP = "org.mesp.MeSPTrainer"
-TIMEOUT = 600  # the most seconds for one command of devicectl
+TIMEOUT = 600  # seconds for one command of devicectl
 NO_PHONE = (
     "No phone can be reached: connect it with a cable, unlock it, tap Trust and turn on "
     "Developer Mode{otherwise}."
@@ -30,25 +30,24 @@ NO_PHONE = (
 
 
 class Phone(Protocol):
-    """One phone, and one app on it. Its methods raise MespError with a remedy."""
+    """A phone and one app on it. Its methods raise MespError if the phone cannot be reached."""
 
     name: str
 
     def pull(self, source: str, destination: Path) -> None:
-        """Copies the folder `source` of the app's container into the folder `destination`. Does
-        nothing if `source` does not exist.
-        """
+        """Copies the app's folder `source` into `destination`, if `source` exists."""
 
     def push(self, source: Path, folder: str) -> None:
         """Copies the folder `source` into `folder` of the app's container."""
 
     def launch(self, *arguments: str) -> None:
-        """Starts the app with these arguments; ends it first if it is running."""
+        """Starts the app with these arguments. Ends the app first if it is running."""
 
 
 def connect(device: str | None, app: str, otherwise: str) -> Phone:
-    """Returns the phone `device`, or the only one. Error messages end with `otherwise`, a remedy
-    for people without a phone.
+    """Returns the phone `device`, or the only phone if `device` is None.
+
+    Some error messages end with `otherwise`, a hint for users without a phone.
     """
     if shutil.which("xcrun") is not None and (has_devicectl() or not pymobiledevice3()):
         return Devicectl(device, app, otherwise)
@@ -61,14 +60,14 @@ def connect(device: str | None, app: str, otherwise: str) -> Phone:
 
 
 def copying(what: str):
-    """Shows that something is being copied, if there is a terminal."""
-    # A phone's name can be anything. So rich must not read markup in it, and control characters
-    # must not reach the terminal.
+    """Shows on a terminal that something is being copied."""
+    # A phone's name may contain rich's markup or control characters. Text and printable make them
+    # harmless.
     return Console(stderr=True).status(Text(printable(f"Copying {what}")))
 
 
 def choose(reachable: list[tuple[str, str]], otherwise: str) -> tuple[str, str]:
-    """Returns the only phone of `reachable`, as its name and identifier.
+    """Returns the name and identifier of the only reachable phone.
 
     Raises MespError if there is none, or more than one.
     """
@@ -95,7 +94,7 @@ def not_installed(device: str, app: str) -> MespError:
 
 
 def has_devicectl() -> bool:
-    """Returns whether Xcode is installed, and not only its command line tools."""
+    """Returns whether Xcode is installed. Its command line tools alone have no devicectl."""
     return run(["xcrun", "--find", "devicectl"]).returncode == 0
 
 
@@ -165,7 +164,7 @@ class Devicectl:
 
 
 class DevicectlError(MespError):
-    """A failure in the form of devicectl: a text, and errors nested in errors."""
+    """An error of devicectl, which may contain nested errors."""
 
     def __init__(self, text: str, error: dict):
         super().__init__(text)
@@ -176,9 +175,9 @@ class DevicectlError(MespError):
 
 
 def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
-    """Runs `xcrun devicectl` and returns its result, which it writes to a file as JSON.
+    """Runs `xcrun devicectl` and returns its JSON result.
 
-    `behind` are the arguments that must come after all options.
+    The arguments `behind` come after all options.
     """
     with tempfile.TemporaryDirectory(prefix="mesp-devicectl-") as folder:
         path = Path(folder, "result.json")
@@ -204,18 +203,18 @@ def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
 
 
 def pymobiledevice3() -> str | None:
-    """Returns the path of pymobiledevice3, on PATH or beside this Python; None if it is missing."""
+    """Returns the path of pymobiledevice3, on PATH or beside this Python, or None."""
     beside = Path(sys.executable).with_name("pymobiledevice3")
     return shutil.which("pymobiledevice3") or (str(beside) if os.access(beside, os.X_OK) else None)
 
 
 class PyMobileDevice3:
-    """Accesses the files that an app shares with Files: its Documents."""
+    """Accesses an app's Documents folder with pymobiledevice3."""
 
     def __init__(self, device: str | None, app: str, otherwise: str):
         self.app = app
         listed = json.loads(self.call(None, "usbmux", "list") or "[]")
-        # A phone that is on a cable and on the same network is listed twice.
+        # A phone is listed twice if it is connected by cable and by network.
         phones = {
             phone["Identifier"]: phone["DeviceName"]
             for phone in listed

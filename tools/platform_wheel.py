@@ -1,8 +1,8 @@
-"""Makes a wheel for this platform with a built mesp-engine from the sdist in dist/: `make dist`.
+"""Makes a wheel for this platform with a built mesp-engine from the sdist in dist/ (`make dist`).
 
-Installing the wheel needs no Swift toolchain. On Linux the engine contains Swift's libraries, and
-runs wherever MLX's wheel runs. So this wheel has the platform tag of MLX's wheel. The wheel is not
-made if the engine needs more of the system than MLX does.
+Installing the wheel needs no Swift toolchain. On Linux, the engine contains Swift's libraries, and
+the wheel has the platform tag of MLX's wheel. The wheel is not made if the engine needs newer or
+other system libraries than MLX.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mesp.engine.build import CHECKOUT, ENGINE, build_program, mlx_folder
 from mesp.errors import MespError
 
 BUILT = CHECKOUT / "build" / "programs"
-# The platforms in Package.swift.
+# The macOS platform of Package.swift.
 MACOS = "macosx_14_0_arm64"
-# The libraries that a Linux wheel may expect by PEP 600, and two that MeSP requires from PyPI.
+# The libraries that PEP 600 lets a Linux wheel expect, and libmlx and scipy_openblas from PyPI.
 EXPECTED = re.compile(r"(ld-linux-|lib(c|m|dl|pthread|gcc_s|stdc\+\+|mlx|scipy_openblas)\.so)")
 
 
@@ -38,7 +38,7 @@ def readelf(option: str, file: Path) -> str:
 
 
 def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the newest version of the symbols that a program or library needs, by library."""
+    """Returns the newest symbol version that a file needs, by its name such as GLIBC."""
     newest: dict[str, tuple[int, ...]] = {}
     for name, version in re.findall(
         r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", readelf("--version-info", file)
@@ -48,9 +48,7 @@ def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def excess(engine: Path, mlx: Path) -> list[str]:
-    """Returns what the engine needs of a Linux beyond what MLX's library needs: other libraries, or
-    newer versions of the same libraries.
-    """
+    """Returns libraries and symbol versions that the engine needs and MLX's library does not."""
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("--dynamic", engine))
     libraries = [name for name in needed if not EXPECTED.match(name)]
     there = needed_symbols(mlx)
@@ -71,7 +69,7 @@ def linux_tag() -> str:
 
 
 def build_engine() -> tuple[Path, str]:
-    """Returns a folder with the engine and its files, and the tag of its platform."""
+    """Returns a folder with the engine and its files, and the platform tag."""
     engine = build_program(scratch=BUILT / "build", for_wheel=True)
     if sys.platform == "linux":
         tag = linux_tag()

@@ -1,4 +1,4 @@
-"""Copies a bundle into the app on a phone, which lists it on its Models screen.
+"""Copies a bundle into the app on a phone.
 
 python tools/push.py qwen.mesp [--device ID]
 """

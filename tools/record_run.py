@@ -1,7 +1,6 @@
 """Records the run that the app shows where it cannot train, for example in the simulator.
 
-The run is short, on the app's demo model. The names of the machine and of folders are removed from
-the log.
+The run trains the demo model for a few steps. The log gets no names of the machine or of folders.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def main() -> None:
         output = Path(folder) / "run"
         options = {"--steps": STEPS, "--seq-len": 128, "--eval-every": 20, "--out": output}
         words = [str(word) for option in options.items() for word in option]
-        with suppress(SystemExit):  # a command ends its process
+        with suppress(SystemExit):  # a command ends with SystemExit
             train([str(HOME / "Demo.mesp"), *words], standalone_mode=False)
         records = [json.loads(line) for line in (output / LOG_NAME).read_text().splitlines()]
     start = records[0]

@@ -51,8 +51,8 @@ __all__ = [
     "train",
 ]
 
-# The public names in each module. A module is imported when one of its names is first used, because
-# MLX and the readers of models load slowly.
+# The public names of each module. A module is imported when one of its names is first used, because
+# MLX loads slowly.
 _MODULES = {
     "mesp.bundle.export": ("export", "rewrite"),
     "mesp.bundle.reader": ("Bundle", "load"),

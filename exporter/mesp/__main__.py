@@ -10,8 +10,8 @@ import click
 import mesp
 from mesp.errors import exit_at_signals
 
-# A line of help for each command. The lines are not in the commands' modules, because MLX and the
-# readers of models load slowly: a module is imported only when its command is used.
+# The help line of each command. A command's module is imported only when the command is used,
+# because MLX loads slowly.
 COMMANDS = {
     "export": "Write a model as a bundle.",
     "models": "List the models that have short names.",

@@ -11,10 +11,11 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class MespError(Exception):
-    """An error that the caller can fix: one plain sentence that names the problem and the remedy.
+    """An error that the caller can fix. Its message is one sentence with the problem and the
+    remedy.
 
-    A command prints `message` as ``Error: <sentence>`` and exits with code 2. For Python, `str`
-    names arguments in place of a command's options.
+    A command prints `message` as ``Error: <sentence>`` and exits with code 2. `str` names Python's
+    arguments in place of a command's options.
     """
 
     def __init__(self, message: str) -> None:
@@ -25,8 +26,7 @@ class MespError(Exception):
         return name_arguments(self.message)
 
 
-# A pattern for an option, or for a whole command as people type it. A command ends at a semicolon,
-# a colon, a comma or the end of the sentence.
+# A pattern for an option, or for a whole command with its options.
 _TYPED = re.compile(
     r"(?P<command>\b(?:mesp[ -][a-z]+|lm-eval|llama-gguf-split) (?:(?![;:,]|\. ).)*)"
     r"|(?<![\w./-])--(?P<no>no-)?(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
@@ -35,8 +35,10 @@ _RENAMED = {"json": "is_json"}  # options whose argument has another name
 
 
 def name_arguments(sentence: str) -> str:
-    """Returns a sentence with Python's arguments in place of options, as in `seq_len` for --seq-len
-    and `chat=False` for --no-chat. A whole command stays as it is typed."""
+    """Returns a sentence with Python's arguments in place of options.
+
+    For example, --seq-len becomes `seq_len`, and --no-chat becomes `chat=False`. Whole commands
+    stay unchanged."""
 
     def name(found: re.Match[str]) -> str:
         if found["command"]:
@@ -48,13 +50,13 @@ def name_arguments(sentence: str) -> str:
 
 
 class EngineError(MespError):
-    """A failure of mesp-engine: it crashed, or the system ended it. A command exits with code 1."""
+    """A failure of mesp-engine, such as a crash. A command exits with code 1."""
 
 
 class Interrupted(MespError):
-    """A second signal, such as another Ctrl-C, which ends the work at once.
+    """A second signal, such as another Ctrl-C, which ends the work immediately.
 
-    A command exits with 128 plus the number of the first signal.
+    A command exits with 128 plus the first signal's number.
     """
 
     def __init__(self, message: str, number: int) -> None:
@@ -63,9 +65,7 @@ class Interrupted(MespError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks for an end, such as SIGTERM. Like Ctrl-C, this exception ends all work in
-    order.
-    """
+    """A signal that asks for an end, such as SIGTERM. Like Ctrl-C, it lets `finally` blocks run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -74,10 +74,10 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def exit_at_signals() -> Iterator[None]:
-    """Ends the process in order when SIGINT, SIGTERM or SIGHUP arrives.
+    """Ends the process cleanly when SIGINT, SIGTERM or SIGHUP arrives.
 
-    Unfinished files are removed, child processes are ended, and the exit code is 128 plus the
-    signal's number. Ignored signals, as under nohup, stay ignored.
+    Unfinished files are removed, and child processes are ended. The exit code is 128 plus the
+    signal's number. Ignored signals stay ignored.
     """
 
     def end(number: int, _: object) -> None:
@@ -105,9 +105,7 @@ def exit_at_signals() -> Iterator[None]:
 
 @contextmanager
 def plain_os_errors(doing: str) -> Iterator[None]:
-    """Turns an OSError into a sentence that begins with the failed action, such as "Cannot write
-    x".
-    """
+    """Turns an OSError into a MespError that begins with `doing`, such as "Cannot write x"."""
     try:
         yield
     except OSError as error:
@@ -118,15 +116,13 @@ def plain_os_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def plain_errors(failed: str) -> Iterator[None]:
-    """Raises MespError, beginning with `failed`, for any error of a tokenizer or a chat
-    template.
-    """
+    """Turns errors of a tokenizer or a chat template into a MespError that begins with `failed`."""
     try:
         yield
     except MespError:
         raise
     except BaseException as error:
-        # Rust code raises PanicException for a panic, which is not a subclass of Exception.
+        # A panic in Rust code raises PanicException, which is not a subclass of Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__

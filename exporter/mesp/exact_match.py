@@ -1,4 +1,4 @@
-"""Compares an answer with the reference."""
+"""Compares answers with reference answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections import Counter
 
 
 def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Returns the first match of `pattern` in a text; if the pattern has groups, the match's first
-    group. Returns None if nothing matches. Without a pattern, returns the text.
+    """Returns the first match of `pattern` in `text`, or the match's first group if the pattern has
+    groups.
+
+    Returns None if nothing matches. Without a pattern, returns the text. White space at both ends
+    is removed.
     """
     if pattern is None:
         return text.strip()
@@ -19,10 +22,10 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bool:
-    """Returns whether an answer equals the reference. With `is_json`, compares the values of both,
-    not their texts.
+    """Returns whether an answer equals the reference. With `is_json`, compares JSON values instead
+    of texts.
 
-    `answer` is None if `extract` found no answer in the model's text.
+    `answer` is None if `extract` found no answer.
     """
     if not is_json:
         return answer == reference
@@ -31,7 +34,8 @@ def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bo
 
 
 def f1(answer: str, reference: str) -> float:
-    """Returns the F1 of two texts' words, as SQuAD does: without case, punctuation and articles."""
+    """Returns the F1 score of two texts' words, without case, punctuation and articles, as in
+    SQuAD."""
     ours, theirs = (_words(text) for text in (answer, reference))
     if not ours or not theirs:
         return float(ours == theirs)
@@ -45,9 +49,7 @@ def _words(text: str) -> list[str]:
 
 
 def canonical_json(text: str) -> str | None:
-    """Returns JSON with sorted keys, so that equal values are equal texts; None for invalid
-    JSON.
-    """
+    """Returns JSON with sorted keys, so that equal values have equal texts, or None if invalid."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
@@ -60,6 +62,6 @@ def canonical_json(text: str) -> str | None:
 
 
 def _number(text: str) -> int | float:
-    """Returns the value of a JSON number; 1.0 becomes 1, because JSON does not tell them apart."""
+    """Returns the value of a JSON number. A whole number such as 1.0 becomes an int."""
     value = float(text)
     return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""Reads files that strangers may have written, and opens files in folders with any content."""
+"""Reads files from untrusted sources, and writes files safely in folders with untrusted content."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import yaml
 
-# The default limit of a file in bytes. No model with a short name has a manifest above 0.4 MB, even
-# if every block has a layout of its own. Parsing a file takes about 16 times its size in memory.
+# The default limit of a file's size in bytes. Manifests of the known models have at most 0.4 MB.
+# Parsing a file takes about 16 times its size in memory.
 SIZE = 4 << 20
 DEPTH = 64
 
@@ -22,9 +22,9 @@ DEPTH = 64
 def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
     """Opens a regular file for reading. `path` may be a symbolic link to the file.
 
-    If `root` is given, a link must not lead out of this folder; see `root_of`. Raises OSError if
+    If `root` is given, a link must not lead out of this folder (see `root_of`). Raises OSError if
     the file cannot be read. Raises ValueError if a link leads out of `root`, or if the file is not
-    a regular one: a device may have no end, and a pipe may block.
+    regular.
     """
     if root is not None and not Path(os.path.realpath(path)).is_relative_to(root):
         raise ValueError(f"{path} is a link that leads out of its folder")
@@ -38,7 +38,7 @@ def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
 def read_bytes(path: Path, size: int = SIZE) -> bytes:
     """Returns the content of a regular file of at most `size` bytes.
 
-    Raises what `open_regular` does, and ValueError if the file is larger.
+    Raises what `open_regular` raises, and ValueError if the file is larger.
     """
     with open_regular(path) as file:
         data = file.read(size + 1)
@@ -48,14 +48,14 @@ def read_bytes(path: Path, size: int = SIZE) -> bytes:
 
 
 def read_json(path: Path, size: int = SIZE) -> Any:
-    """Returns the value of a JSON file. Raises what `read_bytes` and `parse_json` do."""
+    """Returns the value of a JSON file. Raises what `read_bytes` and `parse_json` raise."""
     return parse_json(read_bytes(path, size))
 
 
 def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
-    Raises what `read_json` does, and ValueError for another value.
+    Raises what `read_json` raises, and ValueError if the value is not an object.
     """
     value = read_json(path, size)
     if not isinstance(value, dict):
@@ -66,8 +66,7 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
 def read_settings(path: Path) -> dict[str, Any]:
     """Returns the settings of a run or a federation in a JSON file.
 
-    Raises what `read_object` does, and ValueError if a text has a null character, which no path can
-    have.
+    Raises what `read_object` raises, and ValueError if a string has a null character.
     """
     settings = read_object(path)
     if any("\0" in value for value in settings.values() if isinstance(value, str)):
@@ -76,17 +75,16 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 class UnclearError(ValueError):
-    """A JSON text that readers interpret differently. The message says why, and what to do."""
+    """A JSON text that parsers interpret differently. The message has the reason and the remedy."""
 
 
 def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """Returns the value of a JSON text.
 
-    Raises ValueError if the text is not valid, is nested more than `DEPTH` deep, or has a string
-    that UTF-8 cannot hold. With `strict`, which is for data, it also raises UnclearError for NaN
-    and infinities, and for an object with a key twice. Without `strict`, the last value of such a
-    key counts, and NaN and infinities are allowed, because some models' configurations have
-    infinities.
+    Raises ValueError if the text is not valid JSON, is nested more than `DEPTH` deep, or has a
+    string that UTF-8 cannot encode. With `strict`, also raises UnclearError for NaN, infinities and
+    repeated keys. Without `strict`, the last value of a repeated key counts, and NaN and infinities
+    are allowed.
     """
     hooks: dict[str, Any] = {}
     if strict:
@@ -114,8 +112,8 @@ def _no_number(name: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses references, because a few lines with references can stand for more
-    than fits into memory.
+    """A YAML loader that refuses aliases. A few lines with aliases can expand to more than fits
+    into memory.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -130,23 +128,23 @@ class _Loader(yaml.SafeLoader):
 def parse_yaml(text: bytes) -> Any:
     """Returns the value of a YAML text.
 
-    Raises yaml.YAMLError or ValueError if the text is not valid, refers to its own parts, is nested
-    more than `DEPTH` deep, or has a string that is not text.
+    Raises yaml.YAMLError or ValueError if the text is not valid YAML, has aliases, is nested more
+    than `DEPTH` deep, or has a string that UTF-8 cannot encode.
     """
     try:
         value = yaml.load(text, _Loader)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     except (LookupError, AttributeError, TypeError, ArithmeticError) as error:
-        raise ValueError("a value is not what its tag says") from error  # such as !!bool maybe
+        raise ValueError("a value is not what its tag says") from error
     _check(value, True)
     return value
 
 
 def _check(value: Any, has_escapes: bool) -> None:
-    """Raises ValueError if a value is nested too deep or has half of a surrogate pair.
+    """Raises ValueError if a value is nested too deep, or has a lone surrogate.
 
-    In JSON, only an escape can write half of a pair. So strings are checked only if the text
+    In JSON, only an escape can write a lone surrogate. So strings are checked only with
     `has_escapes`.
     """
     level = [value]
@@ -189,38 +187,38 @@ def inside(folder: Path, name: str) -> Path:
 def root_of(folder: Path) -> Path:
     """Returns the folder that symbolic links in `folder` may lead into.
 
-    In general this is `folder` itself. If `folder` is a snapshot in the cache of the Hugging Face
-    Hub, its files are links to the repository's folder in the cache, and this folder is returned.
+    Usually this is `folder` itself. The files of a snapshot in Hugging Face's cache are links into
+    the repository's folder, so that folder is returned.
     """
     root = folder.resolve()
     return root.parents[1] if root.parent.name == "snapshots" else root
 
 
 def remove_link(path: Path) -> None:
-    """Removes a symbolic link; leaves anything else."""
+    """Removes a symbolic link. Leaves any other file."""
     if path.is_symlink():
         path.unlink()
 
 
 def create(path: Path) -> BinaryIO:
-    """Opens a new file for writing, and removes a file or link at its path first.
+    """Opens a new file for writing, after removing any file or link at `path`.
 
-    So nothing is written to the file that a symbolic link at the path leads to.
+    So a symbolic link's target is never written to.
     """
     path.unlink(missing_ok=True)
     return open(path, "xb")
 
 
 def partial_of(path: Path) -> Path:
-    """Returns the path under which `write_whole` writes a file before it gets the name `path`."""
+    """Returns the temporary path that `write_whole` uses for `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that readers see all of `data` or the previous content, even after a power
-    loss.
+    """Writes a file atomically. Even after a power loss, the file has `data` or its previous
+    content.
 
-    When this returns, the file is on the disk.
+    On return, the file is on the disk.
     """
     partial = partial_of(path)
     try:
@@ -234,10 +232,9 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Writes the data of a file, or the names in a folder, to the disk.
+    """Flushes a file's data, or a folder's entries, to the disk.
 
-    Some file systems on a network or a removable disk cannot synchronize a folder; it is left as it
-    is.
+    Some file systems cannot flush a folder. This error is ignored.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -247,8 +244,8 @@ def sync(path: Path) -> None:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
                 raise
         if hasattr(fcntl, "F_FULLFSYNC"):
-            # macOS's fsync leaves data in the disk's cache, and F_FULLFSYNC writes it out. Some
-            # file systems lack F_FULLFSYNC.
+            # macOS's fsync leaves data in the disk's cache. F_FULLFSYNC flushes the cache, but some
+            # file systems lack it.
             with suppress(OSError):
                 fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     finally:

@@ -1,4 +1,4 @@
-"""Folders that are replaced as a whole or not at all, by one process at a time."""
+"""Replaces folders atomically, and locks folders against other processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mesp.files import remove_link, sync
 
 @contextmanager
 def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yields a folder to write a bundle into; see `replacing`.
+    """Yields a folder to write a bundle into, which then becomes `path`. See `replacing`.
 
-    Raises MespError if `path` exists and may not be replaced.
+    Raises MespError if `path` exists and must not be replaced.
     """
     if overwrite and path.exists() and not (path / "manifest.json").is_file():
         raise MespError(f"{path} is not a bundle, so it is not replaced; name another --out.")
@@ -36,11 +36,11 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path, doing: str) -> Iterator[Path]:
-    """Yields a folder beside `path` to write into, which becomes `path` if no error occurs.
+    """Yields a new folder beside `path`, which becomes `path` if no error occurs.
 
-    After an error the yielded folder is removed. A process that is killed leaves the folder, and
-    the next call for `path` empties it. Raises MespError if another process is writing to the
-    folder; the message begins with `doing`.
+    After an error, the new folder is removed. A killed process leaves the folder, and the next call
+    for `path` empties it. Raises MespError if another process is writing to the folder. The message
+    includes `doing`.
     """
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
@@ -61,8 +61,7 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
     except BaseException:
-        # The new folders are removed here too, because a signal may come before `unfinished` is
-        # locked.
+        # A signal may come before `unfinished` is locked, so new folders are removed here too.
         for made in (*([unfinished] if is_new else []), *parents):
             with suppress(OSError):
                 made.rmdir()
@@ -70,10 +69,10 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
 
 
 def put_in_place(new: Path, path: Path) -> None:
-    """Gives the folder `new` the name `path`. A folder that had this name gets the name `new`.
+    """Renames the folder `new` to `path`. A previous folder `path` is renamed to `new`.
 
-    At any time, readers of `path` see the old folder or the new one. If the file system cannot
-    exchange two names, readers find no folder for a moment.
+    Readers of `path` see the old folder or the new folder. If the file system cannot exchange two
+    names, `path` is missing for a moment.
     """
     if not path.exists() or not any(path.iterdir()):
         os.rename(new, path)
@@ -85,9 +84,7 @@ def put_in_place(new: Path, path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchanges two names in one step, which Python's os cannot do; returns False if the system
-    cannot.
-    """
+    """Exchanges two names atomically. Returns False if the system cannot do this."""
     library = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(a), os.fsencode(b)
     if sys.platform == "darwin":
@@ -100,9 +97,9 @@ def _exchange(a: Path, b: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path, doing: str) -> Iterator[None]:
-    """Locks a folder while a `with` block runs. If the process ends earlier, so does the lock.
+    """Locks a folder while a `with` block runs. The lock also ends with the process.
 
-    Raises MespError if another process has the lock. The message begins with `doing`.
+    Raises MespError if another process has the lock. The message includes `doing`.
     """
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -116,9 +113,7 @@ def locked(folder: Path, doing: str) -> Iterator[None]:
 
 
 def _holder(lock: int) -> str:
-    """Returns a description of the process that locks an open folder; empty if the system cannot
-    tell.
-    """
+    """Returns a description of the process that holds a lock. Empty if it is unknown."""
     with suppress(OSError):
         inode = os.fstat(lock).st_ino
         for line in Path("/proc/locks").read_text().splitlines():
@@ -129,9 +124,9 @@ def _holder(lock: int) -> str:
 
 
 def refuse_linked_folders(folder: Path) -> None:
-    """Raises MespError if a run's folder has a symbolic link in place of a folder.
+    """Raises MespError if a run's folder contains a symbolic link to a folder.
 
-    Files would be read or written elsewhere through such a link.
+    Through such a link, files would be read or written elsewhere.
     """
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and path.is_dir():

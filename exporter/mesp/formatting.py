@@ -7,30 +7,29 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """Returns a text without control characters, except line feeds and tabs."""
+    """Returns a text with control characters replaced by spaces, except line feeds and tabs."""
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """Returns a number as text for a table; a dash for None."""
+    """Returns a number as text, or a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def megabytes(size: float | None) -> str:
-    """Returns bytes as MB of 1,000,000 bytes."""
+    """Returns a number of bytes as text in MB (10⁶ bytes), without the unit."""
     return decimal(None if size is None else size / 1e6, 1)
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(loss), for a loss in nats a token; infinity from a loss of 700 on."""
+    """Returns exp(loss) for a loss in nats per token, or infinity for a loss of 700 or more."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def quality(record: dict[str, Any]) -> str:
-    """Returns the accuracy or the perplexity of an evaluation, as text.
+    """Returns the accuracy or the perplexity of an evaluation record, as text.
 
-    An evaluation of preference data has an accuracy: the share of pairs or labels that the model
-    ranks right. Any other evaluation has a perplexity.
+    Only evaluations of preference data have an accuracy.
     """
     accuracy = record.get("accuracy")
     if not isinstance(accuracy, int | float):

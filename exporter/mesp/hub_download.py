@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face Hub, and chooses the files of a model's repository."""
+"""Downloads from the Hugging Face Hub, and chooses files of a model's repository."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# The files that may hold a tokenizer's vocabulary. A bundle with a tokenizer has tokenizer.json.
+# The files that may hold a tokenizer's vocabulary.
 VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model",
     "vocab.json",
 )  # fmt: skip
-# Patterns of a model's files: its card and terms, its configuration and tokenizer, and its weights.
+# Patterns for a model's files: model card, licence, configuration, tokenizer and weights.
 TERMS = ("README.md", *LICENSE_PATTERNS)
 MODEL_FILES = ("config.json", *TOKENIZER_FILES, *VOCABULARIES, *TERMS)
 WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def refuse_path(name: str) -> None:
-    """Raises MespError for a name that can only be a path, so that it is not looked up on the Hub.
+    """Raises MespError for a name that can only be a path, and so is no name on the Hub.
+
     The caller has found no file or folder at this path.
     """
     if name.startswith("~"):
@@ -45,8 +46,8 @@ def refuse_path(name: str) -> None:
 
 
 def download_model(repo: str, with_weights: bool) -> Path:
-    """Returns the folder with a model of the Hub. Without `with_weights`, the folder has only the
-    model's geometry, tokenizer and terms.
+    """Returns the folder with a model of the Hub. Without `with_weights`, weights are not
+    downloaded.
 
     Raises MespError as `download` does.
     """
@@ -54,15 +55,17 @@ def download_model(repo: str, with_weights: bool) -> Path:
 
 
 def list_gguf_files(repo: str) -> list[str]:
-    """Returns a repository's GGUF files, without those of a model's other parts, such as vision."""
+    """Returns a repository's GGUF files, except files whose name contains mmproj, such as a vision
+    encoder's.
+    """
     names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
     return [name for name in names if "mmproj" not in name.lower()]
 
 
 def choose_gguf_file(repo: str, quantization: str) -> str:
-    """Returns the repository's GGUF file that has a quantization in its file name, such as Q4_K_M.
+    """Returns the repository's GGUF file with the given quantization, such as Q4_K_M, in its name.
 
-    Raises MespError if there is none.
+    Raises MespError if there is no such file.
     """
     names = list_gguf_files(repo)
     wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
@@ -77,7 +80,7 @@ def choose_gguf_file(repo: str, quantization: str) -> str:
 
 
 def download_gguf_file(repo: str, file: str) -> Path:
-    """Returns the folder with a GGUF file of a repository and its terms.
+    """Returns the folder with a GGUF file of a repository and its licence files.
 
     Raises MespError as `download` does, and if there is no such file.
     """
@@ -88,11 +91,11 @@ def download_gguf_file(repo: str, file: str) -> Path:
 
 
 def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:
-    """Returns the folder with the files of a repository that match `patterns`. The folder's name is
-    the revision.
+    """Returns the folder with the files of a repository that match `patterns`.
 
-    The default revision is the newest. `kind` is ``model`` or ``dataset``. Raises MespError if the
-    repository does not exist, is not open to the user, or cannot be reached.
+    `kind` is ``model`` or ``dataset``. The default revision is the newest. The folder's name is the
+    revision. Raises MespError if the repository does not exist, is not open to the user, or cannot
+    be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, logging
@@ -107,8 +110,7 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
 
 
 def list_files(repo: str, kind: str = "model") -> list[str]:
-    """Returns the paths of the files in a repository or, in the Hub client's offline mode, of the
-    files that were downloaded before.
+    """Returns the paths of a repository's files. In offline mode, returns the downloaded files.
 
     Raises MespError as `download` does.
     """
@@ -125,7 +127,6 @@ def list_files(repo: str, kind: str = "model") -> list[str]:
 
 @contextmanager
 def _plain_errors(kind: str, repo: str) -> Iterator[None]:
-    """Turns errors of the Hub's client into a sentence."""
     from huggingface_hub import errors
 
     try:

@@ -11,17 +11,17 @@ from mesp.bundle.model_card import front_matter
 from mesp.errors import MespError
 from mesp.license import LICENSE_PATTERNS, License, has_license
 
-# Patterns of a bundle's files. An upload deletes the files in the repository that match a pattern
-# and that the new bundle lacks: an earlier bundle left them.
+# Patterns of a bundle's files. An upload deletes the repository's files that match a pattern and
+# that the new bundle lacks.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]
 OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswith("*")]
 
 
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
-    """Uploads the bundle's files to the model repository `repo`, and creates it if necessary.
+    """Uploads a bundle and a model card to the model repository `repo`, and returns its address.
 
-    Uploads a model card too. Returns the repository's address. Raises MespError if the Hub cannot
-    be reached or refuses the files, and for a bundle without its model's licence.
+    Creates the repository if necessary. Raises MespError if the Hub cannot be reached or refuses
+    the files, and for a bundle without a licence.
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.utils import disable_progress_bars
@@ -58,9 +58,7 @@ def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
 
 
 def check_license(holder: object, model: ModelName | License, files: Iterable[str]) -> None:
-    """Raises MespError if neither a name nor one of the `files` in `holder` states the model's
-    licence.
-    """
+    """Raises MespError unless `model` or one of the `files` in `holder` states a licence."""
     if not has_license(model.license, model.license_name, files):
         raise MespError(
             f"{holder} has no licence, so it is not uploaded; give the model's licence: put its "

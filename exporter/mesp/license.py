@@ -1,4 +1,4 @@
-"""The terms of a model: the files that must accompany it, and the licence in its card."""
+"""A model's licence: the licence files, and the licence in the model card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
-# Names of files in a model's folder, in any letter case: its licence, notices, and forbidden uses.
+# Patterns for names of licence files, in any letter case.
 _LICENSES = (
     "LICENSE*",
     "LICENCE*",
@@ -21,7 +21,7 @@ _LICENSES = (
 )
 _OTHERS = ("NOTICE*", "*_NOTICE*", "USE_POLICY*", "*_USE_POLICY*")
 _SUFFIXES = ("", ".txt", ".md", ".pdf")
-# Values of `license` on the Hub that name no licence.
+# Values of `license` on the Hub that state no licence.
 _UNNAMED = (None, "", "other", "unknown")
 
 
@@ -29,19 +29,20 @@ def _in_any_case(pattern: str) -> str:
     return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in pattern)
 
 
-# The names of files with terms, as patterns for the Hub's client.
+# Patterns for the names of licence files, for the Hub's client.
 LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
 def is_terms(name: str) -> bool:
-    """Returns whether a file's name is that of terms, which must accompany everything that is made
-    from the model. No file with such a name is code.
+    """Returns whether a file is a licence file, by its name.
+
+    Licence files must accompany everything that is made from the model.
     """
     return _fits(name, (*_LICENSES, *_OTHERS))
 
 
 def has_license(license: str | None, license_name: str | None, names: Iterable[str]) -> bool:
-    """Returns whether a model's licence is known: by its name, or by a file in `names`."""
+    """Returns whether a model's licence is known by name or by a file in `names`."""
     is_named = bool(license_name) or license not in _UNNAMED
     return is_named or any(_fits(name, _LICENSES) for name in names)
 
@@ -57,9 +58,8 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class License:
-    """A model's licence on the Hub: `license` is an identifier, or ``other`` with a name and a
-    link.
-    """
+    """A model's licence on the Hub. `license` is an identifier, or ``other`` with a name and a
+    link."""
 
     license: str | None = None
     license_name: str | None = None
@@ -67,21 +67,22 @@ class License:
 
     @classmethod
     def of(cls, read: Any) -> License:
-        """Returns the licence whose fields `read` returns by name. A value that is not one line of
-        text counts as missing.
+        """Returns the licence whose fields `read` returns by name.
+
+        A value that is not one printable line of text counts as missing.
         """
         found = (read(name) for name in ("license", "license_name", "license_link"))
         return cls(*(v if isinstance(v, str) and v and v.isprintable() else None for v in found))
 
     @classmethod
     def of_card(cls, model_card: Path) -> License:
-        """Returns the licence in the front matter of a README.md; `UNKNOWN` if there is none."""
+        """Returns the licence in the front matter of a README.md, or `UNKNOWN`."""
         from huggingface_hub import ModelCard
 
         try:
             text = model_card.read_text(encoding="utf-8")
             return cls.of(ModelCard(text, ignore_metadata_errors=True).data.get)
-        except Exception:  # there is no model card, or it is not valid
+        except Exception:  # a missing or invalid model card
             return UNKNOWN
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a `task`: `done` of `total`, which is None if it is unknown."""
+    """The progress of a `task`: `done` of `total` units. `total` is None if it is unknown."""
 
     task: str
     done: int = 0
@@ -19,7 +19,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Task:
-    """A part of the work that reports its progress."""
+    """A task that reports its progress."""
 
     def __init__(
         self, report: ProgressCallback | None, name: str, total: int | None = None

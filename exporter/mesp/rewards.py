@@ -1,4 +1,4 @@
-"""Rewards of sampled answers: a number for each, higher for a better one."""
+"""Rewards of sampled answers. A better answer has a higher reward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 from mesp.errors import MespError
 from mesp.exact_match import canonical_json, exact_match
 
-# A function that returns a number for each sampled answer. It takes three lists of equal length by
-# name: `prompts`, `completions`, which are the sampled answers, and `references`, which are the
-# answers in the data. TRL's reward functions take `prompts` and `completions` too.
+# Returns a number for each sampled answer. The keyword arguments are lists of equal length:
+# `prompts`, `completions` (the sampled answers) and `references` (the answers in the data).
 Reward = Callable[..., Sequence[float]]
 
-MOST = 1e30  # the largest absolute value of a reward, because the engine computes in float32
+MOST = 1e30  # the largest absolute value of a reward; the engine computes in float32
 
 BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 
@@ -24,9 +23,8 @@ BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 def find_reward(name: str, may_import: bool) -> Reward:
     """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``.
 
-    The module is in the working folder or installed. `may_import` is False if a file named the
-    module, and not the user. Then a module is not imported, and MespError is raised. MespError is
-    also raised if there is no such reward.
+    The module is in the working folder or installed. It is imported only if `may_import` is set.
+    Raises MespError if there is no such reward, or if it may not be imported.
     """
     kind, _, rest = name.partition(":")
     if name == "exact":
@@ -57,7 +55,7 @@ def find_reward(name: str, may_import: bool) -> Reward:
 
 
 def _each(score: Callable[[str, str], float]) -> Reward:
-    """Returns a reward of lists from a function that scores one answer by its reference."""
+    """Makes a `Reward` from a function that scores one answer by its reference."""
 
     def reward(
         *, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
@@ -72,7 +70,7 @@ def _imported(name: str, module: str, function: str) -> Reward:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except (Exception, SystemExit) as error:  # errors in the module
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         raise MespError(f"The reward {name} cannot be imported: {reason}.") from error
     if not callable(found):
@@ -83,8 +81,10 @@ def _imported(name: str, module: str, function: str) -> Reward:
 def compute_rewards(
     reward: Reward, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
 ) -> list[float]:
-    """Returns the number that `reward` gives each answer. Raises MespError if `reward` fails, or
-    returns anything but a number within ±`MOST` for each answer.
+    """Returns the rewards of the answers.
+
+    Raises MespError if `reward` fails, or if it does not return a number within ±`MOST` for each
+    answer.
     """
     try:
         given = reward(

@@ -2,14 +2,14 @@
 
 // HostMLX: a module `MLX` for machines where mlx-swift cannot be used.
 //
-// It implements a subset of mlx-swift 0.32.3's API with the MLX C++ library in the `mlx` wheel of PyPI (`mlx/include`, `mlx/lib`), so the results are
-// MLX's own. Build it with the wheel's folder in a variable:
+// It implements a subset of mlx-swift 0.32.3's API with the MLX C++ library in the `mlx` wheel of PyPI (`mlx/include`, `mlx/lib`). Build it with the
+// wheel's folder in a variable:
 //
 //     pip install 'mlx[cpu]>=0.32.2,<0.33' scipy-openblas32
 //     MESP_HOST_MLX=/path/to/site-packages/mlx swift build -c release
 //
-// If `scipy_openblas32` is beside `mlx`, matrix products use its OpenBLAS. The BLAS in the Linux wheel of MLX is the reference BLAS, which is some
-// fifty times slower. (SwiftPM caches manifests, so delete `.build` if you install it later.)
+// If `scipy_openblas32` is installed beside `mlx`, matrix products use its OpenBLAS. The BLAS in MLX's Linux wheel is about fifty times slower.
+// SwiftPM caches manifests, so delete `.build` if you install it later.
 
 import Foundation
 import PackageDescription
@@ -26,14 +26,14 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     let hasOpenBLAS = false  // the macOS wheel uses Accelerate
 #endif
 
-/// The folder in which a program looks for the wheel's libraries: the wheel, or, if MESP_WHEEL is set, a path relative to the program.
+/// The folder where a program looks for the wheel's libraries. MESP_WHEEL sets a path relative to the program.
 let whenRun = Context.environment["MESP_WHEEL"] ?? wheel
 
 func link(_ folder: String) -> [String] {
     ["-L" + wheel + folder, "-Xlinker", "-rpath", "-Xlinker", whenRun + folder]
 }
 
-// MLX's headers call std::bind, for which GCC 12's library uses features that C++20 deprecates.
+// MLX's headers use std::bind, whose implementation in GCC 12 uses deprecated features of C++20.
 var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations"])]
 var linkerSettings: [LinkerSetting] = [.unsafeFlags(link("/lib")), .linkedLibrary("mlx")]
 if hasOpenBLAS {
@@ -46,9 +46,8 @@ let package = Package(
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
         .library(name: "MLX", targets: ["MLX"]),
-        // The behaviour of Metal that a CPU does not show. mlx-swift has no such library.
+        // Behaviour of Metal that a CPU does not show. mlx-swift has no such library.
         .library(name: "HostMLXMetal", targets: ["HostMLXMetal"]),
-        // The hooks for ios/HostMLXLedger.
         .library(name: "CHostMLX", targets: ["CHostMLX"]),
     ],
     targets: [

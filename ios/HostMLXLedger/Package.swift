@@ -1,10 +1,8 @@
 // swift-tools-version: 6.0
 
-// The ledger, which counts on Linux the costs of a training step on a phone's GPU (docs/ledger.md), and `mesp-count`, which prints the costs for a
-// run.
+// Builds the ledger (docs/ledger.md) and the tool `mesp-count`. On Linux the ledger counts the costs of a training step on a phone's GPU.
 //
-// It is a separate package, so that builds of the trainer do not compile it. It depends on the trainer's package and on HostMLX, and compiles both
-// again in its own `.build`. `make ledger` builds it.
+// This package is separate, so that builds of the trainer do not compile it. `make ledger` builds it.
 
 import PackageDescription
 
@@ -12,7 +10,7 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     fatalError("HostMLXLedger: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.2 or later")
 }
 
-// The flags are those of ios/HostMLX/Package.swift. CHostMLX's header is C++, so it must not be imported as a C++20 module.
+// CHostMLX's header is C++ but must not be imported as a C++20 module.
 let cxxSettings: [CXXSetting] = [
     .unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations", "-fno-cxx-modules"])
 ]
@@ -30,7 +28,7 @@ let package = Package(
     ],
     dependencies: [
         .package(path: "../HostMLX"),
-        // The package needs a name here, because its identity is otherwise the name of the checkout's folder.
+        // Without `name`, the package's identity would be the name of the checkout's folder.
         .package(name: "MeSP", path: "../.."),
     ],
     targets: [

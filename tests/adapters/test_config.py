@@ -1,8 +1,4 @@
-"""Tests that each key of an adapter_config.json is used, changes nothing, or is refused by name.
-
-`mesp fuse` reads folders of adapters by a table of these keys, and the trainer by a copy of the
-table in Swift.
-"""
+"""Tests that each key of an adapter_config.json is used, has no effect, or is refused by name."""
 
 import json
 import shutil
@@ -39,8 +35,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def exported(name: str, folder: Path) -> tuple[Path, Path]:
-    """Exports a tiny model of the family. Returns the bundle, and a folder of adapters in mlx-lm's
-    form, which has a folder `peft` with the same adapters in PEFT's form.
+    """Exports a tiny model. Returns the bundle, and a folder of adapters in mlx-lm's form.
+
+    The folder's subfolder `peft` has the same adapters in PEFT's form.
     """
     model, bundle = write_model(folder / "model", FAMILIES[name]), folder / "b.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
@@ -67,7 +64,6 @@ def change_weights(folder: Path, file: str, weights: dict[str, mx.array]) -> Non
 
 
 def check_refused(bundle: Path, adapters: Path, said: str) -> None:
-    """Checks that the trainer and `mesp fuse` refuse adapters in the same words."""
     expected = f"Cannot load the adapters in {adapters}: {said}."
     with pytest.raises(MespError) as error:
         read_adapters(adapters, Bundle(bundle).architecture)
@@ -91,8 +87,7 @@ def test_the_table_has_every_key_that_mlx_lm_writes():
     assert {*lora["used"], *lora["ignored"]} >= CONFIG_DEFAULTS["lora_parameters"].keys()
 
 
-# Keys of PEFT that must have certain values, and other values of these keys. PEFT accepts the other
-# values; the trainer and `mesp fuse` refuse them.
+# Values that PEFT accepts, but the trainer and `mesp fuse` refuse.
 REFUSED = {
     "alora_invocation_tokens": [[290, 291]],
     "arrow_config": [{"top_k": 2}],
@@ -193,7 +188,7 @@ def test_a_matrix_without_a_place_in_the_configuration_is_refused(qwen, copy: Pa
 
 
 def keep_only(folder: Path, name: str) -> None:
-    """Keeps only one pair of matrices in the folder: A, which has this name, and its B."""
+    """Keeps only the matrix A of this name, and its B."""
     (file,) = folder.glob("*.safetensors")
     names = {name, name.replace("lora_A", "lora_B").replace("lora_a", "lora_b")}
     kept = {each: array for each, array in mx.load(str(file)).items() if each in names}
@@ -298,14 +293,13 @@ def test_magnitudes_that_do_not_fit_are_refused(qwen, tmp_path: Path, kind: str)
 
 
 def check_read(bundle: Path, adapters: Path) -> None:
-    """Checks that `mesp fuse` and the trainer accept the adapters."""
     assert read_adapters(adapters, Bundle(bundle).architecture).matrices
     assert list(generate(bundle, [5, 6], max_tokens=1, adapters=weigh(adapters)))
 
 
 @pytest.mark.parametrize("form", [".", "peft"])
 def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
-    """DoRA of experts is refused, because mlx-lm and PEFT do not have it either."""
+    """DoRA of experts is refused. mlx-lm and PEFT do not support it."""
     bundle, adapters = exported("lfm2_moe", tmp_path)
     dora = write_adapters(tmp_path / "dora", bundle, dora=True)
     write_peft(dora / "peft", bundle, dora)
@@ -327,9 +321,6 @@ def test_dora_of_experts_is_refused(tmp_path: Path, form: str):
 
 
 def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
-    """Adapters are the same in PEFT's form. The models have layers that PEFT joins, stacked
-    experts, and a text of several modalities.
-    """
     bundle, adapters = family
     arch = Bundle(bundle).architecture
     ours, theirs = (read_adapters(each, arch) for each in (adapters, adapters / "peft"))
@@ -345,7 +336,7 @@ def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
 
 
 def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Path):
-    """AutoModelForCausalLM of transformers loads Qwen3.5's text alone, and its names of layers lack
+    """AutoModelForCausalLM loads only the text model of Qwen3.5. Its layer names do not contain
     `language_model`.
     """
     bundle, adapters = exported("qwen3_5", tmp_path)
@@ -367,9 +358,7 @@ def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Pa
 
 @pytest.mark.parametrize("kept", ["gate_up_proj", "down_proj"])
 def test_one_parameter_of_experts_may_have_adapters_alone(tmp_path: Path, kept: str):
-    """If a single parameter of experts has adapters, PEFT's names lack `base_layer`, whichever
-    parameter it is.
-    """
+    """If a single parameter of experts has adapters, PEFT's names do not contain `base_layer`."""
     bundle, adapters = exported("lfm2_moe", tmp_path)
     weights = mx.load(str(adapters / "peft" / PEFT))
     inside = ".base_layer" if kept == "gate_up_proj" else ""

@@ -1,8 +1,4 @@
-"""Tests that adapters of DoRA from mlx-lm and PEFT are read, added up and fused.
-
-mlx-lm's layers define the adapters' meaning. `test_peft_configs.py` compares with PEFT's layers,
-and `test_weighted.py` tests sums of several adapters.
-"""
+"""Tests that DoRA adapters from mlx-lm and PEFT are read, added up and fused."""
 
 from __future__ import annotations
 
@@ -27,9 +23,7 @@ from mesp.bundle.reader import Bundle
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 
-# The first four families have biases, layers of several projections, layers that PEFT joins, and
-# convolutions. Qwen3.5 is a text of several modalities with Gated DeltaNet, and lfm2_moe is a
-# mixture of experts.
+# Families with biases, joined layers, convolutions, Gated DeltaNet, and experts.
 NAMES = ["llama", "phi3", "granitemoehybrid", "lfm2", "qwen3_5", "gemma2", "lfm2_moe"]
 EXACT, BFLOAT16 = 1e-5, 2**-8
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
@@ -37,7 +31,6 @@ TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])
 
 @pytest.fixture(scope="module", params=NAMES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """Returns a bundle of a tiny model of the family, and adapters in mlx-lm's form."""
     folder = tmp_path_factory.mktemp(request.param)
     model, bundle = write_model(folder / "model", FAMILIES[request.param]), folder / "b.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
@@ -63,9 +56,6 @@ def relative_error(a: mx.array, b: mx.array) -> float:
 
 
 def test_mlx_lm_loads_and_computes_the_same(family):
-    """mlx-lm's loader reads the same folder of adapters and computes the same logits. The expected
-    logits are computed with the same quantized weights.
-    """
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))(TOKENS)
     assert relative_error(with_adapters(bundle, adapters)(TOKENS), expected) <= EXACT
@@ -73,9 +63,7 @@ def test_mlx_lm_loads_and_computes_the_same(family):
 
 
 def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
-    """Adapters that mlx-lm has begun and saved are read. Only some layers of the last block have
-    adapters.
-    """
+    """mlx-lm creates and saves these adapters, for some layers of the last block."""
     bundle, adapters = family
     shutil.copytree(adapters, tmp_path, dirs_exist_ok=True)
     keys = sorted({name for block in Bundle(bundle).architecture.kinds for name in block.modules})
@@ -100,7 +88,7 @@ def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
 
 @pytest.mark.parametrize("end", ["", ".weight"])
 def test_pefts_form_is_the_same(family, tmp_path: Path, end: str):
-    """PEFT writes a magnitude's name without `.weight`, and reads it with `.weight` too."""
+    """PEFT writes the names of magnitudes without `.weight`, and reads names with `.weight` too."""
     bundle, adapters = family
     peft = write_peft(tmp_path / "peft", bundle, adapters)
     file = peft / "adapter_model.safetensors"
@@ -120,8 +108,9 @@ def test_pefts_form_is_the_same(family, tmp_path: Path, end: str):
 
 
 def test_the_fused_weights_are_those_of_mlx_lm(family, tmp_path: Path):
-    """Fused weights are m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, with a norm for each row. They are
-    computed in float32 and rounded to bfloat16 once.
+    """Fused weights are m ∘ (W + s (A B)ᵀ) / ‖W + s (A B)ᵀ‖, with a norm for each row.
+
+    The computation is in float32, with one rounding to bfloat16.
     """
     bundle, adapters = family
     expected = load_adapters(base(bundle), str(adapters))
@@ -146,9 +135,6 @@ def blocks_in_8_bits(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "phi3", "qwen3_5_text"])
 def test_a_gguf_file_gets_them_in_its_weights(name: str, tmp_path: Path):
-    """A GGUF file gets the adapters in its weights, even if llama.cpp stores rows and columns in
-    another order.
-    """
     tensors = random_tensors(MODELS[name][1])
     file = write_gguf(tmp_path / "base.gguf", name, tensors, blocks_in_8_bits)
     bundle = tmp_path / "b.mesp"

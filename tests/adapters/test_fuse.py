@@ -1,6 +1,4 @@
-"""Tests of mesp fuse. Its models for mlx-lm are compared with mlx-lm's model with adapters, and its
-GGUF adapters are read again.
-"""
+"""Tests `mesp fuse`: its MLX models against mlx-lm's model with adapters, and its GGUF adapters."""
 
 import json
 import re
@@ -33,7 +31,6 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def with_adapters(name: str, folder: Path) -> tuple[Path, Path]:
-    """Returns a bundle of a tiny model of the family, and adapters."""
     model = write_model(folder / "model", FAMILIES[name])
     bundle = folder / "bundle.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
@@ -79,9 +76,6 @@ def test_the_fused_model_is_the_one_with_adapters(family, tmp_path, bits, tolera
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_a_fused_model_of_few_bits_says_what_it_has(tmp_path, bits):
-    """With adapters, a matrix has more than three values, so it gets the bits that are asked
-    for.
-    """
     config = FAMILIES["qwen3"] | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     tensors = with_few_values(random_tensors(config), bits, 128)
     config["quantization"] = {"bits": bits, "group_size": 128}
@@ -117,7 +111,6 @@ def test_layers_without_adapters_stay_as_they_are(family, tmp_path):
 
 @pytest.mark.parametrize(("bits", "tolerance"), [("bfloat16", 0.02), ("8", 0.05)])
 def test_experts_are_fused(tmp_path, bits, tolerance):
-    """Experts are fused even if nothing else in the mixture has adapters."""
     bundle, adapters = with_adapters("lfm2_moe", tmp_path)
     matrices = mx.load(str(adapters / "adapters.safetensors"))
     experts = {name: array for name, array in matrices.items() if "switch_mlp" in name}
@@ -134,8 +127,8 @@ def test_experts_are_fused(tmp_path, bits, tolerance):
 
 
 def test_a_text_of_several_modalities_is_fused_by_its_place_there(tmp_path):
-    """A text of several modalities is fused under its names in the whole model. The logarithms of
-    its decays stay float32, as in mlx-lm.
+    """The text model of a multimodal model keeps its names in the whole model. `A_log` stays
+    float32, as in mlx-lm.
     """
     bundle, adapters = with_adapters("qwen3_5", tmp_path)
     assert fuse(bundle, adapters, tmp_path / "fused", "--bits", "bfloat16").returncode == 0
@@ -169,9 +162,6 @@ def test_the_losses_are_said(family, tmp_path):
 
 
 def test_quantizing_that_eats_the_adapters_is_told(tmp_path):
-    """The command says so if 4 bits lose what the adapters have learned. Here, a short run at a low
-    rate has learned less than 4 bits can hold.
-    """
     bundle = tmp_path / "demo.mesp"
     assert run("export", "--model", "demo", "--seq-len", 32, "--out", bundle).returncode == 0
     call("train", bundle, "--steps", 10, "--learning-rate", 8e-5, "--val-batches", 0,
@@ -298,8 +288,8 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
-    """A fused model stops at the token that ends the answers in its data. Here, a base model's data
-    end answers with a token of a chat template, which is not the model's end token.
+    """A fused model stops at the token that ends the answers in its data. Here that token is
+    `<|im_end|>`, which is not the base model's end token.
     """
     model = write_model(tmp_path / "model", FAMILIES["qwen3"])
     tokenizer = json.loads((model / "tokenizer.json").read_text())

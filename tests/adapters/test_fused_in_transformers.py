@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.transformers
-# transformers runs MiniCPM only with code of the model's author, and mlx-lm lacks LFM3.
+# transformers has no code for MiniCPM, and mlx-lm has none for LFM3.
 READ = sorted(FAMILIES.keys() - {"minicpm", "lfm3"})
-# Models of several modalities. FAMILIES has only their texts.
+# Multimodal models. FAMILIES has only their text models.
 VL = {
     "qwen2_5_vl": FAMILIES["qwen2"]
     | {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
@@ -32,9 +32,8 @@ VL = {
 
 @pytest.mark.parametrize("family", [*READ, *VL])
 def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
-    """transformers uses every tensor of a fused model and lacks none, and its logits are
-    mlx-lm's.
-    """
+    """transformers loads a fused model without missing or unused tensors. Its logits equal
+    mlx-lm's."""
     transformers.utils.logging.set_verbosity_error()
     config = {**FAMILIES, **VL}[family] | {"pad_token_id": 0}
     config = {key: value for key, value in config.items() if value is not None}
@@ -47,8 +46,7 @@ def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
     call("fuse", bundle, "--adapters", adapters, "--out", out, *options)
 
     auto = transformers.AutoModelForCausalLM
-    # Only eager attention applies Gemma 2's soft caps. The other models have the same results with
-    # any kind of attention.
+    # Only eager attention applies Gemma 2's soft caps.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     theirs, info = auto.from_pretrained(out, output_loading_info=True, **options)
     assert not any(info.values()), info

@@ -1,7 +1,7 @@
-"""Tests of llama.cpp with the adapters and the models that mesp fuse writes: `make test-slow`.
+"""Tests llama.cpp with the adapters and models that `mesp fuse` writes (`make test-slow`).
 
-llama.cpp is in the wheel xllamacpp. The base model is dequantized into a GGUF file, all in float32.
-llama.cpp must write the tokens of mesp generate, with mlx-lm's likelihoods.
+The package xllamacpp contains llama.cpp. llama.cpp must write the tokens of `mesp generate`, with
+mlx-lm's log-probabilities.
 """
 
 from __future__ import annotations
@@ -59,15 +59,14 @@ from studies.real_models import GEMMA, SMOLLM2, gguf_file
 COUNT = 48
 END = 0  # the token that ends a text, in all models here
 # The tolerance of a log-probability, by the activation. MeSP and llama.cpp compute in float32, and
-# different orders of sums make errors of 1e-5. But llama.cpp looks GELU up in a float16 table. If
-# mlx-lm rounds GELU in the same way, a log-probability changes by 0.012.
+# different orders of sums make errors of 1e-5. But llama.cpp looks GELU up in a float16 table. This
+# rounding of GELU changes a log-probability by 0.012.
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
 # Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by about 0.04.
 BFLOAT16 = 0.1
 # Changes to each family's config.json in FAMILIES. RoPE is not scaled, because GGUF stores scaling
 # in separate tensors. Windows are longer than the text, because mlx-lm ignores some windows. The
-# other keys have the values that llama.cpp assumes: which blocks lack RoPE, the scale of attention,
-# and the base of the local RoPE.
+# other keys have the values that llama.cpp assumes.
 _GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TINY = {
     "qwen3": {},
@@ -82,8 +81,6 @@ TINY = {
 
 @dataclass
 class Case:
-    """A bundle, its adapters, and the folder that mesp fuse made of both."""
-
     bundle: Path
     adapters: Path
     fused: Path
@@ -101,9 +98,6 @@ class Case:
 
 @pytest.fixture(scope="module", params=["demo", *TINY])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Returns a case: the demo model with trained adapters, or a tiny model with random
-    adapters.
-    """
     folder, name = tmp_path_factory.mktemp(request.param), request.param
     bundle = folder / "bundle.mesp"
     if name == "demo":
@@ -188,8 +182,8 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 128, 1, 0, -1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    # There is one thread. If other processes compute too, several threads wait for each other
-    # without sleeping, which takes minutes.
+    # One thread only: on a busy machine, several threads wait for each other without sleeping,
+    # which takes minutes.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     if adapters is not None:
         lora = xllamacpp.CommonAdapterLoraInfo()
@@ -217,8 +211,8 @@ def check(
     """Compares the log-probabilities of llama.cpp's tokens with those of `model`, and the tokens
     with those of mesp generate.
 
-    From a tie on, the tokens may differ. In a tie, the log-probabilities of the two likeliest
-    tokens differ by at most the tolerance, or by at most the `rounding` of the weights.
+    After a tie the tokens may differ. In a tie, the log-probabilities of the two likeliest tokens
+    differ by at most the tolerance or the `rounding` of the weights.
     """
     tolerance = TOLERANCE[Bundle(case.bundle).architecture.hidden_act]
     expected = log_probabilities(model, case.prompt, [step["id"] for step in steps])
@@ -227,7 +221,7 @@ def check(
     settings = {"adapters": adapters, "max_tokens": COUNT, "stop": [END]}
     *records, _ = generate(case.bundle, case.prompt, **settings)
     tokens = [record["token"] for record in records]
-    tokens += [END] * (len(tokens) < COUNT)  # llama.cpp includes it
+    tokens += [END] * (len(tokens) < COUNT)  # llama.cpp includes the end token
     for token, step in zip(tokens, steps, strict=True):
         if token != step["id"]:
             first, second = step["top_logprobs"]
@@ -265,14 +259,14 @@ def test_a_fused_model(case: Case, tmp_path: Path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
-    """A GGUF file in llama.cpp and its bundle have the same log-probabilities. llama.cpp gets the
-    values of Q8_0's blocks in float32, because with the blocks themselves it would round
-    activations to 8 bits.
+    """A GGUF file in llama.cpp and its bundle have the same log-probabilities.
+
+    llama.cpp gets Q8_0 weights as float32, because for Q8_0 it would round activations to 8 bits.
     """
     tensors = random_tensors(MODELS[name][1])
     quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
-    # llama.cpp gets and returns ids, so its tokens may be numbers. But an export needs a tokenizer
-    # that keeps text.
+    # llama.cpp gets and returns ids here, so its tokens may be numbers. An export needs a tokenizer
+    # for text.
     base = write_gguf(tmp_path / "base.gguf", name, tensors, vocabulary="numbers")
     plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, "numbers")
     bundle = tmp_path / "bundle.mesp"
@@ -316,9 +310,6 @@ _KINDS = {str: "STRING", int: "UINT32", float: "FLOAT32", bool: "BOOL"}
 
 
 def test_metadata_of_rope_are_read_as_llama_cpp_reads_them(tmp_path: Path):
-    """With random keys and values of RoPE in its metadata, a file has llama.cpp's
-    log-probabilities, or it is refused.
-    """
     tensors = random_tensors(MODELS["qwen2"][1])
     rng, counts, prompt = random.Random(0), Counter(), [5, 17, 30, 2, 90, 44]
     for number in range(60):
@@ -358,8 +349,6 @@ def dequantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 
 @dataclass
 class RealModel:
-    """A real model's GGUF file, and its bundle."""
-
     file: Path
     bundle: Path
 
@@ -397,8 +386,8 @@ def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
         apart = np.exp(theirs) @ (theirs - here)
         rest, rest_here = (max(1 - np.exp(each).sum(), 1e-12) for each in (theirs, here))
         divergences.append(apart + rest * np.log(rest / rest_here))
-    # The whole divergence comes from llama.cpp's rounding of inputs. If its file has the same
-    # values in float32, Gemma's divergence is 0.0001 instead of 0.011.
+    # Nearly all of the divergence comes from llama.cpp's rounding of inputs. With a file in
+    # float32, Gemma's divergence is 0.0001 instead of 0.011.
     assert np.mean(divergences) <= (0.005 if "SmolLM2" in real.file.name else 0.02)
 
 
@@ -417,11 +406,9 @@ PROMPTS = (
 
 
 def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
-    """For 9 of 10 prompts, llama.cpp and MeSP write the same 32 tokens. llama.cpp reads a file of
-    the same values in float32.
+    """For 9 of 10 prompts, llama.cpp and MeSP write the same 32 tokens.
 
-    With quantized blocks in the file, llama.cpp would round their inputs, which may change the
-    likeliest token.
+    llama.cpp reads a float32 file, because it would round the inputs of quantized blocks.
     """
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
@@ -446,9 +433,6 @@ def test_a_real_models_tokens_are_llama_cpps(real: RealModel):
 
 @pytest.mark.parametrize("vocabulary", [*PRE_TOKENIZERS, "pieces"])
 def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
-    """A text has llama.cpp's tokens, with each supported pre-tokenizer and with the pieces of
-    SentencePiece. The vocabulary of a pre-tokenizer is small here: bytes and pairs of them.
-    """
     tensors = random_tensors(MODELS["qwen2"][1])
     file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tensors, vocabulary=vocabulary)
     write_tokenizer(GGUF.read(file), tmp_path)
@@ -459,8 +443,6 @@ def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
 
 
 def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
-    """Returns a function from a text to the ids of llama.cpp's tokenizer."""
-
     def tokenize(text: str) -> list[int]:
         asked = {"content": text, "add_special": True, "parse_special": True}
         headers = {"Content-Type": "application/json"}

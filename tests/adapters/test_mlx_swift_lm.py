@@ -1,11 +1,14 @@
-"""Tests the engine's adapters with the rules of mlx-swift-lm's loader.
+"""Tests the engine's adapters with the rules of mlx-swift-lm's loader, written in Python.
 
-No Swift of mlx-swift-lm runs here. Its rules and the names of its models were read in
-github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a61e9fa0bab577cf9734 (22 August 2026),
-paths below Libraries/: MLXLMCommon/Adapters/LoRA/LoRAContainer.swift, DoRA+Layers.swift and
-PEFTAdapter.swift, the models in the file that each `Model` names, and their `model_type`s in
-MLXLLM/LLMModelFactory.swift and MLXVLM/VLMModelFactory.swift. `Module.update` is mlx-swift's,
-Source/MLXNN/Module.swift at 09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
+The rules come from github.com/ml-explore/mlx-swift-lm at 14414441fa44f45eee35a61e9fa0bab577cf9734
+(22 August 2026), from these files below Libraries/:
+
+- MLXLMCommon/Adapters/LoRA/LoRAContainer.swift, DoRA+Layers.swift and PEFTAdapter.swift
+- MLXLLM/LLMModelFactory.swift and MLXVLM/VLMModelFactory.swift, for the `model_type`s
+- the file that each `Model` names
+
+`Module.update` is in mlx-swift, Source/MLXNN/Module.swift at
+09051ed1986b6f2c69b6fda4e32ca42dd7dcdec3.
 """
 
 import json
@@ -34,9 +37,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 class Model(NamedTuple):
     """A model of mlx-swift-lm.
 
-    `file` is its source, `prefix` begins the names of its blocks, and `linear` has the linear
-    layers of a block. If `within` is not empty, only this module of a block takes adapters. If
-    `keeps_weights`, decoding keeps the weights that it had for the first token.
+    - `file` is the source file.
+    - `prefix` begins the names of the blocks.
+    - `linear` has the names of a block's linear layers.
+    - `within`, if not empty, is the only module of a block that takes adapters.
+    - `keeps_weights` tells that adapters loaded after the first token have no effect.
     """
 
     file: str
@@ -50,7 +55,7 @@ def named(module: str, *names: str) -> set[str]:
     return {f"{module}.{name}" for name in names}
 
 
-WHOLE, TEXT_OF_SEVERAL = "model", "language_model.model"  # the prefixes of a text
+WHOLE, TEXT_OF_SEVERAL = "model", "language_model.model"  # prefixes of layer names
 ATTENTION = named("self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 MLP = named("mlp", "gate_proj", "up_proj", "down_proj")
 DENSE = ATTENTION | MLP
@@ -65,8 +70,8 @@ GRANITE4 = DENSE | named("mamba", "in_proj", "out_proj")
 GRANITE4 |= named("shared_mlp", "input_linear", "output_linear")
 GEMMA4 = DENSE | {"per_layer_input_gate", "per_layer_projection"}
 
-# For each `model_type` that MeSP exports, its models in MLXLLM and MLXVLM. The experts of these
-# models are SwitchLinear (MLXLMCommon/SwitchLayers.swift), not `Linear`, and take no adapters.
+# The models in MLXLLM and MLXVLM, by the `model_type`. Their experts are SwitchLinear, not
+# `Linear`, and take no adapters.
 MODELS: dict[str, dict[str, Model]] = {
     "qwen2": {"MLXLLM": Model("MLXLLM/Models/Qwen2.swift", WHOLE, DENSE)},
     "qwen2_5_vl": {"MLXVLM": Model("MLXVLM/Models/Qwen25VL.swift", TEXT_OF_SEVERAL, DENSE)},
@@ -135,7 +140,7 @@ MODELS: dict[str, dict[str, Model]] = {
     "lfm3": {},
     "phi3": {"MLXLLM": Model("MLXLLM/Models/Phi3.swift", WHOLE, FUSED)},
 }
-# The documentation page says with these words how a library loads adapters of a model_type.
+# The documentation page's words for how a library loads the adapters of a model_type.
 LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "no", "none"
 
 
@@ -144,8 +149,9 @@ class Refused(Exception):
 
 
 class Loaded(NamedTuple):
-    """The factor of the adapters' products, and the matrices of each linear layer by its path: A
-    [in, rank], B [rank, out] and, with DoRA, m [out].
+    """Loaded adapters: the scale, and the matrices of each linear layer by its path.
+
+    The matrices are A [in, rank], B [rank, out] and, with DoRA, m [out].
     """
 
     scale: float
@@ -162,10 +168,10 @@ def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
 
 
 def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> Loaded:
-    """Does what `LoRAContainer.from(directory:)` and `load(into:)` do. Raises Refused where they
-    throw.
+    """Loads adapters as `LoRAContainer.from(directory:)` and `load(into:)` do.
 
-    With `fit`, the matrices first get the names that `fitted(to:)` of the page gives them.
+    Raises Refused where they throw. With `fit`, the matrices are first renamed as by the
+    documentation page's `fitted(to:)`.
     """
     config = json.loads((folder / CONFIG).read_text())
     kind = decoded(config, "fine_tune_type", str)
@@ -193,7 +199,7 @@ def put(
     model: Model,
     arch: Architecture,
 ) -> Loaded:
-    """Does what `load(into:)` does: replaces linear layers of the last `num_layers` blocks.
+    """Replaces linear layers of the last `num_layers` blocks, as `load(into:)` does.
 
     `keys` has the names of these layers below the module that takes adapters. Without `keys`, all
     linear layers are replaced. As with `.noUnusedKeys`, a matrix without a layer is refused.
@@ -213,12 +219,11 @@ def put(
         path, _, part = name.rpartition(".")
         if part not in shapes.get(path, ()):
             raise Refused(f"unhandled key {name}")
-        # `.noUnusedKeys` lets a matrix of another shape pass, and its first product ends the
-        # process. So this test refuses it.
+        # mlx-swift-lm accepts a matrix of another shape, and crashes at its first product.
         if array.shape != shapes[path][part]:
             raise Refused(f"{name} has the shape {array.shape}")
         matrices[path][part] = array
-    # If a replaced layer lacks a matrix in the file, it keeps a random A.
+    # In mlx-swift-lm, a replaced layer without a matrix in the file keeps a random A.
     for path, parts in matrices.items():
         if parts.keys() != shapes[path].keys():
             raise Refused(f"{path} lacks a matrix")
@@ -237,16 +242,12 @@ def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
             weights[f"{found[1]}.lora_{found[2].lower()}"] = array.T
             keys |= set(re.findall(r"\.layers\.\d+\.(.+)", found[1]))
     blocks = {int(each) for name in weights for each in re.findall(r"\.layers\.(\d+)\.", name)}
-    # The loader's default is 1,024 layers. It would also replace layers before the trained ones, by
-    # layers with a random A and a B of 0.
+    # Only the trained blocks. The loader's default is 1,024 layers, which includes earlier blocks.
     count = len(arch.blocks) - min(blocks)
     return put("lora", weights, sorted(keys), count, rank, alpha / rank, model, arch)
 
 
 def config_of(name: str) -> dict:
-    """Returns a tiny config.json by its name in FAMILIES, or by its `model_type` if FAMILIES lacks
-    it.
-    """
     if name in FAMILIES:
         return FAMILIES[name]
     same = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "ministral3": "mistral3"}
@@ -266,9 +267,8 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
-    """Returns a function that exports a model of a family and trains it for a step. For each
-    family, it does so once.
-    """
+    """Returns a function that trains a model of a family for one step. Each family is exported
+    once."""
     bundles: dict[str, Path] = {}
 
     @cache
@@ -289,7 +289,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
 
 
 def outcome(trained: Trained, model: Model) -> str:
-    """Returns how the adapters load into the model, in the words of the page."""
+    """Returns the documentation page's word for how the adapters load into the model."""
     for fit, said in ((False, FIRST if model.keeps_weights else LOADS), (True, FITTED)):
         try:
             load(trained.adapters, model, trained.arch, fit)
@@ -304,7 +304,6 @@ def test_every_model_type_that_is_exported_is_looked_up():
 
 
 def test_the_page_says_of_every_family_what_loads(train: Callable[..., Trained]):
-    """The engine's adapters of each family load as the page says, and with the run's scale."""
     found: dict[str, tuple[str, str]] = {}
     for name in NAMES:
         trained = train(name)
@@ -367,7 +366,6 @@ def test_adapters_of_experts_are_refused(name: str, train: Callable[..., Trained
 
 
 def test_the_folder_of_peft_loads_where_the_page_says(train: Callable[..., Trained]):
-    """They have the same numbers."""
     loading = set()
     for name in NAMES:
         trained = train(name)

@@ -20,11 +20,10 @@ APACHE = {"general.license": gguf.GGUFValue("apache-2.0", gguf.GGUFValueType.STR
 
 
 def read_modelfile(text: str) -> list[tuple[str, str]]:
-    """Returns the commands that parser/parser.go of Ollama finds. A parameter stands under its own
-    name.
+    """Returns the commands and values of a Modelfile, as Ollama's parser/parser.go finds them.
 
-    A quoted value may span lines. Characters of a value that Go cannot print are removed, except
-    white space.
+    A parameter is returned under its own name. A quoted value may span lines. Characters that Go
+    cannot print are removed from values, except white space.
     """
     found, name, value = [], "", None
     for char in [*text, "\n"]:
@@ -46,7 +45,6 @@ def read_modelfile(text: str) -> list[tuple[str, str]]:
 
 
 def unquoted(value: str) -> str | None:
-    """Returns a value without its quotes, or None if the quotes are still open."""
     for quotes in ('"""', '"'):
         if value.startswith(quotes):
             is_whole = value.endswith(quotes) and len(value) >= 2 * len(quotes)
@@ -57,11 +55,10 @@ def unquoted(value: str) -> str | None:
 def fuse(
     folder: Path, licences: dict[str, str], ends: Sequence[int] = (), token: str = "", **keys
 ) -> Path:
-    """Makes a bundle from a GGUF file in a folder with the files `licences`, and returns the folder
-    that mesp fuse makes of the bundle.
+    """Exports a GGUF file and fuses the bundle. Returns the folder of the fused model.
 
-    The bundle's data end with the tokens `ends`. If `token` is given, it is the text of the last of
-    these tokens.
+    The files `licences` are in the folder of the GGUF file. The bundle's data end with the tokens
+    `ends`. If `token` is given, it is the text of the last of these tokens.
     """
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()

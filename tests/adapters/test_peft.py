@@ -1,8 +1,7 @@
-"""Tests of adapters in the PEFT library, and of private steps in Opacus, on PyTorch: `make
-test-slow`.
+"""Tests adapters in the PEFT library, and private steps in Opacus, on PyTorch (`make test-slow`).
 
-The demo model is dequantized into an ordinary Qwen2ForCausalLM. The engine and PEFT must find the
-same held-out loss, both with the engine's adapters and with PEFT's.
+The demo model is dequantized into a Qwen2ForCausalLM. The engine and PEFT must find the same
+held-out loss, both with the engine's adapters and with PEFT's.
 """
 
 from __future__ import annotations
@@ -62,7 +61,8 @@ def train(bundle: Path, output: Path, *options: object) -> RunLog:
 
 @pytest.fixture(scope="module")
 def folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle's weights, dequantized, as a Hugging Face model in float32."""
+    """Writes the bundle's dequantized weights as a Hugging Face model in float32. Returns the
+    folder."""
     path = tmp_path_factory.mktemp("peft") / "dequantized"
     write_dequantized(Bundle(bundle), path)
     return path
@@ -84,13 +84,12 @@ def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
 
 
 def here(name: str) -> str:
-    """Returns mlx-lm's name of a parameter of PEFT's."""
+    """Returns mlx-lm's name of a PEFT parameter."""
     name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
     return name.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
 
 
 def lora_parameters(adapted: PeftModel) -> dict[str, np.ndarray]:
-    """Returns the LoRA parameters by their names in a file."""
     return {
         name.replace("vector.default.weight", "vector").replace(".default", ""): (
             value.detach().numpy()
@@ -128,8 +127,8 @@ def test_peft_finds_the_loss_of_the_engine(
 def test_peft_has_a_matrix_for_every_tensor(
     bundle: Path, model: torch.nn.Module, tmp_path: Path, dora: tuple
 ):
-    """PEFT has a matrix for every tensor of the engine's adapters. PEFT only warns about a tensor
-    without a layer, and the loss alone might not show that the tensor is unused.
+    """PEFT has a parameter for every tensor of the engine's adapters. PEFT only warns about unused
+    tensors.
     """
     train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate", *dora)
     folder = tmp_path / "run" / "adapters" / "peft"
@@ -142,9 +141,6 @@ def test_peft_has_a_matrix_for_every_tensor(
 
 
 def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path):
-    """The adapters of a text among several modalities have the same names and values in PEFT.
-    Vision has modules with the same last names, which get no adapters.
-    """
     write_model(tmp_path / "model", FAMILIES["gemma3"])
     (tmp_path / "text.txt").write_text(TEXT)
     call(
@@ -177,9 +173,6 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
 def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
     tmp_path: Path, name: str, modules: int, options: tuple
 ):
-    """Adapters of Granite 4's gate and up, which PEFT joins into one layer, are exchanged in both
-    directions, also in a model with Mamba-2. The loss is that of transformers.
-    """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim"}
     write_model(folder, config)
@@ -228,11 +221,11 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "lfm2_moe"])
 def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
-    """transformers has two parameters of experts: gate and up in one, and down. Adapters are
-    exchanged in both directions.
+    """Adapters of experts are exchanged with PEFT in both directions.
 
-    In Qwen3's mixtures PEFT 0.21 takes the MLPs of layers without experts for experts; the
-    published models have no such layers.
+    transformers has two parameters of experts: one for gate and up, and one for down. PEFT 0.21
+    treats the MLPs of Qwen3's layers without experts as experts, so the tested model has no such
+    layers.
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = FAMILIES[name] | ({"mlp_only_layers": []} if name == "qwen3_moe" else {})
@@ -288,10 +281,9 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
 
 
 def test_lfm3_is_that_of_transformers(tmp_path: Path):
-    """mlx-lm lacks LFM3, so five steps of SGD are compared with transformers, and PEFT reads the
-    adapters. A sequence has 64 tokens, and the sliding window 5.
+    """Five steps of SGD equal those of transformers, because mlx-lm does not have LFM3.
 
-    The type of RoPE is "proportional", because transformers would rotate all pairs with "default".
+    The type of RoPE is "proportional", because with "default" transformers would rotate all pairs.
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES["lfm3"].items() if k not in ("rms_norm_eps", "rope_theta")}
@@ -396,9 +388,7 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
 
 
 def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
-    """The held-out loss of QLoRA in mlx-lm's model equals the loss of bitsandbytes' weights in
-    PyTorch.
-    """
+    """With the weights of bitsandbytes, mlx-lm's model has PyTorch's logits."""
     pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
     model = in_nf4(DEMO, torch.float32).train()
     write_base(model, DEMO, tmp_path / "base")
@@ -413,12 +403,11 @@ def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_pa
     assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)
 
 
-# Differential privacy is compared with Opacus, which has the same model in PyTorch, in its
-# GradSampleModule.
+# Differential privacy is compared with Opacus on the same model in PyTorch.
 
 KEY = bytes(range(32))
-# The noise is about as long as the clipped sum. A high rate makes a step long, so that its rounding
-# is small.
+# The noise has about the norm of the clipped sum. A high learning rate makes a step large against
+# the rounding of the parameters.
 CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
 
 
@@ -463,8 +452,10 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
 def step_of_opacus(
     path: Path, start: Path | None
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
-    """Returns the matrices before and after a step of Opacus, by mlx-lm's names, the norms of the
-    examples' gradients, and the number of gradients that were clipped.
+    """Takes a step with Opacus.
+
+    Returns the matrices before and after the step, by mlx-lm's names, the norms of the examples'
+    gradients, and the number of gradients that were clipped.
     """
     bundle = Bundle(path)
     folder = path.parent / f"dequantized-{start is None}"
@@ -521,12 +512,10 @@ def step_of_opacus(
 
 
 def examples(bundle: Bundle) -> list[tuple[int, int]]:
-    """Returns the beginning and the length of each training example."""
     return bundle.examples("train").tolist()
 
 
 def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:
-    """Returns the noise of the engine's first step, by mlx-lm's names."""
     blocks = bundle.architecture.blocks
     vectors = reference.private_noise(KEY, 0, [block.lora_size(RANK) for block in blocks])
     return {

@@ -1,8 +1,7 @@
-"""Tests with random LoraConfigs of the PEFT library: `make test-slow`.
+"""Tests with random LoraConfigs of the PEFT library (`make test-slow`).
 
-PEFT saves adapters of a tiny random model, and loads them again. The trainer and `mesp fuse` must
-find PEFT's probabilities, or refuse the folder. Hypothesis reduces a configuration that fails to a
-small one.
+PEFT saves adapters of a tiny random model and loads them again. The trainer and `mesp fuse` must
+find PEFT's probabilities, or refuse the folder.
 """
 
 from __future__ import annotations
@@ -115,7 +114,6 @@ EDITS: dict[str, list[Any]] = {
 
 
 def some(values: dict[str, list[Any]], most: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Returns a strategy of up to `most` of the fields, each with one of its values."""
     names = st.lists(st.sampled_from(sorted(values)), max_size=most, unique=True)
     return names.flatmap(
         lambda each: st.fixed_dictionaries({name: st.sampled_from(values[name]) for name in each})
@@ -135,7 +133,6 @@ def targets(model: str) -> st.SearchStrategy[Any]:
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, torch.nn.Module]:
-    """Returns a bundle of a tiny model, and the same weights in transformers."""
     name, place = request.param, tmp_path_factory.mktemp(request.param)
     config = {k: v for k, v in FAMILIES[name].items() if k != "head_dim" or name == "qwen3_moe"}
     config |= {"mlp_only_layers": []} if name == "qwen3_moe" else {}
@@ -167,9 +164,6 @@ def made(
 
 
 def test_the_table_has_every_field_of_lora_config(tmp_path: Path):
-    """The table of keys has every field of LoraConfig, and a configuration that PEFT saves with the
-    defaults is accepted.
-    """
     peft = FIELDS["peft"]
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
     assert {*peft["used"], *peft["ignored"], *peft["required"]} == fields
@@ -180,14 +174,12 @@ def test_the_table_has_every_field_of_lora_config(tmp_path: Path):
 
 
 def probabilities(model: torch.nn.Module) -> np.ndarray:
-    """Returns the log-probabilities after each of the tokens."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([TOKENS])).logits[0]
     return torch.log_softmax(logits.float(), -1).numpy()
 
 
 def of_the_trainer(bundle: Path, folder: Path, vocabulary: int) -> np.ndarray:
-    """Returns the trainer's log-probabilities after the last of the tokens."""
     with evaluator(bundle, weigh(folder)) as engine:
         scores = engine.choices(TOKENS, [[token] for token in range(vocabulary)])
     return np.array([score.log_likelihood for score in scores])
@@ -212,7 +204,6 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def saved_by_peft(base: torch.nn.Module, folder: Path, fields: dict[str, Any], seed: int) -> None:
-    """Makes adapters that change the model, and lets PEFT save them into a folder."""
     torch.manual_seed(seed)
     adapted = get_peft_model(deepcopy(base), LoraConfig(**deepcopy(fields)))
     for name, parameter in adapted.named_parameters():
@@ -222,7 +213,6 @@ def saved_by_peft(base: torch.nn.Module, folder: Path, fields: dict[str, Any], s
 
 
 def edit(folder: Path, edits: dict[str, Any], tensor: str) -> None:
-    """Changes a saved configuration, and the tensors."""
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | edits))
     weights = load_file(folder / WEIGHTS)

@@ -35,9 +35,6 @@ WITH_DORA = {"dora": 0.6, "second": 0.3, "small": 2.0}
 
 
 def write_all(folder: Path, bundle: Path) -> None:
-    """Writes folders of adapters. Each lacks adapters of some modules, and two folders have
-    adapters of DoRA.
-    """
     write_adapters(folder / "dora", bundle, seed=4, without=("up_proj",), dora=True)
     without = ("q_proj", "out_proj")
     write_adapters(folder / "small", bundle, rank=1, scale=0.5, seed=5, without=without, dora=True)
@@ -49,9 +46,6 @@ def write_all(folder: Path, bundle: Path) -> None:
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "gemma2", "lfm2_moe"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with the bundle of a tiny model and folders of adapters. The last family has
-    experts.
-    """
     folder = tmp_path_factory.mktemp(request.param)
     model = write_model(folder / "model", FAMILIES[request.param])
     size = ("--seq-len", 8, "--rank", 2, "--group-size", 32, "--data", "python-docs")
@@ -152,8 +146,9 @@ def test_one_whole_set_of_adapters_stays_what_it_is(family: Path, tmp_path: Path
 
 @pytest.fixture
 def asked(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list]:
-    """Returns a function that lists the adapters and weights of each engine that was started. The
-    working folder has two folders of adapters, and nothing else.
+    """Returns a function that lists the adapters and weights of each engine that was started.
+
+    Creates two empty folders for adapters.
     """
     for name in ("a", "b"):
         (working_folder / name).mkdir()
@@ -205,7 +200,7 @@ def test_an_evaluation_measures_each_or_their_sum(bundle: Path, asked):
     options = ("--adapters", "a,b", "--out", "found.json")
     call("evaluate", bundle, "data.jsonl", *options)
     first, second = [("a", 1)], [("b", 1)]
-    # Each folder is first loaded alone, so that one that cannot be loaded is reported first.
+    # Each folder is first loaded alone, so that a bad folder is reported before the evaluation.
     assert asked() == [first, second, [], first, second]
     each = json.loads(Path("found.json").read_text())
     assert list(perplexities(each["results"])) == each["adapters"] == [None, "a", "b"]
@@ -279,9 +274,6 @@ def test_the_library_refuses_weights_in_the_same_words(bundle: Path, asked):
 def test_what_cannot_be_fused_is_named_and_nothing_is_left(
     family: Path, bundle: Path, tmp_path: Path, second: str, said: str
 ):
-    """A folder that does not fit is named, even if its weight is 0, and nothing is left. The
-    adapters of another model are for more blocks.
-    """
     if second == "another":
         write_adapters(tmp_path / "another", bundle)
     if second == "run":

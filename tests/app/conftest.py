@@ -9,5 +9,4 @@ from helpers.swift_package import write_symbol_graphs
 
 @pytest.fixture(scope="session")
 def symbol_graphs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder with the symbol graphs of the package's modules."""
     return write_symbol_graphs(tmp_path_factory.mktemp("package"))

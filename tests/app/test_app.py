@@ -1,9 +1,7 @@
 """Checks of the iPhone app without a Mac: its project, its property lists, its views.
 
-SwiftUI is not installed here. The core, the app's model, the views and the widget are compiled as
-for iOS, and all but the widget, with the engine, as for macOS, against stand-ins for Apple's
-modules (stand_ins/). For Linux, SwiftPM compiles them. The views' behaviour is in the target
-MeSPAppModel, whose Swift tests run everywhere.
+The Swift sources are compiled as for iOS and macOS, against stand-ins for Apple's modules
+(stand_ins/). The views' behaviour is in MeSPAppModel, whose Swift tests run everywhere.
 """
 
 import json
@@ -31,8 +29,8 @@ HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
-# The stand-ins for Apple's and other modules, by system. Each stands after those that it imports.
-# `BESIDE` has the modules that only an app with mlx-swift-lm needs.
+# The stand-ins by system. Each follows the modules that it imports. `BESIDE` has the modules that
+# only an app with mlx-swift-lm needs.
 BESIDE = ("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels")
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts", *BESIDE)
 STAND_INS = {
@@ -52,7 +50,7 @@ VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
 
 def parse(text: str) -> dict:
-    """Returns a property list in the old style of Xcode's projects: {}, (), "…" and words."""
+    """Parses a property list in the old style of Xcode's projects: {}, (), "…" and words."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^//.*$", "", text, flags=re.M)
     tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
@@ -141,8 +139,8 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
 
 
 def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
-    """Returns a target's build settings by configuration. They are the project's, except those that
-    the target sets.
+    """Returns a target's build settings by configuration. The target's settings override the
+    project's.
     """
     (project,) = of(objects, "PBXProject")
     found = {}
@@ -172,9 +170,6 @@ def platforms(settings: dict[str, str]) -> set[str]:
 
 
 def test_what_comes_with_the_app_is_all_copied_into_it(objects: dict[str, dict]):
-    """All that comes with the app is copied into it: every bundle beside the project, and the
-    folder that the app looks for by name.
-    """
     (run,) = re.findall(r'resourceURL\?\.appending\(path: "(\w+)"\)', app_text())
     app = target_of(objects, "application")
     (phase,) = (
@@ -209,7 +204,6 @@ def test_the_tools_know_the_app_by_its_identifier(objects: dict[str, dict]):
 
 
 def test_any_person_can_sign_the_app(objects: dict[str, dict]):
-    """The project names no team, and no target has an entitlement that a free team lacks."""
     for target in targets(objects):
         for settings in settings_of(objects, target).values():
             assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
@@ -240,9 +234,7 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
 
 
 def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
-    """The app and the widget compile the same attributes, because iOS matches data from the app to
-    the widget by the name of the type.
-    """
+    """iOS matches data from the app to the widget by the name of the type."""
     widget = target_of(objects, "app-extension")
     (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == WIDGET
@@ -250,16 +242,13 @@ def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, d
         objects[objects[each]["target"]]["productType"]: objects[each]["membershipExceptions"]
         for each in folder["exceptions"]
     }
-    # If a folder is not the target's own, its exceptions are the files in it that the target
-    # includes.
+    # If a target does not own the folder, its exceptions are the files that it includes.
     assert exceptions[target_of(objects, "application")["productType"]] == [SHARED.name]
     assert SHARED.name not in exceptions[widget["productType"]]
 
 
 def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
-    """The UI test starts the app, and no target depends on the UI test. So a first build does not
-    build the UI test, and needs no team for it.
-    """
+    """No target depends on the UI test, so that a first build needs no team for it."""
     app, test = target_of(objects, "application"), target_of(objects, "ui-testing")
     (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
@@ -275,8 +264,7 @@ def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str
     apps = settings_of(objects, app)
     for name, settings in settings_of(objects, test).items():
         assert settings["TEST_TARGET_NAME"] == app["name"]
-        # The scheme offers the app's destinations, even those that the test lacks. So the test must
-        # have all of them.
+        # The scheme offers all destinations of the app, so the UI test must support all of them.
         assert platforms(settings) == platforms(apps[name])
     others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
     assert test not in [objects[objects[each]["target"]] for each in others]
@@ -325,8 +313,8 @@ def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict])
 
 
 def test_the_app_takes_the_files_that_it_says_it_takes():
-    """The app takes the types of files that its Info.plist names. A computer can also access the
-    app's folder, as tools/push.py and tools/collect.py do.
+    """Info.plist declares the types of files that the app opens. It also gives a computer access to
+    the app's folder.
     """
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
@@ -364,15 +352,14 @@ def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
         "NSAllowsLocalNetworking"
     }
     assert info["NSLocalNetworkUsageDescription"], "iOS asks the person with it"
-    # The device's host name would be looked up in the network, and iOS would ask the person for
-    # permission. The app does not need it.
+    # Reading the device's host name would make iOS ask the person for access to the local network.
     for source in HOME.rglob("*.swift"):
         assert "processInfo.hostName" not in source.read_text(encoding="utf-8"), source.name
 
 
 def test_every_stand_in_says_what_it_was_read_from():
-    """In a stand-in, each group of declarations begins with the name of a document or a header that
-    it was read from. A group ends at an empty line.
+    """In a stand-in, each group of declarations begins with the document or the header that it was
+    read from. A group ends at an empty line.
     """
     for stand_in in (HERE / "stand_ins").glob("*.swift"):
         text = stand_in.read_text(encoding="utf-8")
@@ -384,9 +371,8 @@ def test_every_stand_in_says_what_it_was_read_from():
 
 
 def test_a_view_has_its_file_importer_once():
-    """A section has no file importer. SwiftUI would apply it to each row of the section, and import
-    a file once for each row.
-    """
+    """A section has no file importer, because SwiftUI would import a file once for each of its
+    rows."""
     for view in (APP / "Views").glob("*.swift"):
         lines = view.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
@@ -406,7 +392,6 @@ def test_a_view_has_its_file_importer_once():
 
 
 def used(patterns: dict[str, str]) -> set[str]:
-    """Returns the keys of the patterns that occur in the sources of the app and its modules."""
     others = {"Engine", "Tests", "UITests"}
     paths = [p for p in HOME.rglob("*.swift") if p.relative_to(HOME).parts[0] not in others]
     text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
@@ -489,7 +474,7 @@ def test_the_icon_is_as_the_app_store_takes_it():
         assert width == height == int(points) * int(scale[0]), icon["filename"]
         sizes.setdefault((icon["idiom"], icon.get("platform")), set()).add((points, scale))
     assert sizes.pop(("universal", "ios")) == {("1024", "1x")}
-    # Without these icons, the asset compiler has none for a Mac, and fails.
+    # Without these icons, the asset compiler fails for a Mac.
     mac = {(str(size), scale) for size in (16, 32, 128, 256, 512) for scale in ("1x", "2x")}
     assert sizes == {("mac", None): mac}
 
@@ -511,10 +496,9 @@ def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
 class Compiler:
     """Compiles for `system`, against the stand-ins in `modules`.
 
-    The output is SIL: type-checking alone finds neither data races nor missing returns, and machine
-    code would take twice as long. A copy of the sources is compiled, in which `os(iOS)` and the
-    like are replaced by their values for `system`. The stand-ins make `canImport(Darwin)` and
-    `canImport(CryptoKit)` true.
+    The output is SIL, because type-checking alone finds neither data races nor missing returns. A
+    copy of the sources is compiled, in which conditions such as `os(iOS)` have their values for
+    `system`.
     """
 
     # The modules of the package. The app is outside of it, and sees only public declarations.
@@ -529,7 +513,6 @@ class Compiler:
         self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
 
     def compile(self, name: str, *sources: Path, version: int = 6) -> subprocess.CompletedProcess:
-        """Compiles a module into one file, NAME.sil, and so that other modules can import it."""
         command = ["-emit-sil", "-whole-module-optimization", "-o", self.folder / f"{name}.sil"]
         if "main.swift" not in {source.name for source in sources}:
             command += ["-parse-as-library", "-emit-module", "-emit-module-path"]
@@ -537,11 +520,9 @@ class Compiler:
         return self.run(name, *command, *self.copies(name, *sources), version=version)
 
     def compile_what_differs(self, name: str, *sources: Path) -> subprocess.CompletedProcess:
-        """Compiles files with conditions to SIL, and the module so that other modules can import
-        it.
+        """Compiles a module for import, and its files with conditions to SIL.
 
-        The other files compile alike for every system, and SwiftPM's build shows that they use
-        nothing of one system alone.
+        SwiftPM's own build checks the other files, which are the same for every system.
         """
         copies = self.copies(name, *sources)
         command = ["-emit-module", "-whole-module-optimization", "-parse-as-library"]
@@ -596,7 +577,6 @@ class Compiler:
             assert done.returncode == 0, done.stderr
 
     def app_modules(self) -> dict[str, list[Path]]:
-        """Returns the sources of the app's modules, each after those that it imports."""
         resources = self.folder / "Resources.swift"
         resources.write_text(RESOURCES, encoding="utf-8")
         modules = {f"MeSP{part}": sources(part) for part in PARTS}
@@ -671,7 +651,7 @@ def test_the_ui_test_compiles(tmp_path: Path):
 
 
 def test_the_ui_test_looks_for_what_the_app_shows():
-    """Only Xcode runs the UI test. This test fails if the app changes what it looks for."""
+    """Only Xcode runs the UI test. This test checks that the app has the texts of the UI test."""
     (source,) = UI_TESTS.glob("*.swift")
     text = source.read_text(encoding="utf-8")
     views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
@@ -707,7 +687,6 @@ def swift_blocks(page: Path) -> list[str]:
 
 
 def library_examples(folder: Path) -> Iterator[Path]:
-    """Yields the examples of each article of the library's documentation, as one source."""
     assert len(ARTICLES) == 3
     for article in ARTICLES:
         source = folder / f"{article.stem}Example.swift"
@@ -735,14 +714,12 @@ import MeSP
 
 
 def short_example(source: Path, page: Path, place: int) -> Path:
-    """Writes and returns a block without declarations as the body of a function."""
     lines = [line for line in swift_blocks(page)[place].splitlines() if line != "import MeSP"]
     source.write_text("\n".join([GIVEN, *lines, "} }"]), encoding="utf-8")
     return source
 
 
 def example_beside_mlx_swift_lm(source: Path) -> Path:
-    """Writes and returns the example of an app that runs mlx-swift-lm, as one source."""
     blocks = swift_blocks(ROOT / "docs" / "mlx-swift-lm.md")
     assert len(blocks) == 4
     source.write_text("\n".join(blocks), encoding="utf-8")
@@ -781,7 +758,6 @@ def literals(text: str) -> list[str]:
     found, place = [], 0
 
     def read(place: int) -> int:
-        """Reads the literal whose text begins at `place`; returns its end."""
         parts = []
         while text[place] != '"':
             if text.startswith("\\(", place):
@@ -805,14 +781,13 @@ def literals(text: str) -> list[str]:
 
 
 def catalog(name: str) -> dict[str, dict]:
-    """Returns the entries of the String Catalog by key."""
     catalog = json.loads((APP / f"{name}.xcstrings").read_text(encoding="utf-8"))
     assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
     return catalog["strings"]
 
 
 def test_the_string_catalog_has_every_sentence_of_the_views():
-    """A sentence begins with a capital, or has a space; names of symbols and files do neither."""
+    """Literals that begin with a capital or contain a space are sentences."""
     said = {
         text
         for view in [
@@ -822,7 +797,7 @@ def test_the_string_catalog_has_every_sentence_of_the_views():
         for text in literals(view.read_text(encoding="utf-8"))
         if re.search(r"[A-Za-z]", text.replace("%@", "")) and (text[0].isupper() or " " in text)
     }
-    # Xcode tells numbers from words; both are one text here.
+    # Xcode's keys distinguish numbers and words. `literals` returns %@ for both.
     listed = {re.sub(r"%(\d\$)?(lld|@)", "%@", key) for key in catalog("Localizable")}
     assert said - listed == set(), "add them to Localizable.xcstrings"
     assert listed - said == set(), "no view says them"
@@ -866,10 +841,8 @@ def test_the_documentation_names_what_the_screens_have():
 
 
 def sentence_keys(sil: str) -> set[str]:
-    """Returns the keys of a module's `Sentence` literals, from the calls in its SIL."""
     found: set[str] = set()
-    # The keys of literals that are not finished. There may be several, because a literal may
-    # contain another.
+    # A stack of the keys of unfinished literals, because a literal may contain another.
     literal, keys = "", []
     calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
     steps = (
@@ -894,7 +867,6 @@ def sentence_keys(sil: str) -> set[str]:
 
 
 def assert_catalog_has(said: set[str]) -> None:
-    """Checks that the catalog has the exact key of each `Sentence`, with %lld for numbers."""
     said = {key for key in said if re.search(r"[A-Za-z]", re.sub(r"%(lld|@)", "", key))}
     listed = catalog("Sentences")
     assert said - set(listed) == set(), "add them to Sentences.xcstrings"
@@ -904,9 +876,6 @@ def assert_catalog_has(said: set[str]) -> None:
 
 
 def test_views_keep_to_the_systems_type_sizes_and_colors():
-    """Views use the system's type sizes and colors. So text grows with Dynamic Type, and is legible
-    in light and dark mode.
-    """
     for view in VIEWS:
         text = view.read_text(encoding="utf-8")
         assert not re.search(r"\.system\(size|Font\.custom|\.frame\(height[^\n]*Text", text), (

@@ -1,4 +1,4 @@
-"""Tests a program that does everything that an app does with the library MeSP (Example/)."""
+"""Tests the example program of the library MeSP (Example/)."""
 
 import re
 import subprocess

@@ -1,8 +1,6 @@
-"""Checks the packages of a first build in Xcode, without a Mac.
+"""Checks the Swift packages of a first build in Xcode, without a Mac.
 
-The manifest's requirements and the pins in the project's Package.resolved agree with each other and
-with the manifests of the packages' releases (package_releases.json). The oldest Xcode that
-docs/app.md names builds them. An app can use mlx-swift-lm beside this package.
+package_releases.json records the manifests of the packages' releases.
 """
 
 import json
@@ -40,14 +38,12 @@ def manifest(folder: Path, wheel: str | None) -> dict:
 
 @pytest.fixture(scope="module")
 def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Returns Package.swift as the project of an app reads it."""
     return manifest(tmp_path_factory.mktemp("app"), None)
 
 
 @pytest.fixture(scope="module")
 def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the first version of each package that Package.swift accepts, and the first that it
-    does not.
+    """Returns the accepted range of each package: the first version in it, and the first after it.
 
     All requirements are ranges of versions, because SwiftPM refuses to use a released package that
     requires a commit of another package.
@@ -70,7 +66,6 @@ def pins() -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def releases(pins: dict[str, dict]) -> dict[str, dict]:
-    """Returns the recorded release of each pinned package."""
     found = {}
     for name, pin in pins.items():
         found[name] = PACKAGES[name]["releases"][pin["state"]["version"]]
@@ -86,9 +81,6 @@ def test_every_pin_is_the_commit_of_its_release(pins: dict, releases: dict):
 
 
 def test_where_the_wheel_has_mlx_no_package_is_fetched(app_manifest: dict, tmp_path: Path):
-    """With the wheel's MLX, SwiftPM fetches no package. Only MeSPTokenizers, the tokenizer for an
-    app, is left out.
-    """
     here = manifest(tmp_path, "/wheel/mlx")
     assert [list(each) for each in here["dependencies"]] == [["fileSystem"]]
     for part in ("products", "targets"):
@@ -119,9 +111,6 @@ def test_the_pinned_mlx_swift_carries_the_mlx_that_the_core_names(releases: dict
 
 @pytest.mark.parametrize("name", RECORD["beside_this"])
 def test_an_app_can_take_this_package_beside_another(name: str, ranges: dict, pins: dict):
-    """For each package that both this package and the other one require, the pinned version suits
-    both.
-    """
     other = RECORD["beside_this"][name]
     theirs = other["requires"] | other["its_readme_requires"]
     common = theirs.keys() & (ranges.keys() | pins.keys())
@@ -156,16 +145,12 @@ def test_page_and_workflow_say_what_a_first_build_needs():
     assert f"Xcode {OLDEST} or newer" in page
     workflow = WORKFLOW.read_text(encoding="utf-8")
     assert f"/Applications/Xcode_{OLDEST}.app" in workflow
-    # A person must install everything that a job installs, so the page names it.
+    # The page must name every component that the job installs.
     (installed,) = re.findall(r"- run: (xcodebuild -downloadComponent \w+)", workflow)
     assert installed in page
 
 
 def test_git_keeps_the_projects_pins_and_not_those_of_the_command_line():
-    """Git keeps the app's pins. It ignores the command line's pins, which depend on
-    MESP_HOST_MLX.
-    """
-
     def ignored(path: Path) -> bool:
         command = ["git", "check-ignore", "--quiet", str(path)]
         return subprocess.run(command, cwd=ROOT).returncode == 0

@@ -1,5 +1,5 @@
-"""Tests the public API of the library MeSP for apps, and that nothing else is public without
-need.
+"""Tests the public API of the library MeSP, and that other modules have no needless public
+declarations.
 """
 
 import re
@@ -46,12 +46,11 @@ def test_everything_public_is_documented(symbols: list[Symbol]):
 
 
 def test_nothing_else_is_public_without_the_app_needing_it(symbols: list[Symbol]):
-    """The app's views are outside of the package. So a declaration may be public if the views name
-    it.
+    """The app's views are outside of the package, so a declaration that they name may be public.
 
-    It may also be public if a declaration that the views name has it in its signature or in a
-    default value. Cases are public with their type, and requirements with their protocol. Literals
-    call `appendInterpolation`.
+    The same holds for a declaration in the signature or a default value of a named declaration.
+    Cases are public with their type, and requirements with their protocol. Literals call
+    `appendInterpolation`.
     """
     places = [APP / place for place in ("App", "Widget")]
     text = "\n".join(file.read_text("utf-8") for place in places for file in place.rglob("*.swift"))
@@ -78,5 +77,4 @@ def test_nothing_else_is_public_without_the_app_needing_it(symbols: list[Symbol]
 
 
 def default_values(symbol: Symbol) -> str:
-    """Returns the text of a declaration after the first equals sign."""
     return symbol.declaration.partition(" = ")[2]

@@ -39,7 +39,6 @@ from mesp.models.tensor_names import name_there
 
 
 def output_names(block) -> tuple[str, ...]:
-    """Returns the names of the block function's outputs."""
     return ("y", *reference.intermediate_names(block))
 
 
@@ -54,9 +53,6 @@ def geometry(hidden: int, intermediate: int, heads: int, kv_heads: int) -> dict:
 
 
 def mixed(path: str) -> Quantization:
-    """Returns the quantization of a module in a mixed recipe, which mixes more formats than
-    mlx-lm's recipes.
-    """
     many = "v_proj" in path or "down_proj" in path
     return Quantization(6, 64) if many else Quantization(8 if "q_proj" in path else 3, 32)
 
@@ -88,8 +84,6 @@ BLOCKS = [
 
 
 class Spy(nn.Module):
-    """A module that records its inputs and outputs."""
-
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
@@ -127,7 +121,6 @@ class Case:
         return self.given.setdefault(length, given_to(self.described, length))
 
     def more(self, length: int) -> list[mx.array]:
-        """Returns the block's inputs besides x, as arguments of the block function."""
         beside = self.beside(length)
         return [*([beside["per_layer"]] if beside else []), *beside.get("shared", ())]
 
@@ -135,7 +128,6 @@ class Case:
         return dict(self.block.named_modules())[self.there(name)]
 
     def there(self, name: str) -> str:
-        """Returns mlx-lm's name of a module."""
         own = name in self.described.modules
         return name if own else name_there(name, self.arch.model_type)
 
@@ -145,11 +137,10 @@ class Case:
         setattr(parent, last, module)
 
     def run(self, x: mx.array) -> mx.array:
-        """Returns the output of mlx-lm's block, with Hugging Face's window."""
+        """Returns the output of mlx-lm's block, with Hugging Face's attention window."""
         return run_layer(self.block, x, self.described, **self.beside(x.shape[1]))
 
     def expected(self, x: mx.array) -> list[mx.array]:
-        """Returns mlx-lm's results: y, and the inputs and outputs of its modules."""
         names = ["input_layernorm", self.arch.mlp_norm, *self.described.modules]
         of_mixer = {
             GatedDeltaNet: "linear_attn.norm",
@@ -196,7 +187,6 @@ class Case:
         return [found[name] for name in output_names(self.described)]
 
     def export(self, folder, seq_len: int):
-        """Exports and imports the block function, and returns it."""
         path, rank = str(folder / "block.mlxfn"), self.lora.size // self.described.lora_size(1)
         export_block(
             path, self.function(), self.described, self.layout, mx.float32, "cpu", [seq_len], [rank]
@@ -208,7 +198,6 @@ class Case:
 
 
 def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
-    """Returns arrays of 32 and 8 bits in the layout of a block's file."""
     words = mx.zeros(layout.words, mx.uint32)
     for spec in layout.arrays:
         words[spec.offset : spec.offset + spec.words] = arrays[spec.name].flatten().view(mx.uint32)
@@ -334,7 +323,6 @@ def test_it_differentiates(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("length", [5, 7, 32])
 @pytest.mark.parametrize("window", [None, 1, 4, 5])
 def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
-    """Fused attention has the mask of attention in tiles, so each query sees the same keys."""
     monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
     q, k, v = (mx.random.normal((1, heads, length, 16)) for heads in (4, 2, 2))
     scoring = attention.Scoring(0.3, None, window)
@@ -343,14 +331,12 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     assert relative_error(a, b) <= TOLERANCE
 
 
-# The cases are: fused attention; tile sizes that cut these small shapes into many tiles; the
-# default tile sizes, which leave one tile.
+# "fused" has fused attention. "tiled" has sizes that cut these small shapes into many tiles. "one
+# tile" has the default sizes.
 @pytest.mark.parametrize("how", ["fused", "tiled", "one tile", "plain"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
-    """The GPU's function computes what mlx-lm's block computes. Its operations also exist on the
-    CPU, so this test finds mistakes in them without a GPU.
-    """
+    """The operations of the GPU's function also exist on the CPU, so this test needs no GPU."""
     case, calls = Case(name, layer), []
     attend = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -378,9 +364,6 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
 @pytest.mark.parametrize("how", ["fused", "tiled", "plain"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
-    """Each record has the outputs of a separate sequence, also if a tile or a chunk has several
-    records.
-    """
     case = Case(name, layer)
     if isinstance(case.mixer, AttentionMixer):
         heads = (case.mixer.head_dim,) if how == "fused" else ()
@@ -414,7 +397,6 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
 
 
 def primitives(*outputs: mx.array) -> Counter:
-    """Returns the number of each primitive in the graph of `outputs`."""
     dot = io.StringIO()
     mx.export_to_dot(dot, *outputs)
     return Counter(re.findall(r'label ="(\w+)", shape=rectangle', dot.getvalue()))
@@ -423,12 +405,10 @@ def primitives(*outputs: mx.array) -> Counter:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatch, name, dtype):
-    """On the CPU, `mx.fast` is traced as plain operations. Nothing else in a trace depends on the
-    device.
+    """On the CPU, `mx.fast` is traced as plain operations. MLX makes its primitives only on a GPU.
 
-    The test puts a primitive in place of each call of `mx.fast`, as on a GPU. Then the graph must
-    be the CPU's graph without the operations of these calls. (MLX makes the real primitives only if
-    there is a GPU.)
+    The test puts a primitive in place of each call of `mx.fast`. The rest of the graph must be the
+    CPU's graph.
     """
     case, plain = Case(name), Counter()
     monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
@@ -462,7 +442,8 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     assert on_cpu == on_gpu + plain
 
 
-# Blocks with heads of 64, for Metal's fused attention, with and without a window, and other heads.
+# Blocks with head size 64, which Metal's fused attention supports, and blocks with other head
+# sizes.
 GPU_BLOCKS = {name: {**FAMILIES[name], **HEADS_64} for name in ("qwen2", "qwen3", "mistral")}
 GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3", "lfm2")}
 GPU_BLOCKS |= {"qwen3_5": FAMILIES["qwen3_5"]}
@@ -471,7 +452,7 @@ GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval":
 
 
 def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
-    """Returns the GPU's function with these fused primitives, and the widths of its inputs."""
+    """Returns the GPU's function for the first block, the block, and the layout of its file."""
     arch = Architecture.from_config(GPU_BLOCKS[name])
     block = arch.blocks[0]
     layout = block_layout(block, dict.fromkeys(block.modules, Quantization(4, 32)), dtype)
@@ -487,9 +468,7 @@ def gpu_inputs(
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
-    """Returns what MLX reports of a trace: the constants, and the primitives with their
-    arguments.
-    """
+    """Returns MLX's trace of a call: the constants, and the primitives with their arguments."""
     found = []
 
     def callback(part: dict) -> None:
@@ -502,7 +481,7 @@ def trace(function: BlockFunction, *inputs: mx.array) -> list:
 
 
 def flat(arguments: Iterable) -> list:
-    """Returns a primitive's arguments as numbers."""
+    """Returns a primitive's arguments as a flat list of numbers."""
     numbers = []
     for value in arguments:
         if isinstance(value, mx.Dtype):
@@ -516,8 +495,8 @@ def flat(arguments: Iterable) -> list:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
 def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, kind):
-    """A file for the GPU, converted for the CPU and back, has equal bytes, and the primitives that
-    were traced.
+    """A file for the GPU that is converted for the CPU and back has equal bytes. Its primitives are
+    those of the trace.
     """
     plain, packed = kind == "plain", kind == "packed"
     function, block, layout = gpu_block(name, dtype, plain, fused)
@@ -593,7 +572,7 @@ def test_every_code_is_unpacked(bits):
 
 
 def test_every_small_float_is_exact():
-    """All values of E4M3 are MLX's, except for NaN, and the 16 values of E2M1 are exact."""
+    """All values of E4M3 except NaN equal MLX's. The 16 values of E2M1 are exact."""
     codes = mx.arange(256, dtype=mx.uint8)
     values = mx.from_fp8(codes, dtype=mx.float32)
     is_nan = codes % 128 == 127

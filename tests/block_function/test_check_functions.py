@@ -1,6 +1,4 @@
-"""Tests of `check_functions` on files of functions with which MLX would access memory outside
-arrays.
-"""
+"""Tests that `check_functions` refuses files that make MLX access memory outside of arrays."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def test_a_file_that_lies_is_refused(tmp_path, function, old, new, said):
 def one(
     name: str, state: bytes, shape_in: tuple, shape_out: tuple, dtype: bytes = FLOAT32
 ) -> bytes:
-    """Returns a file with one primitive on the CPU, of one float32 array."""
+    """Returns a function file for the CPU with one primitive, whose input is one float32 array."""
     ids = struct.pack("<QQ", 1, 0), struct.pack("<QQ", 1, 1)
     array = shape(*shape_in) + FLOAT32
     name_bytes = struct.pack("<Q", len(name)) + name.encode()
@@ -139,9 +137,7 @@ def number(value: int) -> bytes:
     ids=str,
 )  # fmt: skip
 def test_what_mlx_never_makes_is_refused(name, state, good, bad, said):
-    """States that MLX never writes are refused. MLX's operations make no primitive with such a
-    state, and the primitives rely on that.
-    """
+    """MLX's operations never make these states, and its primitives rely on that."""
     if good:
         check_functions(one(name, state, *good), "cpu")
     with pytest.raises(ValueError, match=f"{name}: .*{said}"):
@@ -160,9 +156,7 @@ def test_primitives_of_a_gpu_are_refused_on_a_cpu():
     ("heads", "length", "size"), [(2, 9, 192), (2, 9, 256), (2, 8, 80), (8, 8, 64)]
 )
 def test_attention_without_a_kernel_is_refused(heads, length, size):
-    """Attention without a kernel in Metal is refused. Keys and values have one head here. If there
-    are few queries, Metal launches a thread for each row of the queries.
-    """
+    """Attention is refused if Metal has no kernel for it. Keys and values have one head here."""
 
     def file(heads: int, length: int, size: int) -> bytes:
         arrays = [mx.zeros((1, each, length, size)) for each in (heads, 1, 1)]
@@ -212,9 +206,6 @@ def rounded(outputs: list[mx.array]) -> list[mx.array]:
 
 @pytest.mark.parametrize("change", [exchanged, rounded, lambda outputs: outputs[:-1]])
 def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
-    """Python and the engine refuse a function whose outputs lack the shapes and types that the
-    architecture implies.
-    """
     out, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
     options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
@@ -238,7 +229,6 @@ def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
 
 
 def replace_file(bundle: Path, name: str, data: bytes) -> None:
-    """Replaces a file of a bundle, and its digest in the manifest."""
     (bundle / name).write_bytes(data)
     manifest = json.loads((bundle / "manifest.json").read_text())
     (entry,) = [each for each in manifest["files"] if each["path"] == name]
@@ -254,8 +244,8 @@ def test_the_file_is_for_one_device(tmp_path):
 
 
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
-    """The engine checks a function even if the manifest has the digest of its file. The run uses
-    MeBP, because on a CPU no other method runs a bundle's functions.
+    """The engine checks a function even if the manifest has the digest of its file. On a CPU, only
+    MeBP runs a bundle's functions.
     """
     find_engine()
     bundle, record = tmp_path / "b", tmp_path / "text.jsonl"

@@ -27,7 +27,7 @@ PARTS = ("weight", "scales", "biases")
 
 @pytest.fixture(scope="session")
 def exported(tiny, tmp_path_factory):
-    """Returns the tiny model's bundle, not to be changed."""
+    """Returns the tiny model's bundle. Tests must not change it."""
     out = tmp_path_factory.mktemp("bundles") / "tiny.mesp"
     arguments = ["--model", tiny, "--data", "python-docs", "--seq-len", "16,32", "--out", out]
     arguments += ["--quantize", "nearest", "--head-bits", 4]  # as in `mx.quantize`
@@ -38,7 +38,8 @@ def exported(tiny, tmp_path_factory):
 
 @pytest.fixture
 def copy(exported, tmp_path):
-    """Returns a copy to be changed, and a function that changes its manifest."""
+    """Returns a copy of the bundle that a test may change, and a function that changes the
+    manifest."""
     folder = tmp_path / "copy.mesp"
     shutil.copytree(exported, folder)
 
@@ -69,9 +70,6 @@ def test_arrays_are_the_models(exported):
 
 
 def test_files_can_be_mapped(exported):
-    """Files are whole pages, arrays are on 64-byte boundaries without overlap, and every file is
-    listed.
-    """
     manifest = read_manifest(exported)
     files = {entry.path: entry.size for entry in manifest.files}
     on_disk = {p.relative_to(exported).as_posix() for p in exported.rglob("*") if p.is_file()}
@@ -95,7 +93,7 @@ FAMILY = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def family(request, tmp_path_factory):
-    """Returns a model of a family with four blocks, its folder and its bundle."""
+    """Returns the config of a model with four blocks, its folder, and its bundle."""
     folder = tmp_path_factory.mktemp(request.param)
     config = {**FAMILIES[request.param], **FAMILY}
     if request.param == "llama-window":
@@ -133,7 +131,7 @@ def test_to_mlx_lm_is_the_quantized_model(family):
     expected, found = (dict(tree_flatten(m.parameters())) for m in (expected, bundle.to_mlx_lm()))
     assert found.keys() == expected.keys()
     for name, array in found.items():
-        # Checkpoints of Gemma have norms minus 1, and 1 + w - 1 loses the last bits of w.
+        # Gemma's checkpoints store norms minus 1. Computing 1 + w - 1 loses the last bits of w.
         close = mx.abs(array - expected[name]).max() <= (1e-7 if "norm" in name else 0)
         assert array.dtype == expected[name].dtype and close, name
 
@@ -149,7 +147,6 @@ def test_a_family_that_mlx_lm_lacks_is_named(tmp_path, monkeypatch):
 
 
 def test_functions_give_the_logits_of_mlx_lm(family):
-    """The embedding, every block's function and the head agree, below the window and above it."""
     config, _, bundle = family
     arch, model = bundle.architecture, bundle.to_mlx_lm()
     ignores_window = config["model_type"] in ("mistral", "phi3", "gemma2")
@@ -181,9 +178,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
 
 
 def test_adapters_load_into_mlx_lm(family, tmp_path):
-    """Adapters load into mlx-lm's model. mlx-lm finds the modules by name, also fused ones, and the
-    model has the reference's loss.
-    """
+    """mlx-lm finds the adapted modules by name, also fused ones. Its loss is the reference's."""
     _, _, bundle = family
     arch, rank = bundle.architecture, 2
     lora = reference.init_lora(arch, rank, seed=1)
@@ -208,8 +203,8 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
 
 
 def test_blocks_are_grouped_by_layout_and_mixer(family):
-    """Blocks are grouped by layout and mixer. A window of 5 makes no difference to sequences of 4,
-    so for this length, blocks with the window and without it have the same function.
+    """Blocks are grouped by layout and mixer. For sequences shorter than the window of 5, blocks
+    with and without the window have the same function.
     """
     config, _, bundle = family
     kinds = {
@@ -246,9 +241,8 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
 
 
 def test_what_belongs_to_an_expert_lies_together(family):
-    """Each kind of matrix has an entry in the manifest, and each expert a range of the file, in
-    bfloat16 too.
-    """
+    """Each kind of expert matrix has one entry in the manifest. Each expert has one range of
+    the file."""
     _, _, bundle = family
     arch = bundle.architecture
     for dtype, group in itertools.product(("float32", "bfloat16"), bundle.manifest.blocks):
@@ -270,7 +264,7 @@ def test_what_belongs_to_an_expert_lies_together(family):
 
 @pytest.mark.parametrize("stride", [-16, 0, 16, 1 << 40, "16", 1.5, None])
 def test_a_damaged_stride_is_refused(tmp_path, stride):
-    """A stride is refused if experts would overlap or lie outside of the file, or if it is no
+    """A stride is refused if experts would overlap or lie outside of the file, or if it is not an
     integer.
     """
     source, out = write_model(tmp_path / "model", FAMILIES["qwen3_moe"]), tmp_path / "out.mesp"
@@ -286,8 +280,8 @@ def test_a_damaged_stride_is_refused(tmp_path, stride):
 
 @pytest.mark.parametrize("version", ["0.31.1", "0.32.1", "0.33.0", "1.0", ""])
 def test_an_mlx_of_another_layout_is_refused(exported, monkeypatch, version):
-    """An MLX with another layout of functions is refused. It can crash on the files of a bundle,
-    and a phone can crash on files that this MLX has written.
+    """An MLX with another layout of functions can crash on the files of a bundle. A phone can
+    crash on files that such an MLX has written.
     """
     monkeypatch.setattr(mx, "__version__", version)
     said = rf"The layout of the functions of MLX '{version}' is not known; install mlx "

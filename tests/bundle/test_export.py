@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def test_bundle_computes_what_mlx_lm_computes(tiny, text):
-    """The embedding, every block's function and the head give the logits of the quantized model."""
     bundle = exported("--model", tiny, "--data", text, "--seq-len", 24, "--rank", 4, *NEAREST)
     model, _ = load_model(tiny)
     nn.quantize(model, 64, 4)
@@ -70,7 +69,6 @@ def test_summary_and_manifest(tiny, text):
 
 
 def test_sources_of_one_model_give_one_bundle():
-    """Files of any dtype, sharded files, and files that mlx-lm quantized give the same bundle."""
     tensors = {k: v.astype(mx.bfloat16) for k, v in random_tensors(TINY).items()}
     halves = {k: v.astype(mx.float16).astype(mx.bfloat16) for k, v in tensors.items()}
     # values that float16 and bfloat16 can both hold
@@ -173,8 +171,8 @@ def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
 
 
 def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
-    """Every machine can write a bundle for the GPU. Its functions are for a GPU, and all else is as
-    for the CPU. Without a GPU, the bundle does not run.
+    """Without a GPU, a bundle for the GPU can be written, but it does not run. Only its functions
+    differ from a bundle for the CPU.
     """
     options = ("--model", tiny, "--seq-len", 8, "--dtype", "float32")
     cpu = exported(*options, "--device", "cpu").manifest
@@ -207,9 +205,6 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
 
 
 def test_functions_for_packed_records_come_with_such_data(tiny):
-    """A bundle for the GPU with packed data has functions for packed records. A bundle without
-    these functions refuses packed data.
-    """
     records = [{"prompt": "one two", "completion": " three"} for _ in range(20)]
     Path("pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     files = ("--model", tiny, "--data", "pairs.jsonl", "--seq-len", 16)
@@ -246,7 +241,7 @@ def test_functions_are_of_the_mlx_whose_files_are_known(tiny, monkeypatch, devic
 
 
 def test_random_weights_of_a_hybrid_model_count():
-    """Every mixer changes the logits: without its state or its gates they would differ."""
+    """No vector of the random weights contains 0, so that every mixer changes the logits."""
     for name in ("qwen3_5", "lfm2", "granite-mamba"):
         folder = write_model(Path(name), FAMILIES[name], {}, tokenizer=False)
         bundle = exported("--model", folder, "--random-weights", "--seq-len", 8)

@@ -39,7 +39,6 @@ license_link: LICENSE
 
 @pytest.fixture
 def model(tiny: Path) -> Path:
-    """Returns a model with terms, in the working folder."""
     folder = Path(shutil.copytree(tiny, "model"))
     for name in TERMS:
         (folder / name).write_text(f"Text of {name}")

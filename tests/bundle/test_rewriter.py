@@ -1,4 +1,4 @@
-"""Tests of writing a bundle again: mesp-export --from."""
+"""Tests rewriting a bundle with `mesp-export --from`."""
 
 import errno
 import hashlib
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def renumbered(file: bytes, monkeypatch) -> bytes:
-    """Returns the file of one trace with its arrays numbered in order. Their ids in the file are
+    """Returns the file of a function with its array ids numbered in order. The ids in the file are
     addresses, which differ from trace to trace.
     """
     places: list[int] = []
@@ -60,13 +60,9 @@ GEMMA = {"num_hidden_layers": 4, "layer_types": None}
     ],
 )
 def test_a_bundle_written_again_is_that_of_an_export(name, changes, text, monkeypatch):
-    """A bundle that is written again has the manifest, weights and data of an export, byte for
-    byte. Its functions differ only in the ids of their arrays.
-    """
     config = {**FAMILIES[name], **(GEMMA if name == "gemma3_text" else {})}
     options = ("--model", write_model(Path("model"), config), "--data", text, "--group-size", 32)
-    # With these options, an export rounds scales to bfloat16 last, as it does when it writes a
-    # bundle again.
+    # With these options, an export rounds scales to bfloat16 last, as rewriting does.
     options += NEAREST
     lengths = ("--seq-len", "9,4", "--rank", 2)
     for arguments in (
@@ -104,12 +100,10 @@ def exported_once(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def old(exported_once) -> Path:
-    """Returns a copy of a bundle for the lengths 8 and 16."""
     return Path(shutil.copytree(exported_once, "old.mesp"))
 
 
 def test_a_bundle_written_again_in_place_keeps_its_weights_and_data(old):
-    """Weights and data are the same files as before. Only functions change."""
     before = {path: (old / path).stat().st_ino for path in content(old)}
     options = ("--seq-len", 24, "--rank", "2,4", "--overwrite")
     assert export("--from", old, *options).exit_code == 0
@@ -141,9 +135,6 @@ def test_a_bundle_written_again_where_links_cannot_be_has_copies(old, monkeypatc
 
 
 def test_a_bundle_in_bfloat16_written_again_in_float32_keeps_its_numbers(tiny):
-    """In float32, a bundle keeps the numbers that it had in bfloat16, which are not exactly the
-    model's.
-    """
     options = ("--model", tiny, "--seq-len", 8, "--out", "old.mesp", "--dtype", "bfloat16")
     assert export(*options, "--device", "gpu").exit_code == 0
     rewritten = ("--from", "old.mesp", "--overwrite", "--dtype", "float32", "--device", "cpu")
@@ -163,9 +154,7 @@ def edit(bundle: Path, **changes: object) -> None:
 
 
 def test_a_bundle_of_format_5_is_written_again_with_its_weights_and_data(old):
-    """Bundles of format 5 had their functions in one of two layouts; the later one had them in a
-    folder.
-    """
+    """Format 5 has two layouts of functions: in the bundle's folder, or in a subfolder."""
     sound = content(old)
     name, later = "block.8.mlxfn", "mlx-0.32.2/block.8.mlxfn"
     (old / "mlx-0.32.2").mkdir()
@@ -233,7 +222,6 @@ def test_a_bundle_whose_rewriting_fails_stays(old, monkeypatch):
 
 
 def test_the_decays_of_a_bundle_keep_their_digits():
-    """The logarithms of decays are float32, whatever the dtype of the bundle before and after."""
     folder = write_model(Path("model"), FAMILIES["qwen3_5"])
     first = exported("--model", folder, "--seq-len", 8, "--dtype", "bfloat16").block(0)
     assert export("--from", "out.mesp", "--overwrite", "--dtype", "float32").exit_code == 0

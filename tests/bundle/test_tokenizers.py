@@ -42,7 +42,6 @@ def text_survives(bundle: Bundle) -> None:
 
 
 def test_a_sentencepiece_model_becomes_a_tokenizer_json():
-    """Its tokens are sentencepiece's."""
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)
     sentencepiece.SentencePieceTrainer.train(
@@ -81,16 +80,13 @@ def tekken() -> dict:
 
 
 def test_a_tekken_vocabulary_is_converted_or_refused():
-    """The vocabulary is refused if the installed transformers cannot convert it."""
     folder = model(config={**FAMILIES["mistral"], "vocab_size": 512})
     (folder / "tekken.json").write_text(json.dumps(tekken()))
     text_survives(exported("--model", folder, *SIZE))
 
 
 def test_a_vocabulary_that_is_missing_is_named():
-    """An export says so if the vocabulary is missing: tokenizer.model was not downloaded, and no
-    other file has the vocabulary.
-    """
+    """tokenizer.model is missing, and no other file has the vocabulary."""
     folder = model(LLAMA)
     Path("text.txt").write_text(TEXT)
     for data in ((), ("--data", "text.txt")):

@@ -26,7 +26,6 @@ KINDS = ("functions", "plain_functions", "packed_functions")
 
 @pytest.fixture
 def bare(tiny: Path, text: Path, tmp_path: Path) -> Path:
-    """Returns a bundle for the GPU without functions."""
     options = ("--data", text, "--seq-len", LENGTH, "--rank", 4, "--device", "gpu")
     call("export", "--model", tiny, "--out", tmp_path / "whole.mesp", *options)
     return without_functions(tmp_path / "whole.mesp", tmp_path / "bare.mesp")
@@ -55,9 +54,6 @@ def test_a_kind_of_blocks_has_all_functions_or_none(bare: Path, kind: str):
 
 
 def test_written_again_it_has_functions(bare: Path):
-    """A bundle that is written again has functions: those of the original bundle, or those of a
-    bundle for the other device.
-    """
     whole, again = bare.with_name("whole.mesp"), bare.with_name("again.mesp")
     wanted = read_manifest(whole, to_run=False)
     call("export", "--from", bare, "--out", again, "--device", "gpu")
@@ -80,9 +76,6 @@ def test_a_gpu_packs_records_without_functions(bare: Path, tmp_path: Path):
 
 
 def test_every_command_takes_it(tmp_path: Path):
-    """Commands take a bundle without functions. Losses, texts and fused weights equal those of the
-    bundle with functions, to the last bit.
-    """
     bare = without_functions(DEMO_BUNDLE, tmp_path / "bare.mesp")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
@@ -134,10 +127,7 @@ def test_losses_of_other_families_are_the_same(family: str, tmp_path: Path):
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 @pytest.mark.parametrize("limit", [None, 400])
 def test_a_gpu_takes_no_more_memory_than_predicted(limit: int | None, tmp_path: Path):
-    """Without functions, a bundle takes no more memory on a GPU than predicted. The model has the
-    width of a real one, so its MLP is cut into tiles of tokens. Steps with kept intermediates are
-    tested too.
-    """
+    """The model is as wide as a real one, so its MLP is cut into tiles of tokens."""
     model = ("--model", "Qwen2.5-0.5B", "--random-weights", "--layers", 2)
     whole = tmp_path / "whole.mesp"
     call("export", *model, "--out", whole, "--seq-len", 1024, "--device", "gpu")

@@ -36,9 +36,7 @@ def test_failed_overwrite_keeps_the_old_bundle(tiny):
 
 
 def test_killed_export_leaves_no_bundle(tiny):
-    """If an export is killed while it writes, nothing has the final name, and the next export
-    removes what is left.
-    """
+    """The next export removes the files of a killed export."""
     config = {**TINY, "vocab_size": 400_000}
     Path("large").mkdir()
     Path("large/config.json").write_text(json.dumps(config))
@@ -48,7 +46,7 @@ def test_killed_export_leaves_no_bundle(tiny):
     while not Path(".out.mesp.partial/embedding.bin").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGSTOP)  # so that it neither writes nor ends meanwhile
+    process.send_signal(signal.SIGSTOP)  # stops the export while it writes
     assert "Another mesp-export is writing" in refused("--model", tiny, "--out", "out.mesp")
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -74,9 +72,7 @@ def test_disk_without_room(tiny, monkeypatch):
 
 @pytest.mark.parametrize("limit", [50_000, 8_000])
 def test_disk_that_becomes_full(tiny, limit):
-    """A limit on the size of files simulates a full disk, while a block's file or a function's file
-    is written.
-    """
+    """A limit on the size of files imitates a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))

@@ -20,7 +20,7 @@ from mesp.engine.build import find_engine
 
 
 def engine_that_finds(folder: Path, **verdicts: str) -> dict[str, str]:
-    """Returns the environment with an engine that prints these verdicts."""
+    """Returns an environment whose engine prints these verdicts."""
     found = [{"type": "start"}]
     for name, verdict in verdicts.items():
         found.append({"type": "check", "name": name, "verdict": verdict, "sentence": "It says so."})
@@ -123,9 +123,6 @@ def test_what_quantization_does_not_explain_is_said(tmp_path: Path):
 
 
 def test_a_config_of_the_bundle_that_is_of_another_model_is_said(tmp_path: Path):
-    """mesp check says so if a bundle's config.json is of another model than its blocks and
-    functions, which keep the manifest's architecture.
-    """
     model = write_model(tmp_path / "model", FAMILIES["qwen2"])
     bundle = export(model)
     change(bundle / "config.json", rope_theta=500.0)
@@ -167,7 +164,6 @@ def test_a_source_that_mlx_lm_lacks_is_said(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_the_engine_knows_the_checks():
-    """The built engine knows and runs the checks, on the bundle that comes with the repository."""
     find_engine()
     done = invoke(main, "mesp", "check", DEMO_BUNDLE)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (

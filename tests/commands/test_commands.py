@@ -24,7 +24,6 @@ def test_every_command_has_help_and_a_version(name: str):
 
 
 def test_the_help_is_there_at_once():
-    """The help is printed without importing any command or MLX."""
     program = "import sys\nfrom mesp.__main__ import main\n"
     program += "try: main(['--help'], prog_name='mesp')\n"
     program += "finally: print([m for m in ('mlx', 'rich', 'numpy', 'yaml') if m in sys.modules])"
@@ -75,7 +74,7 @@ def test_the_version_is_said():
     ],
 )
 def test_a_shell_completes(typed: str, offered: list[str]):
-    """click gets bash's input: the words so far, and the number of the incomplete one."""
+    """click gets bash's input: the words so far, and the index of the incomplete word."""
     asked = {"_MESP_COMPLETE": "bash_complete", "COMP_WORDS": typed}
     asked["COMP_CWORD"] = str(len(typed.split(" ")) - 1)
     lines = invoke(main, "mesp", env=asked).stdout.splitlines()

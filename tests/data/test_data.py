@@ -1,4 +1,4 @@
-"""Tests that all kinds of data become mlx-lm's token ids and examples, and tests of mesp data."""
+"""Tests the token ids and examples of all kinds of data against mlx-lm, and tests `mesp data`."""
 
 import json
 import os
@@ -46,7 +46,6 @@ def load(path: Path, tokenizer, seq_len: int = 32, **options) -> dict[str, Split
 
 
 def tokens(splits: dict[str, Split]) -> np.ndarray:
-    """Returns all tokens of data that was split into train and valid."""
     return np.concatenate([splits["train"].tokens, splits["valid"].tokens])
 
 
@@ -252,7 +251,6 @@ RECORDS = {
 
 @pytest.fixture(scope="session")
 def chat_tokenizer():
-    """Returns the demo model's tokenizer with a chat template."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     tokenizer.chat_template = TEMPLATE
     tokenizer.has_chat_template = True
@@ -379,9 +377,6 @@ def test_another_part_is_held_out_or_none(chat_tokenizer, tokenizer, text, tmp_p
 @pytest.mark.parametrize("mask_prompt", [False, True])
 @pytest.mark.parametrize("long", ["cut", "split"])
 def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
-    """Cut records have mlx-lm's tokens. If records are split, each of their targets in the loss
-    occurs once, in the original order.
-    """
     seq_len = 24
     records = [
         {"prompt": "word " * prompt, "completion": "next " * completion}
@@ -396,7 +391,7 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     longer = [(ids, prompt) for ids, prompt in whole if len(ids) > seq_len + 1]
 
     def targets(ids: list[int], prompt: int) -> list[tuple[int, int]]:
-        """Returns each target in the loss, after the token before it."""
+        """Returns each target in the loss with the token before it."""
         return [(ids[i - 1], ids[i]) for i in range(max(prompt, 1), len(ids))]
 
     if long == "cut":
@@ -528,7 +523,7 @@ def test_step_example_takes_each_that_has_a_target_once_an_epoch():
 
 @pytest.fixture(scope="module")
 def exported(tiny, tmp_path_factory) -> Path:
-    """Returns a bundle of the tiny model with a chat template, not to be changed."""
+    """Returns a bundle of the tiny model with a chat template. Tests must not change it."""
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(tiny, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
@@ -556,7 +551,6 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def assert_whole(path: Path) -> dict[str, Split]:
-    """Returns the data of a bundle, after checking every file with the manifest."""
     bundle = Bundle(path)
     bundle.verify()
     splits = {
@@ -581,7 +575,6 @@ def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
 
 
 def test_a_bundle_says_how_its_text_became_tokens(bundle, tmp_path):
-    """The manifest has the options that changed the encoding of its text, and no others."""
     end = load_tokenizer(bundle).eos_token
     record = {"prompt": "a", "completion": f"{end}."}
     path = write_records(tmp_path / "a.jsonl", [record] * 3)
@@ -700,7 +693,6 @@ def test_several_records_a_sequence_are_not_for_a_gpu(bundle, tmp_path):
 
 
 def test_data_of_a_bundle_for_another_machine(bundle, text):
-    """Encoding does not need the GPU that the bundle's functions need."""
     path = bundle / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "device": "gpu"}))
     assert mesp_data(bundle, "--data", text).exit_code == 0
@@ -740,15 +732,15 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
-    """The process ends without clean-up, at the first line of `replace_data`, and at the first line
-    after each change of a file or folder.
+    """A process is killed at the beginning of `replace_data`, and after each change of a file or
+    folder.
     """
     old = assert_whole(bundle)
     new = make_random_data(VOCABULARY, 24, 0)
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
-    # Functions of the manifest that run for each of its entries. All but one of them write nothing.
+    # Functions that run for each entry of the manifest.
     reading = {"of", "to_json", "fits", "_is_line", "_is_split", "sizes", "<genexpr>", "<listcomp>"}
 
     def state() -> list[tuple]:
@@ -756,7 +748,6 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         return [(path, s.st_ino, s.st_size, s.st_mtime_ns) for path, s in sorted(there.items())]
 
     def killed_after(changes: int) -> bool:
-        """Returns whether a separate process made this many changes and was ended after them."""
         child = os.fork()
         if child == 0:
             left, found = changes, None
@@ -781,7 +772,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         splits = assert_whole(bundle)
         seen.add(replaced := len(splits["train"].tokens) == len(new["train"].tokens))
         assert_same(splits, new if replaced else old)
-        # Replaces the data by the old data, with the files that the killed process has left
+        # Restores the old data, and keeps other files that the killed process has left.
         if replaced:
             for name in ("manifest.json", *(n for n in original if n.startswith("data/"))):
                 (bundle / name).parent.mkdir(exist_ok=True)

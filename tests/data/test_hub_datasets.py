@@ -43,7 +43,7 @@ def write(path: Path, records: list[dict]) -> Path:
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the library keep its cache in a separate folder, and use no network."""
+    """Gives the datasets library a separate cache, and no network."""
     from datasets import config
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -52,7 +52,6 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Returns a dataset with two configurations, in the Hub's layout."""
     folder = tmp_path / "gsm8k"
     write(folder / "main" / "train-00000-of-00002.parquet", rows("main", 20))
     write(folder / "main" / "train-00001-of-00002.parquet", rows("more", 20))
@@ -214,9 +213,7 @@ def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
 
 @pytest.mark.parametrize("path", ["absolute", "../secret/*.txt", "file:", "link.txt"])
 def test_a_dataset_takes_no_file_from_elsewhere(tmp_path, path):
-    """A dataset's README.md names its files. It could name a person's own files, which would then
-    be trained on.
-    """
+    """A dataset's README.md names its files. It could name a person's private files."""
     secret = tmp_path / "secret" / "notes.txt"
     secret.parent.mkdir()
     secret.write_text("a secret\n")

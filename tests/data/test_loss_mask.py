@@ -1,8 +1,7 @@
-"""Tests the places of a conversation's answers, compared with TRL's `assistant_only_loss`.
+"""Tests which tokens of a conversation are answers, compared with TRL's `assistant_only_loss`.
 
-TRL marks the answers in its copies of the models' templates by `{% generation %}`. Here each
-template is written twice from one text, with TRL's marks and without them. The marks give the
-expected answers; without them they have to be found.
+Each template has one variant with TRL's `{% generation %}` marks, and one without them. The marks
+give the expected answers. Without the marks, MeSP must find the same answers.
 """
 
 from itertools import pairwise
@@ -200,7 +199,6 @@ def read(*messages: dict) -> list[dict]:
 
 
 def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", prompt: int = 0):
-    """Returns the ids of a record of messages, their mask and the notes."""
     tokenizer._tokenizer.chat_template = template
     messages = read(*record["messages"])
     options = record.get("chat_template_kwargs", {})
@@ -209,7 +207,6 @@ def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", pr
 
 
 def trained(tokenizer, template: str, *messages: dict, **others) -> list[str]:
-    """Returns the trained texts: the text of each span of trained tokens."""
     loss_on, prompt = others.pop("loss_on", "answers"), others.pop("prompt", 0)
     found = encoded(tokenizer, template, {"messages": list(messages), **others}, loss_on, prompt)
     edges = [i for i in range(1, len(found.ids)) if found.mask[i] != found.mask[i - 1]]
@@ -357,8 +354,8 @@ MARKED = CHATML.replace(
 
 
 def test_marked_answers_that_touch_are_two(tokenizer):
-    """Two marked answers stay two even if they touch. The marks include the header, so nothing is
-    between successive answers.
+    """Two marked answers stay separate even if no text is between them, as with marks that include
+    the header.
     """
     said = [user("a"), assistant("b"), assistant("c", weight=0), user("d"), assistant("e")]
     answer = "<|im_start|>assistant\n{}<|im_end|>\n"
@@ -373,9 +370,8 @@ def test_a_marked_answer_ends_with_all_of_its_last_character(tokenizer):
 
 
 def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
-    """A marked answer in two pieces is refused. Here a tool's answer is between its call and the
-    text about it.
-    """
+    """A tool's response is between a call and the text about it, so the marked answer has two
+    pieces."""
     template = """\
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{%- generation %}
@@ -402,9 +398,6 @@ def test_an_answer_may_begin_as_the_template_asks_on(tokenizer, answer):
 
 
 def test_an_unclosed_thought_is_trained(tokenizer):
-    """A thought without its end is trained as it is. The template opens and closes an empty thought
-    only if the content has none.
-    """
     template = PLAIN.replace(
         "{%- if m.role == 'assistant' %}{{- m.content +",
         "{%- if m.role == 'assistant' %}"

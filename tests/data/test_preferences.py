@@ -1,4 +1,4 @@
-"""Tests of preference data: encoded as TRL does, and trained on."""
+"""Tests the encoding of preference data against TRL, and training on such data."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def load(path: Path, records: list[dict], tokenizer, seq_len: int = 64, **option
 
 
 def rows(split) -> list[tuple[list[int], list[int], int]]:
-    """Returns for each answer the ids of the prompt and the answer, the ids of the answer alone,
-    and the label.
+    """Returns three values for each answer: the ids of the prompt and the answer, the ids of the
+    answer, and the label.
     """
     found = []
     for (start, length), label in zip(split.examples.tolist(), split.labels.tolist(), strict=True):
@@ -79,7 +79,6 @@ def test_labels(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("chat", [None, True, False])
 def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
-    """Supervised, paired and labelled records of the same texts have the same tokens."""
     asked, answer = "Who jumps?", "The fox."
     pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
     label = {"prompt": asked, "completion": answer, "label": True}
@@ -157,8 +156,8 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
-    """In a pair of texts without a prompt, the common beginning is the prompt. It is not a whole
-    message, so prompt and answers are joined without the chat template.
+    """Without a prompt, the common beginning of both texts is the prompt. Prompt and answers are
+    joined without the chat template.
     """
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
     assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
@@ -218,7 +217,6 @@ RATES = {"dpo": 0.05, "ipo": 1e-3, "simpo": 0.05, "orpo": 0.05, "kto": 0.05}
 
 @pytest.fixture(scope="module")
 def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a tiny model's bundle with pairs of random answers."""
     find_engine()
     folder = tmp_path_factory.mktemp("pairs")
     generator = np.random.default_rng(0)
@@ -248,10 +246,10 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:
-    """Returns the losses of training by TRL's formulas, with mlx-lm's model with LoRA, mx.grad and
-    SGD.
+    """Returns the losses of training by TRL's formulas.
 
-    A batch has two pairs. For kto, it has two answers.
+    The training uses mlx-lm's model with LoRA, mx.grad and SGD. A batch has two pairs, or for kto
+    two answers.
     """
     opened = Bundle(bundle)
     arch, model = opened.architecture, opened.to_mlx_lm()
@@ -354,8 +352,7 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
     call("train", "--resume", "--out", parts, "--steps", 6)
     assert RunLog.load(parts).losses == RunLog.load(whole).losses
-    # If a run starts from adapters, π₀ is the model with these adapters, so the loss begins at log
-    # 2 again.
+    # π₀ is the model with the initial adapters, so the loss begins at log 2 again.
     call(
         "train",
         bundle,

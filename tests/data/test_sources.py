@@ -31,7 +31,6 @@ def table(delimiter: str, records: list[dict]) -> str:
 
 
 def content(kind: str, records: list[dict] = RECORDS) -> bytes:
-    """Returns records as the content of a file of a kind."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
     if kind == "parquet":
         file = io.BytesIO()
@@ -47,7 +46,6 @@ def content(kind: str, records: list[dict] = RECORDS) -> bytes:
 
 
 def put(path: Path, data: bytes | str) -> Path:
-    """Writes a file, compressed if its name says so, and returns it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = data.encode() if isinstance(data, str) else data
     path.write_bytes(gzip.compress(data) if path.name.lower().endswith(".gz") else data)
@@ -172,9 +170,7 @@ def test_json_in_parquet_is_what_it_says(tmp_path: Path):
 
 
 def test_records_of_a_part_are_as_they_are_in_the_file(tmp_path: Path):
-    """The datasets library would make a table of the records, and turn strings of digits into
-    numbers.
-    """
+    """Strings of digits remain strings. The datasets library would turn them into numbers."""
     path = put(tmp_path / "a.csv", table(",", [{"text": f"{i}"} for i in range(10)]))
     parts = read(path, splits={"train": "train[:20%]", "valid": "train[8:]+train[2:3]"})
     assert parts == {

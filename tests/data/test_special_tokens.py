@@ -1,4 +1,4 @@
-"""Tests of special tokens in people's texts, split into ordinary text as in transformers."""
+"""Tests that special tokens in texts are split into ordinary text, as in transformers."""
 
 import json
 import string
@@ -52,8 +52,8 @@ TEXTS = [
 def sentencepiece(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
     """Returns the tokenizer with spaces written as SentencePiece's ▁.
 
-    Metaspace with `scheme` puts one before a text. If `scheme` is None, a normalizer puts one
-    before each piece.
+    `scheme` is Metaspace's `prepend_scheme`. If `scheme` is None, a normalizer puts ▁ before each
+    piece.
     """
     if scheme is None:
         tokenizer.normalizer = normalizers.Sequence(
@@ -128,8 +128,8 @@ def without_spaces(text: str) -> str:
 def check_ids(tokenizer, ids: list[int], theirs: list[int], texts: list[str]) -> None:
     """Fails unless `ids` are transformers' ids.
 
-    There is one exception. If a line feed follows a special token in a text, transformers adds a
-    space of SentencePiece too many.
+    There is one exception: transformers adds spaces if a line feed follows a special token in a
+    text.
     """
     after = any(f"{token}\n" in text for token in SPECIAL for text in texts)
     if ids != theirs:
@@ -147,7 +147,7 @@ def test_conversations_are_as_transformers_splits_them(tokenizer, template, loss
     said = conversation("x", text, f"y {text}", text, f"z {text}.")
     encoded = encode_conversation(tokenizer, said, loss_on, split_special=True)
     check_ids(tokenizer, encoded.ids, transformers_ids(tokenizer, said), [text])
-    # The only special tokens are those that the template writes around any texts.
+    # The only special tokens are those of the template.
     plain = encode_conversation(tokenizer, conversation(*"abcde"), loss_on)
     assert special(tokenizer, encoded.ids) == special(tokenizer, plain.ids)
     rendered = tokenizer._tokenizer.apply_chat_template(said.messages, tokenize=False)
@@ -269,7 +269,7 @@ def test_what_cannot_be_told_from_the_template_is_refused(tokenizer, template, s
 
 
 def test_a_tokenizer_that_makes_special_tokens_of_text_is_refused(tmp_path):
-    """The tokenizer in this test uses the token of a byte as the token that ends a text."""
+    """This tokenizer's end token is the token of the byte 0."""
     tokenizer = byte_tokenizer(tmp_path, has_begin=True, adds_begin=True)
     assert encode_prompt(tokenizer, "a", False, split_special=True) == [1, ord("a")]
     with pytest.raises(MespError, match="takes text for its special token '<0x00>'"):
@@ -283,7 +283,6 @@ PARTS = st.lists(
 
 @given(st.lists(PARTS.filter(str.strip), min_size=5, max_size=5))
 def test_special_tokens_survive_no_split(tokenizer, texts):
-    """No special token in a text stays one. The texts are random parts of special tokens."""
     tokenizer._tokenizer.chat_template = CHATML
     ids = encode_conversation(tokenizer, conversation(*texts), "all", split_special=True).ids
     plain = encode_conversation(tokenizer, conversation(*"abcde"), "all").ids

@@ -1,16 +1,15 @@
-"""Tests of the trained part of a conversation in TRL's chat templates, compared with TRL.
+"""Tests the trained parts of conversations in TRL's chat templates, compared with TRL.
 
-TRL has the templates of the models that people train, and copies of many whose answers are marked
-by `{% generation %}`. Hypothesis generates conversations. Each is read as a record with each
-template, through the public interface. The tests look only at the ids and the mask:
+TRL marks the answers by `{% generation %}` in its copies of many templates. Hypothesis generates
+conversations. Each is read as a record with each template. The tests check the ids and the mask:
 
-- each trained span is a whole answer, with nothing of another message in it, and ends in a token
-  at which generation stops;
+- each trained span is a whole answer, without text of another message, and ends in a token at which
+  generation stops;
 - every message is among the ids;
-- if everything before the answer is the prompt, it begins with the template's generation prompt;
+- the tokens before the first trained token begin the template's prompt for the answer;
 - the ids and the mask are those of transformers with TRL's copy, except for `BEGINS` and `ENDS`.
 
-A record may be refused. The tests limit how often.
+The tests limit how many records are refused.
 """
 
 import importlib.util
@@ -50,8 +49,7 @@ if not TEMPLATES:
 
 EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))  # conversations for each template
 SEED = int(os.environ.get("MESP_TRL_SEED", 1))
-# The least share of generated records that a template must accept. Records without oddities must
-# all be accepted.
+# The least share of generated records that a template must accept.
 ACCEPTED = 0.2
 # The largest share of refused records among those that the template renders as a whole
 REFUSED_WRONGLY = 0.02
@@ -74,9 +72,8 @@ STOPS = {
     "muse_glimmer": ["<|eot|>"],
 }
 DEEPSEEK = "<｜Assistant｜>"  # noqa: RUF001
-# Texts that belong to an answer by TRL's marks, and not by MeSP. The template has these texts in
-# its prompt for an answer, so they are input in generation. TRL's marks begin where the template's
-# `if` for the role begins.
+# Texts that TRL's marks include in an answer, and MeSP does not. The template has these texts in
+# its prompt for an answer, so they are input in generation.
 BEGINS = {
     "deepseek": (DEEPSEEK, f"{DEEPSEEK}<think>", f"{DEEPSEEK}<think>\n"),
     "gptoss": ("<|start|>assistant",),
@@ -88,9 +85,8 @@ BEGINS = {
     "qwen3_6": ("<think>", "<think>\n"),
     "qwen3_8": ("<think>", "<think>\n"),
 }
-# Texts that belong to an answer by MeSP, and not by TRL's marks. They are the token at which
-# generation stops, and a header that the template writes before an answer to a tool's output but
-# not in its prompt for an answer.
+# Texts that MeSP includes in an answer, and TRL's marks do not: the token at which generation
+# stops, and a header before an answer to a tool's output.
 ENDS = {
     "diffusion_gemma": ("<|tool_response>", "<|turn>model\n"),
 }
@@ -107,12 +103,12 @@ class Example(NamedTuple):
 
 
 def of_family(table: dict[str, Any], template: str, default: Any) -> Any:
-    """Returns the entry of a table whose key the template's name begins with."""
+    """Returns the table's value whose key is a prefix of the template's name."""
     return next((value for key, value in table.items() if template.startswith(key)), default)
 
 
 class Model:
-    """A tokenizer with a template of TRL's, unchanged or without its marks."""
+    """A tokenizer with one of TRL's templates, unchanged or without TRL's marks."""
 
     def __init__(self, name: str, marked: bool) -> None:
         self.name = name
@@ -129,7 +125,7 @@ class Model:
 
 
 def tokenizer_of(name: str, template: str, marked: bool) -> Any:
-    """Returns the demo model's tokenizer with a template, and the template's tokens."""
+    """Returns the demo model's tokenizer with a template and the template's special tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = {*SPECIAL.findall(template), "<|bos|>"}
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(special)})
@@ -143,14 +139,11 @@ def tokenizer_of(name: str, template: str, marked: bool) -> Any:
 
 
 class Trainer:
-    """Reads a record as `mesp-train` does, and collects the notes about it."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.said: list[str] = []
 
     def __call__(self, model: Model, *records: dict, **options: Any) -> list[Example]:
-        """Returns the examples of records. Raises MespError if they are refused."""
         for split in ("train", "valid"):
             lines = "".join(f"{json.dumps(record)}\n" for record in records)
             (self.folder / f"{split}.jsonl").write_text(lines)
@@ -172,7 +165,6 @@ class Trainer:
 
 
 def as_messages(record: dict) -> list[dict]:
-    """Returns the messages of a record in transformers' form."""
     said = record.get("messages")
     if said is None:
         said = [*_said("user", record["prompt"]), *_said("assistant", record["completion"])]
@@ -203,7 +195,6 @@ def _arguments(call: dict) -> dict:
 
 
 def trained_of(record: dict, loss_on: str) -> list[int]:
-    """Returns the indices of the messages that are to be trained."""
     said = record.get("messages")
     first = 0
     if said is None:
@@ -229,7 +220,6 @@ def leaves(value: Any) -> Iterator[str]:
 
 
 def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
-    """Yields the texts of a message, and whether each is reasoning."""
     content = message["content"]
     if message["role"] == "assistant" and "</think>" in content:
         thought, _, content = content.partition("</think>")
@@ -247,7 +237,8 @@ def texts_of(message: dict) -> Iterator[tuple[str, bool]]:
 
 
 def is_in(text: str, whole: str) -> bool:
-    """Returns whether a text is in another as it is, in JSON, or in single quotes as in Python."""
+    """Returns whether `whole` contains the text as it is, in JSON, or in single quotes as in
+    Python."""
     whole = unicodedata.normalize("NFC", whole)
     bare = re.sub(r"(\s*/(?:no_)?think)*\s*$", "", text)  # templates may remove flags
     bare = unicodedata.normalize("NFC", bare)  # as the demo model's tokenizer does
@@ -271,10 +262,6 @@ def words(text: str) -> set[str]:
 def check_whole(
     model: Model, messages: list[dict], tools: list | None, trained: list[int], ids: list, said: str
 ) -> None:
-    """Fails if a text of a message, or a tool, is missing from the ids.
-
-    Reasoning may be left out before the last question, if a note says so.
-    """
     whole = model.tokenizer.decode(ids)
     for tool in tools or []:
         assert tool["function"]["name"] in whole, f"a tool is lost in {whole!r}"
@@ -291,7 +278,6 @@ def check_whole(
 
 
 def check_answers(model: Model, messages: list[dict], trained: list[int], example: Example):
-    """Fails unless the trained spans of an example are the answers with these indices."""
     tokenizer = model.tokenizer
     ids, mask, ends = example
     whole = tokenizer.decode(ids)
@@ -320,7 +306,6 @@ def check_answers(model: Model, messages: list[dict], trained: list[int], exampl
 
 
 def check_around(model: Model, messages: list[dict], group: list[int], text: str) -> None:
-    """Fails if more is trained than a plain-text answer and its end, such as a header."""
     if len(group) > 1 or {"tool_calls", "reasoning_content"} & messages[group[0]].keys():
         return
     said = messages[group[0]]["content"].strip()
@@ -353,7 +338,6 @@ def turn_ends(model: Model) -> list[int]:
 
 
 def check_asked(model: Model, messages: list[dict], tools: list | None, example: Example) -> None:
-    """Fails unless the tokens before the first trained one are the prompt for the answer."""
     start = example.mask.index(True)
     said = [each | {"weight": 0} for each in messages]  # no token of a prompt is trained
     asked = encode_in_template(model.tokenizer, Conversation(said, tools=tools))
@@ -373,7 +357,7 @@ def check_like_trl(model: Model, messages: list[dict], tools: list | None, examp
         messages, tools, return_dict=True, return_assistant_tokens_mask=True, **options
     )
     mask, offsets = list(map(bool, encoded["assistant_masks"])), encoded["offset_mapping"]
-    for i in range(1, len(mask)):  # transformers loses all tokens of a last character but the first
+    for i in range(1, len(mask)):  # transformers counts only the first token of a last character
         mask[i] = mask[i] or (mask[i - 1] and offsets[i] == offsets[i - 1])
     if model.name.startswith(NOT_ENDED):
         kept = [i for i, id in enumerate(example.ids) if id != model.tokenizer.eos_token_id]
@@ -422,8 +406,9 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
 
 
 def made_up(strategy: Any, count: int, name: str, marked: bool):
-    """Returns a decorator that calls a function with generated records. A template gets the same
-    records in each run. The smallest record that fails is printed.
+    """Returns a decorator that calls a function with generated records, the same in each run.
+
+    Hypothesis prints the smallest record that fails.
     """
 
     def decorate(function: Any) -> None:
@@ -446,7 +431,6 @@ def made_up(strategy: Any, count: int, name: str, marked: bool):
 
 
 def is_whole(model: Model, record: dict) -> bool:
-    """Returns whether the template takes a record and leaves nothing out."""
     messages, tools = as_messages(record), record.get("tools", [])
     try:
         text = model.render(messages, tools or None, tokenize=False)
@@ -457,7 +441,6 @@ def is_whole(model: Model, record: dict) -> bool:
 
 
 def reason(error: MespError) -> str:
-    """Returns the reason of a refusal, without the record's words."""
     text = re.sub(r"^Line 1 of \S+?(?= has| cannot|:):?|\d+ more of .*", "", error.message)
     return re.sub(r'"[^"]*"|\d+', "…", re.sub(r"/\S+", "…", text))[:110].strip()
 

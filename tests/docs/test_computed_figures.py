@@ -1,4 +1,4 @@
-"""Figures of documents that follow from counts, against what computes them."""
+"""Compares figures in documents with the values that programs compute."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
 ]
-# The beginning of a path in a document, by its first part.
+# The folder of a path in a document, by the path's first part.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
@@ -32,8 +32,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[list[str], list[str]]:
-    """Returns the lines of a page in code fences, with commands on one line each, and all other
-    lines.
+    """Returns the lines of a page in code fences, and all other lines. A command in a fence is
+    joined into one line.
     """
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"^```.*\n", text, flags=re.M)
@@ -51,7 +51,6 @@ def code(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors that GitHub gives the headings of a page."""
     headings = [line.lstrip("#").strip() for line in split(page)[1] if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -85,8 +84,10 @@ def test_targets_of_make_exist(page: Path):
 
 
 def not_terms() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the forbidden words and names, in backticks, of CONTRIBUTING.md's table, with their
-    terms.
+    """Returns the words and the names that CONTRIBUTING.md's table forbids, each with the term to
+    use.
+
+    The table has names in backticks.
     """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("\n## Terms\n")[1].split("\n## ")[0]
@@ -99,14 +100,12 @@ def not_terms() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def spelled_out(text: str) -> str:
-    """Returns the words of a text in lower case, with spaces around each; a name has several
-    words.
-    """
+    """Returns the words of a text in lower case, with spaces around each. Names are split into
+    words."""
     return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
 
 
 def names_in(code: str) -> set[str]:
-    """Returns the names in Swift's or C++'s code, without its comments and strings."""
     skipped = r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|//.*|/\*[\s\S]*?\*/'
     return set(re.findall(r"\w+", re.sub(skipped, " ", code)))
 
@@ -133,7 +132,6 @@ def test_the_fields_terms_are_used():
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    """Returns the text of every source file by the file's name."""
     folders = [ROOT / place for place in ("exporter", "ios", "tests", "tools")]
     paths = [ROOT / "setup.py", *(path for folder in folders for path in folder.rglob("*.*"))]
     return {p.name: p.read_text(encoding="utf-8") for p in paths if p.suffix in (".swift", ".py")}
@@ -160,7 +158,6 @@ def test_files_and_tests_exist(page: Path, sources: dict[str, str]):
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, list[click.Option]]:
-    """Returns the options that `--help` shows of each command, by the command's name."""
     scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = {
         name: getattr(importlib.import_module(module), function)
@@ -222,9 +219,6 @@ def test_documents_state_the_figures_that_were_measured(measured: dict[str, Any]
 
 
 def test_each_figure_has_its_source():
-    """Each figure is computed, or states the processor, threads, date and version of its
-    measurement.
-    """
     has = {"name", "value", "unit", "command", "stated"}
     measured = {"processor", "threads", "date", "version"}
     may_have = {"extrapolated", "conditions"}
@@ -261,15 +255,11 @@ def test_the_first_page_is_short_and_counts_what_an_app_adds():
 
 
 def swift_lines(page: Path) -> list[int]:
-    """The number of lines in each block of Swift on a page."""
     blocks = re.findall(r"^```swift\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     return [block.count("\n") for block in blocks]
 
 
 def test_the_tree_says_how_large_each_folder_is():
-    """For each folder, docs/architecture.md states the lines of code without comments and blank
-    lines. It is right within a tenth, or within 50 lines.
-    """
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     stated = re.findall(r"^\| `([\w/]+/)` \| ([\d,]+) \|", page, re.M)
     assert len(stated) > 20

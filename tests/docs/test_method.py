@@ -1,4 +1,6 @@
-"""Tests of docs/method.md: its examples print what it says, and its links name existing things."""
+"""Tests that the examples of docs/method.md print the documented output, and that its links name
+existing things.
+"""
 
 import doctest
 import re
@@ -18,7 +20,6 @@ INLINE = sorted(set(re.findall(r"\[[^]]+\]\((?!https:)([^)]+)\)", TEXT)))
 
 
 def examples(text: str) -> list[doctest.Example]:
-    """Returns the Python examples in `text`, each with its line."""
     found, parser = [], doctest.DocTestParser()
     for fence in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         for example in parser.get_examples(fence[1]):

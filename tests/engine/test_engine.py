@@ -1,6 +1,6 @@
-"""Tests of finding and building the engine with a stand-in compiler.
+"""Tests finding and building the engine with a stand-in compiler.
 
-They cover a checkout, and packages that were installed without one.
+The engine is built in a checkout, and from the sources of an installed package.
 """
 
 import os
@@ -35,7 +35,7 @@ mkdir -p "$out/release" && cp "$FAKES/engine" "$out/release/$name"
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the folder of the stand-ins: a compiler, the engine that it makes, and its calls."""
+    """Returns a folder with a fake compiler, the engine that it makes, and a log of its calls."""
     folder = tmp_path / "fakes"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "engine")
@@ -60,7 +60,7 @@ def checkout(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(fakes: Path, tmp_path: Path) -> Path:
-    """Returns the files of a wheel beside the Python package."""
+    """Returns the folder of the Swift sources in a wheel."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "Package.swift").write_text("// a package")
@@ -69,7 +69,7 @@ def installed(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def carried(fakes: Path, tmp_path: Path) -> Path:
-    """Returns the engine of a wheel of one platform."""
+    """Returns the folder of the built engine in a platform wheel."""
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "mesp-engine")
@@ -78,8 +78,8 @@ def carried(fakes: Path, tmp_path: Path) -> Path:
 
 
 def start(folder: Path, search: str = "find_engine", *carried: Path) -> subprocess.Popen:
-    """Starts a process that finds a program of a checkout or of installed sources, or their
-    engine.
+    """Starts a process that calls the function `search` of mesp.engine.build for a checkout or for
+    installed sources.
     """
     program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
     program += f"try: print(mesp.engine.build.{search}(*map(pathlib.Path, sys.argv[1:])))\n"
@@ -107,7 +107,6 @@ def calls(fakes: Path) -> list[str]:
 
 
 def find_named(engine: object) -> str:
-    """Returns the message about an engine that MESP_ENGINE names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESP_ENGINE", str(engine))
         return find(Path("/nowhere/checkout")).stderr.strip()
@@ -237,9 +236,6 @@ def test_the_engine_of_a_wheel_is_taken_as_it_is(
 def test_the_engine_of_a_wheel_runs_with_the_mlx_of_its_headers_alone(
     installed: Path, carried: Path, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An engine of a wheel runs only with the MLX of its headers, which a file beside it names. The
-    engine itself cannot tell: it names the version of the MLX that it has loaded.
-    """
     (carried / "mlx-version").write_text("0.32.3\n")
     engine = Path(find_carried(installed, carried).stdout.strip())
     assert engine.parents[1] == tmp_path / "cache" / "mesp" and len(calls(fakes)) == 1
@@ -360,7 +356,6 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_a_program_of_somebody_else_is_not_run(
     fakes: Path, installed: Path, tmp_path: Path, what: str, by: str
 ):
-    """A program that belongs to somebody else is not run, not even to ask for its version."""
     if by == "another user" and os.getuid() != 0:
         pytest.skip("only root gives files away")
     out, _ = start(installed).communicate()

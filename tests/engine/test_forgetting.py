@@ -56,9 +56,7 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
-    """Returns the loss of the text in nats a token, in sequences of SEQ_LEN tokens, the last one
-    shorter.
-    """
+    """Returns the loss of the text in nats per token, in sequences of SEQ_LEN tokens."""
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
     tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
         np.int32
@@ -72,9 +70,6 @@ def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> fl
 
 
 def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path):
-    """With --max-forgetting, the perplexity stays within the limit. The same run without it exceeds
-    this limit.
-    """
     plain = train(bundle, tmp_path / "plain")
     kept = train(bundle, tmp_path / "kept", "--max-forgetting", 0.5)
     untuned = model_with(bundle, None)
@@ -98,8 +93,8 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
 
 
 def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
-    """A text given with --general decides. This text is the task's own, which is not forgotten, so
-    the adapters keep their full strength.
+    """The text of --general is the task's own here. This text is not forgotten, so the adapters
+    keep their full strength.
     """
     text = tmp_path / "own.txt"
     text.write_text(load_bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
@@ -113,7 +108,6 @@ def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
 
 
 def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
-    """A run that diverges keeps no adapters. If it started from adapters, it keeps those."""
     first = train(bundle, tmp_path / "first")
     wild = ("--optimizer", "sgd", "--max-forgetting", 1, "--adapters", first.adapters)
     wild += ("--val-batches", VAL_BATCHES)
@@ -177,7 +171,6 @@ def test_a_log_without_a_choice_has_none(bundle: Path, tmp_path: Path):
 def losses_of(
     model: nn.Module, tokens: np.ndarray, examples: np.ndarray, first: int
 ) -> list[float]:
-    """Returns the mean loss of each example's tokens from number `first` on."""
     found = []
     for start, length in examples.tolist():
         ids = mx.array(tokens[start : start + length].astype(np.int32))
@@ -187,9 +180,7 @@ def losses_of(
 
 
 def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens that a run replays, and the place of each example in them: its beginning
-    and length.
-    """
+    """Returns the tokens that a run replays, and the start and length of each example."""
     entry = json.loads((run / "replay" / "data.json").read_text())["train"]
     words = {
         name: np.fromfile(run / "replay" / file, "<u4")
@@ -199,9 +190,7 @@ def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
-    """A share of the sequences is replayed. At a learning rate that changes almost nothing, a
-    step's loss tells which sequence it had.
-    """
+    """At a learning rate near 0, the loss of a step shows which sequence the step had."""
     still = ("--learning-rate", 1e-12)
     plain = train(bundle, tmp_path / "plain", *still, steps=10)
     mixed = train(bundle, tmp_path / "mixed", *still, "--replay", 0.3, steps=10)
@@ -219,8 +208,9 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
 
 
 def test_own_texts_are_drawn_from_the_model(bundle: Path):
-    """Texts are drawn from the model: the mean of their -log p is the entropy, within four standard
-    deviations. Both figures are by mlx-lm's model.
+    """The mean of -log p of the sampled texts is the entropy, within four standard deviations.
+
+    mlx-lm's model gives both figures.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     texts = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)
@@ -243,9 +233,6 @@ def test_own_texts_are_drawn_from_the_model(bundle: Path):
 
 
 def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
-    """A resumed run replays the same texts as a run that was not interrupted. Here the texts are
-    older records.
-    """
     records = tmp_path / "older.jsonl"
     records.write_text(
         "".join(json.dumps({"text": "It rained. " * n}) + "\n" for n in range(9, 40))
@@ -260,9 +247,6 @@ def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
 
 
 def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: Path):
-    """Older records become tokens as the bundle's data did: without the template, and with special
-    tokens in people's texts as ordinary text.
-    """
     copy, tokenizer = shutil.copytree(bundle, tmp_path / "copy.mesp"), load_bundle_tokenizer(bundle)
     record = {"prompt": f"It rained.{tokenizer.eos_token}", "completion": " Nobody went out."}
     records = tmp_path / "records.jsonl"
@@ -276,9 +260,6 @@ def test_older_records_become_tokens_as_the_bundles_did(bundle: Path, tmp_path: 
 
 
 def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
-    """A run that fails leaves folders of the user alone, even if they have the names of a run's
-    folders.
-    """
     notes = [tmp_path / name / "notes.txt" for name in ("general", "replay")]
     for each in notes:
         each.parent.mkdir()

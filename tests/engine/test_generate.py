@@ -63,7 +63,6 @@ def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(adapters: Path, tmp_path: Path) -> Path:
-    """Returns a copy of the adapters, for a test to damage."""
     return shutil.copytree(adapters, tmp_path / "adapters")
 
 
@@ -118,9 +117,6 @@ def test_tiny_models_give_mlx_lms_text(tmp_path: Path, text: Path, tied: bool):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, kind: str):
-    """Adapters from mlx-lm are used. They have another rank and scale, and only some blocks and
-    projections have adapters.
-    """
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 5, "scale": 20.0, "dropout": 0.0, "keys": keys}
     model = Bundle(bundle).to_mlx_lm()
@@ -142,8 +138,8 @@ def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, k
 
 def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
     """bfloat16 rounds to 8 bits between operations, so texts begin alike and may differ later."""
-    # The codes are the nearest ones. By default, codes are fitted to the stored scales, so the two
-    # bundles would have different codes.
+    # By default, codes are fitted to the stored scales, so the two bundles would have different
+    # codes.
     options = ("--quantize", "nearest", "--head-bits", 4)
     whole = export("demo", tmp_path / "whole.mesp", *options)
     half = export("demo", tmp_path / "half.mesp", "--dtype", "bfloat16", *options)
@@ -212,7 +208,6 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
 def test_several_adapters_give_the_text_of_their_sum(
     bundle: Path, adapters: Path, tmp_path: Path, form: str
 ):
-    """The adapters have different ranks, scales, modules and forms."""
     without = ("q_proj", "up_proj")
     other = write_adapters(tmp_path / "other", bundle, 0.1, 3, 1.5, seed=2, without=without)
     tokenizer = load_bundle_tokenizer(bundle)
@@ -318,9 +313,6 @@ def test_training_goes_on_from_adapters(bundle: Path, adapters: Path, tmp_path: 
 
 @pytest.mark.parametrize("form", ["", "peft"])
 def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path, form: str):
-    """A run with `dora` continues from adapters of DoRA, even if it trains more layers than have
-    adapters. A run without `dora` is refused, because it would lose the magnitudes.
-    """
     done = train(bundle, tmp_path / "first", dora=True, projections=["q", "down"], num_layers=2)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "first" / "adapters" / form
@@ -338,9 +330,6 @@ def test_training_goes_on_from_dora(bundle: Path, adapters: Path, tmp_path: Path
 
 
 def test_magnitudes_that_a_run_does_not_train_are_not_lost(bundle: Path, tmp_path: Path):
-    """A layer that a run does not train keeps its magnitudes. They may be trained even if B is
-    0.
-    """
     done = train(bundle, tmp_path / "first", dora=True, projections=["q"], steps=1)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "first" / "adapters"
@@ -454,9 +443,8 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
 
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Returns a bundle of Granite, in which PEFT has gate and up as one linear layer, and
-    adapters.
-    """
+    """Returns a bundle of Granite, and adapters. PEFT has Granite's gate and up as one linear
+    layer."""
     folder = tmp_path_factory.mktemp("granite")
     model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
     bundle = export(model, folder / "b.mesp", "--data", "python-docs")
@@ -501,10 +489,6 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "granite-moe"])
 def test_peft_finds_no_expert_by_the_names_of_an_mlp(tmp_path: Path, family: str):
-    """PEFT must not find experts by the names of an MLP's layers. Experts have layers with the same
-    last names. In transformers 4 and in Granite, these layers are in modules that PEFT cannot
-    adapt.
-    """
     model = write_model(tmp_path / "model", FAMILIES[family])
     bundle = export(model, tmp_path / "b.mesp", "--data", "python-docs")
     done = train(bundle, tmp_path / "run", steps=1)

@@ -42,13 +42,12 @@ pytestmark = pytest.mark.slow
 SEEDS = 4
 ENGINE = cache(find_engine)
 DEADLINE = 120  # seconds
-# In these cases, a hostile folder is imported and exported, which takes ten times as long as other
-# cases.
+# These cases import and export a hostile folder, which takes ten times as long as other cases.
 FEWER_CASES = settings(CASES, max_examples=max(CASES.max_examples // 4, 1))
 
 
 class Done(NamedTuple):
-    """The end of an import."""
+    """The exit status and the output of an import."""
 
     status: int
     records: list[dict[str, Any]]
@@ -61,7 +60,7 @@ class Done(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The only sentence of a refusal."""
+        """The sentence of a refusal, which is the only line of the error output."""
         assert self.status == 2 and self.said.count("\n") == 1, self
         return self.said.strip()
 
@@ -69,7 +68,7 @@ class Done(NamedTuple):
 def run_import(
     model: Path, bundle: Path, environment: dict[str, object] | None = None, /, **given: Any
 ) -> Done:
-    """Imports a model. `given` has more settings, and `preexec_fn` is subprocess's."""
+    """Imports a model. `given` has more settings, and subprocess's `preexec_fn`."""
     before = given.pop("preexec_fn", None)
     file = bundle.with_name(f"{bundle.name}.json")
     file.write_text(json.dumps({"model": str(model), "bundle": str(bundle), **given}))
@@ -85,12 +84,10 @@ def run_import(
 
 
 def partial(bundle: Path) -> Path:
-    """Returns the folder of a bundle that is being written."""
     return bundle.with_name(f".importing-{bundle.name}")
 
 
 def state(folder: Path) -> dict[str, tuple]:
-    """Returns the names, contents and times of the files in a model's folder."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -99,7 +96,6 @@ def state(folder: Path) -> dict[str, tuple]:
 
 
 def weights(bundle: Path) -> dict[str, str]:
-    """Returns the digests of a bundle's weight files."""
     return {
         str(file.relative_to(bundle)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in bundle.rglob("*.bin")
@@ -111,10 +107,7 @@ def manifest_of(bundle: Path) -> dict[str, Any]:
 
 
 def described(bundle: Path) -> dict[str, Any]:
-    """Returns a bundle's manifest without the parts that differ in an import.
-
-    These are functions and their settings, the list of files, data, and the digest of the source.
-    """
+    """Returns a bundle's manifest without the parts that differ between an import and an export."""
     manifest = manifest_of(bundle)
     for key in ("seq_lens", "ranks", "files", "data", "source"):
         manifest.pop(key, None)
@@ -126,8 +119,9 @@ def described(bundle: Path) -> dict[str, Any]:
 
 
 def others(bundle: Path) -> dict[str, Any]:
-    """Returns the files except weights and manifest. Configurations are read as JSON, and other
-    files as bytes.
+    """Returns the files except weights, functions and the manifest.
+
+    Configurations are read as JSON, and other files as bytes.
     """
     files = {
         file.name: file.read_bytes()
@@ -139,11 +133,7 @@ def others(bundle: Path) -> dict[str, Any]:
 
 
 def reason(sentence: str) -> str:
-    """Returns the part of a refusal that an import and an export share.
-
-    Refusals of config.json differ in the value that they name, and in the quotes of a family's
-    name.
-    """
+    """Returns the part of a refusal that an import and an export share."""
     not_valid = "The model's config.json is not valid ("
     if sentence.startswith(not_valid):
         return not_valid
@@ -155,14 +145,14 @@ def reason(sentence: str) -> str:
 def compare(
     model: Path, folder: Path, *, in_the_same_words: bool = True, **options: str
 ) -> str | None:
-    """Imports a model to ``imported.mesp``, and exports it with the same device and dtype to
-    ``exported.mesp``.
+    """Imports a model to ``imported.mesp``, exports it to ``exported.mesp``, and compares both.
 
-    Either both accept the model: the weights have equal bytes, and all else is equal except the
-    parts that `described` leaves out. Or both refuse the model for the same `reason`, and the
-    import leaves nothing; then the import's sentence is returned. There are two exceptions. Only
-    the import refuses a model that is not quantized. Only the exporter reports faults of a
-    tokenizer, which an import copies without reading it.
+    Either both accept the model, and the bundles are equal except for the parts that `described`
+    leaves out. Or both refuse the model for the same `reason`, and the import leaves nothing.
+    Returns the import's refusal, or None.
+
+    There are two exceptions. Only the import refuses a model that is not quantized. Only the
+    exporter reports faults of a tokenizer, because an import copies it without reading it.
     """
     imported, exported = folder / "imported.mesp", folder / "exported.mesp"
     for bundle in (imported, exported, partial(imported)):
@@ -172,7 +162,7 @@ def compare(
     assert state(model) == before
     if "is not quantized; take one of mlx-community" in done.said:
         return done.sentence
-    # The longest length decides LongRoPE's frequencies.
+    # LongRoPE's frequencies depend on the longest length.
     longest = manifest_of(imported)["seq_lens"][-1] if done.status == 0 else 64
     refused = None
     try:
@@ -223,9 +213,7 @@ def test_an_import_is_the_export(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
-    """Varied models are imported as they are exported. Heads, types, bits, groups, modes, RoPE,
-    files and additional tensors vary.
-    """
+    """Heads, types, bits, groups, modes, RoPE, files and additional tensors vary."""
     accepted = 0
     for seed in range(SEEDS):
         model = write_variation(tmp_path / f"model-{seed}", family, seed)
@@ -300,7 +288,6 @@ def test_what_an_import_says(tmp_path: Path):
     ],
 )
 def test_the_licence_is_the_card_s(card: str, tmp_path: Path):
-    """An import reads the licence in the front matter of a model's card, as the exporter does."""
     model = write_mlx_model(tmp_path / "model", CONFIGS["llama"] | {"num_hidden_layers": 1})
     (model / "README.md").write_bytes(card.encode())
     assert compare(model, tmp_path, device="cpu", dtype="float32") is None
@@ -349,7 +336,6 @@ def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a model in three files, with terms."""
     folder = tmp_path_factory.mktemp("mlx") / "model"
     config = CONFIGS["llama"] | {"tie_word_embeddings": False, "num_hidden_layers": 3}
     add_terms(write_mlx_model(folder, config, shards=3))
@@ -358,7 +344,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_training_is_that_of_the_exporter_s_bundle(family: str, tmp_path: Path):
-    """Texts of both bundles, losses and adapters of two steps on a CPU agree to the last bit."""
     model = write_mlx_model(tmp_path / "model", CONFIGS[family])
     (tmp_path / "text.txt").write_text(TEXT * 4)
     losses, adapters = [], []
@@ -380,7 +365,6 @@ def test_a_training_is_that_of_the_exporter_s_bundle(family: str, tmp_path: Path
 
 
 def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_path: Path):
-    """The commands for any bundle check an imported one, and write it again with functions."""
     bundle, again, exported = (tmp_path / f"{name}.mesp" for name in ("a", "b", "c"))
     assert run_import(model, bundle, device="cpu").end
     assert "none of" in call("check", bundle).stdout
@@ -401,9 +385,6 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
     [name for name in FAMILIES if not families.FAMILIES[FAMILIES[name]["model_type"]].is_plain],
 )
 def test_a_family_that_is_not_plain_is_refused_by_name(family: str, tmp_path: Path):
-    """A family that an import does not take is refused by its name. The sentence names the command
-    that exports the model.
-    """
     model = tmp_path / "model"
     model.mkdir()
     config, _ = published(FAMILIES[family], {})
@@ -436,9 +417,6 @@ def test_an_unknown_family_is_refused_as_the_exporter_does(config: dict, said: s
 
 
 def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path):
-    """A model that is not quantized is refused. The exporter can quantize the model, so the
-    sentence names the command.
-    """
     model = write_model(tmp_path / "model", FAMILIES["qwen3"])
     sentence = run_import(model, tmp_path / "a.mesp").sentence
     assert "is not quantized" in sentence and f"mesp-export --model {model}" in sentence
@@ -577,12 +555,13 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def no_number(text: bytes) -> bool:
-    """Returns whether a JSON text has a number that Python's reader accepts and JSON does not."""
+    """Returns whether a JSON text has NaN or Infinity, which Python's reader accepts and JSON does
+    not.
+    """
     return any(word in text for word in (b"NaN", b"Infinity"))
 
 
 def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> None:
-    """Runs `compare` with a changed file, and restores the file afterwards."""
     file = model / name
     before = file.read_bytes()
     try:
@@ -611,9 +590,6 @@ VALUES: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("key", KEYS)
 def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
-    """An import and an export refuse a value of a key in the same words, or both accept it. Missing
-    keys are tested too.
-    """
     refused = 0
     for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
         if (number + KEYS.index(key)) % 11:  # an eleventh of all pairs
@@ -642,9 +618,6 @@ def test_configs_are_refused_alike(victims: dict[str, Path], tmp_path: Path, dat
 def test_headers_of_weights_are_refused_alike(
     victims: dict[str, Path], tmp_path: Path, data: st.DataObject
 ):
-    """An import and an export both refuse weight files with changed headers. Files that are cut off
-    or overwritten are tested too.
-    """
     model = data.draw(st.sampled_from(sorted(victims)).map(victims.get))
     (file, *_) = sorted(model.glob("*.safetensors"))
     content = file.read_bytes()
@@ -668,16 +641,13 @@ def test_indices_and_other_files_are_refused_alike(
 
 
 def whole_files(folder: Path) -> dict[tuple, int]:
-    """Returns the size of each whole weight file, by properties that a rewritten file does not
-    have.
-    """
+    """Returns the size of each weight file, by its name, inode and modification time."""
     found = [(file.name, file.stat()) for file in folder.rglob("*.bin")]
     return {(name, each.st_ino, each.st_mtime_ns): each.st_size for name, each in found}
 
 
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle of an import that was not interrupted."""
     bundle = tmp_path_factory.mktemp("whole") / "whole.mesp"
     assert run_import(model, bundle, device="cpu").end
     return bundle
@@ -689,7 +659,6 @@ def content(bundle: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Returns how many system calls an import makes that change files."""
     folder = tmp_path_factory.mktemp("calls")
     count = folder / "count"
     under = {"LD_PRELOAD": faults, "FAULTS_UNDER": folder, "FAULTS_COUNT": count}
@@ -701,8 +670,8 @@ def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_import_goes_on_where_it_was_interrupted(
     kind: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
 ):
-    """The import is interrupted before a call that changes a file, for every such call. Files that
-    are whole are not written again.
+    """An import is interrupted before a system call that changes a file. The next import keeps
+    whole files.
     """
     before = state(model)
     some = 0
@@ -723,7 +692,7 @@ def test_an_import_goes_on_where_it_was_interrupted(
             kept = whole_files(bundle)
             kept = {file: kept[file] for file in left.keys() & kept.keys()}
             assert again["kept_bytes"] == sum(kept.values()), number
-            # Every file that is left is kept, except one that was renamed and is not recorded yet.
+            # Every whole file is kept, except one that was renamed and is not recorded yet.
             assert len(kept) >= len(left) - 1, number
             some += len(kept)
         assert content(bundle) == content(whole), number
@@ -784,7 +753,6 @@ def test_a_kept_file_that_is_shorter_is_found(
 
 @pytest.mark.parametrize("limit", [100, 4_000, 40_000])
 def test_a_file_for_which_there_is_no_room(limit: int, model: Path, whole: Path, tmp_path: Path):
-    """A limit on the size of files simulates a full disk."""
     bundle = tmp_path / "a.mesp"
 
     def limited() -> None:
@@ -798,7 +766,6 @@ def test_a_file_for_which_there_is_no_room(limit: int, model: Path, whole: Path,
 
 
 def test_a_disk_is_asked_first(model: Path, faults: Path, whole: Path, tmp_path: Path):
-    """An import needs room only for the files that are missing."""
     bundle = tmp_path / "a.mesp"
     under = {"LD_PRELOAD": faults, "FAULTS_UNDER": tmp_path}
     size = sum((whole / file).stat().st_size for file in weights(whole))

@@ -1,6 +1,5 @@
-"""Tests gradients of sequences of one token and of thousands with automatic differentiation.
-
-The whole model is differentiated.
+"""Compares steps on sequences of one token and of thousands with automatic differentiation of the
+whole model.
 """
 
 from pathlib import Path
@@ -21,15 +20,12 @@ STEPS = 2  # A's gradient is 0 in the first step
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite-mamba"])
 def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
-    """Steps of a long sequence are right for attention and for each other mixer."""
     steps_are_those_of_automatic_differentiation(family, LONG, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["lfm3", "gemma3", "granite-mamba"])
 def test_steps_of_one_token(family: str, tmp_path: Path):
-    """Steps of one token are right for attention with a gate or a window, and for Mamba-2 within
-    its first chunk.
-    """
+    """The families have attention with a gate or a window, and Mamba-2."""
     steps_are_those_of_automatic_differentiation(family, 1, tmp_path)
 
 

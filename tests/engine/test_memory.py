@@ -1,4 +1,4 @@
-"""Tests that the engine's predicted and counted memory fits that of a run."""
+"""Compares the engine's predicted and counted memory with that of a run."""
 
 import json
 import sys
@@ -33,14 +33,15 @@ def exported(folder: Path, *options: object) -> Path:
 def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch):
     """Models have their true widths and vocabulary, in float32 on the CPU.
 
-    There is one thread, because on a busy machine further threads may never run, and then take no
-    memory.
+    Only one thread computes. On a busy machine further threads may never run, so their memory
+    varies.
     """
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     options = ("--random-weights", "--layers", 4, "--device", "cpu", "--quantize", "nearest")
     bundle = exported(tmp_path, "--model", model, *options, "--seq-len", f"{LENGTH},1024")
     kinds = [("--seq-len", LENGTH, "--offload", "all" if model == "Gemma-3-270m" else "none")]
-    # In this model, attention is wider than the rest. With these options, it takes the most memory.
+    # Gemma's attention is wider than its other layers, and takes the most memory with these
+    # options.
     if model == "Gemma-3-270m":
         kinds += [("--seq-len", 1024, "--projections", "q,v")]
     # Further options are tested with this model alone, whose steps take the least time.
@@ -48,8 +49,8 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
         others = [("--offload", "all"), ("--projections", "q,v"), ("--freeze-a",)]
         kinds += [("--seq-len", LENGTH, *other) for other in others]
     for kind in kinds:
-        # With so few blocks, gaps in the heap make the peaks of two runs differ by up to 1 MB in
-        # 16. So a prediction may be right only at the second or third run.
+        # Gaps in the heap make the peaks of two runs differ by up to 1 MB in 16. So a prediction
+        # may fit only the second or third run.
         for attempt in range(3):
             output = tmp_path / f"{attempt}{''.join(map(str, kind))}"
             options = ("--steps", 2, "--val-batches", 0, *kind, "--out", output)
@@ -78,7 +79,7 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
     call("train", bundle, *options, "--out", output)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     records = {record["type"]: record for record in map(json.loads, lines)}
-    # A tiny model's widths are not realistic, so the plan's count is only an upper bound here.
+    # A tiny model's widths are not realistic, so the prediction is less exact here.
     assert (
         0.5 * records["plan"]["predicted_peak_bytes"]
         < records["end"]["footprint_peak_bytes"]
@@ -118,9 +119,6 @@ def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, mon
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_gpu_takes_as_many_kernels_for_any_bits(tmp_path: Path):
-    """A step on a GPU takes as many kernels with blocks in 5 bits and an embedding in 6 bits as
-    with 4 bits.
-    """
     counts = []
     for name, write in (("four", write_model), ("five", write_model_in_5_bits)):
         source = write(tmp_path / name / "model", TINY)

@@ -1,8 +1,8 @@
-"""Tests that each training option of the real engine does the same in Python.
+"""Tests that each training option of the real engine gives the results of a training loop in
+Python.
 
-The Python side is an ordinary training loop: the block of `mesp.reference`, gradients of all blocks
-at once from automatic differentiation, and the optimizers, schedules and clipping of
-`mlx.optimizers`. The engine never holds all gradients; its losses and adapters must be the same.
+The loop has the blocks of `mesp.reference`, automatic differentiation of the whole model, and the
+optimizers, schedules and clipping of `mlx.optimizers`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ VAL_BATCHES = 1
 
 
 def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> RunLog:
-    """Returns the engine's report of a run with these options."""
     settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
     settings |= {"val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
@@ -70,7 +69,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle with one example a sequence. Some examples are short, some are cut, and
+    """Returns the bundle with one example per sequence. Some examples are short, some are cut, and
     each has several answers.
     """
     path = shutil.copytree(bundle, tmp_path_factory.mktemp("examples") / "demo.mesp")
@@ -80,8 +79,8 @@ def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
     for _ in range(30):
         length = int(generator.integers(8, 2 * SEQ_LEN))
         examples.append((start, length))
-        # An example has a prompt at its beginning, and another that ends before the last two
-        # tokens.
+        # An example has two masked parts: a prompt at its beginning, and another that ends before
+        # the last two tokens.
         mask[start : start + int(generator.integers(0, min(length, SEQ_LEN) - 2))] = 0
         mask[start + 4 : start + length - 2] = 0
         start += length
@@ -97,7 +96,6 @@ def add_data(
     mask: np.ndarray | None = None,
     pack: bool = False,
 ) -> None:
-    """Writes a split of the bundle's data and lists it in the manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
     entry = {"file": f"data/{split}.bin", "tokens": len(tokens)}
     arrays = {entry["file"]: np.asarray(tokens, "<u4")}
@@ -157,9 +155,7 @@ def agree(
 
 
 class AdamW8bit(optim.Optimizer):
-    """The reference's AdamW in 8 bits, for one matrix. In a flat vector, a matrix would have the
-    same blocks of moments.
-    """
+    """The reference's AdamW in 8 bits, for one matrix at a time."""
 
     def __init__(self, learning_rate: float, **constants: object) -> None:
         super().__init__()
@@ -299,7 +295,7 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
 
 @pytest.fixture(scope="module")
 def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the bundle with the same examples, and with shorter lengths too."""
+    """Returns a bundle with the same examples that also has shorter sequence lengths."""
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
     lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
     call(
@@ -363,7 +359,6 @@ def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
 def test_what_counts_of_an_example_is_in_the_loss(
     bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int, order: str | None
 ):
-    """A step's loss is the mean over its targets, whatever the number of batches."""
     options = ["--batch-size", batch, "--grad-accumulation-steps", accumulation]
     if order == "sequences":  # the sum of all gradients is kept in any order
         options += ["--max-grad-norm", 1e9]
@@ -385,14 +380,14 @@ def test_what_counts_of_an_example_is_in_the_loss(
 
 
 def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
-    """The gradients of a step are the same in any number of batches. The gradients by each matrix
-    are compared. Some sequences have several times as many targets in the loss as others.
+    """A step's gradients do not depend on the number of batches. Some sequences have several times
+    as many targets as others.
     """
     train(bundle_of_examples, tmp_path / "first", steps=2)  # otherwise no A would have a gradient
     start = saved(tmp_path / "first")
 
     def gradients(*options: object) -> tuple[RunLog, dict[str, mx.array]]:
-        # This rate is so high that a step's change loses no digits in the parameters.
+        # At this high rate, a step's change loses no digits in the parameters.
         rate, run = 1e4, tmp_path / "-".join(map(str, options))
         done = train(
             bundle_of_examples, run, *options, "--adapters", tmp_path / "first" / "adapters",
@@ -511,7 +506,7 @@ def test_a_start_from_adapters_of_either_form(bundle: Path, oracle: Oracle, tmp_
 
 
 def test_bfloat16_adapters_follow_float32(bundle: Path, oracle: Oracle, tmp_path: Path):
-    """Rounding at random has no bias, so the training stays near that in float32."""
+    """Stochastic rounding has no bias, so the training stays near that in float32."""
     run = train(bundle, tmp_path / "run", "--lora-dtype", "bfloat16", "--batch-size", 4)
     expected = oracle.train(Recipe(SGD(RATE), sequences=4))
     adapters = saved(tmp_path / "run")
@@ -544,7 +539,6 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Returns the contents of a run's files, except its lock."""
     files = (file for file in folder.rglob("*") if file.is_file() and file.name != ".lock")
     return {file: file.read_bytes() for file in files}
 
@@ -554,7 +548,7 @@ def test_a_run_does_not_go_on_with_other_data_or_weights(bundle: Path, tmp_path:
     train(path, output, "--optimizer", "adamw", steps=2)
     straight = shutil.copytree(output, tmp_path / "straight")
     before = contents(output)
-    # The run is refused other weights, in a bundle of another name.
+    # A bundle with other weights is refused.
     rounded = tmp_path / "rounded.mesp"
     call("export", "--model", "demo", "--bits", 8, "--seq-len", SEQ_LEN, "--out", rounded)
     sentence = refused(run("train", rounded, "--resume", "--out", output, "--steps", 4))
@@ -600,9 +594,8 @@ def test_the_number_of_threads_changes_no_bit(
 def test_threads_that_wait_take_no_processor(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A spinning thread would take as much time as the work itself on a busy machine, and more with
-    each thread.
-    """
+    """Waiting threads must not spin. On a busy machine, spinning would take as much time as the
+    work."""
     seconds = {}
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])

@@ -1,7 +1,7 @@
-"""Tests of the version of MLX that phones have, which is installed in a separate environment. It
-reads the exports of this environment's MLX, and both versions compute the same, to the last bit.
+"""Tests that the phones' version of MLX reads this environment's exports and computes the same.
 
-As a program, this file writes the results of the MLX that it finds.
+That version is installed in a separate environment, in which this file runs as a program and writes
+the results.
 """
 
 import json
@@ -29,7 +29,6 @@ Arrays = dict[str, mx.array]
 
 
 def export_families(folder: Path) -> Arrays:
-    """Writes a bundle of each family, and returns their weights."""
     found = {}
     for name, config in FAMILIES.items():
         model, out = write_model(folder / name, config), folder / f"{name}.mesp"
@@ -40,7 +39,6 @@ def export_families(folder: Path) -> Arrays:
 
 
 def functions(folder: Path) -> Arrays:
-    """Returns the outputs of the block functions of each family's bundle."""
     found = {}
     for name in FAMILIES:
         bundle = Bundle(folder / f"{name}.mesp")
@@ -58,7 +56,7 @@ def functions(folder: Path) -> Arrays:
 
 
 def train(engine: Path, out: Path) -> Arrays:
-    """Returns the losses of 20 steps of the demo model, and the adapters."""
+    """Trains the demo model for 20 steps. Returns the losses and the adapters."""
     options = ["--steps", "20", "--optimizer", "adamw", "--out", out]
     command = [sys.executable, "-m", "mesp", "train", DEMO_BUNDLE, *options]
     subprocess.run(command, env=os.environ | {"MESP_ENGINE": str(engine)}, check=True)

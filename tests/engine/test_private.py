@@ -1,7 +1,7 @@
 """Tests of differential privacy (DP-SGD) in the real engine.
 
-Gradients are compared with per-example automatic differentiation. Refusals, and the values of ε,
-are tested too.
+They cover gradients, compared with per-example automatic differentiation, refusals, and values of
+ε.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WORDS = [
     "mix",
     "quartz",
 ]
-STEPS = 3  # two or more: from the second step on, there is a moment, and A has a gradient
+STEPS = 3  # at least two, because A's gradient is 0 in the first step
 
 
 def write_records(path: Path, count: int, seed: int = 0) -> Path:
@@ -75,14 +75,14 @@ def export(folder: Path, data: Path, *options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle with records, some of which are cut."""
     folder = tmp_path_factory.mktemp("records")
     return export(folder, write_records(folder / "records.jsonl", 30), "--no-pack")
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
-    """Returns the settings of a run with a known key. The run's folder has this key and an empty
-    log, so the run is resumed and takes the key.
+    """Returns the settings of a run with a known key.
+
+    The run's folder has the key and an empty log, so the run is resumed and uses the key.
     """
     output.mkdir()
     (output / "metrics.jsonl").touch()
@@ -102,9 +102,7 @@ def train_with_key(bundle: Path, output: Path, **settings: object) -> RunLog:
 
 
 class Private:
-    """A DP-SGD run in Python: automatic differentiation of each example, by all matrices at
-    once.
-    """
+    """A DP-SGD run in Python, with automatic differentiation of each example."""
 
     def __init__(self, bundle: Path, recipe: Recipe) -> None:
         self.oracle, self.recipe = Oracle.of(bundle), recipe
@@ -114,8 +112,8 @@ class Private:
         self.norms: list[float] = []
 
     def noise(self, step: int) -> Parameters:
-        """Returns the noise of a step for each matrix. A block has one vector of noise, in which
-        its trained matrices follow one another.
+        """Returns the noise of a step for each matrix. A block's trained matrices share one vector
+        of noise.
         """
         noise = {name: mx.zeros_like(matrix) for name, matrix in self.start.items()}
         trained = [name for name in noise if name.endswith("lora_b") or not self.recipe.freeze_a]
@@ -165,8 +163,8 @@ class Private:
 SGD = {"optimizer": "sgd", "learning_rate": 0.1}
 ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3}
 CASES = {
-    # Without noise, the result is the mean of clipped gradients. The noise is about as long as this
-    # mean, so that neither hides an error of the other.
+    # Without noise, the result is the mean of clipped gradients. In other cases the noise has about
+    # the norm of this mean, so that neither hides an error of the other.
     "clipping": ((0.5, 0.0, 27), SGD, Recipe(optim.SGD(0.1))),
     "clipping that need not": ((1e4, 0.0, 9), SGD, Recipe(optim.SGD(0.1))),
     "noise": ((0.5, 0.002, 4), SGD, Recipe(optim.SGD(0.1))),
@@ -343,7 +341,6 @@ def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
 
 
 def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
-    """The ε of a run that goes on is that of all its steps."""
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
     done = call("train", "--resume", "--out", tmp_path / "run", "--steps", 5)
     assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
@@ -359,9 +356,6 @@ def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):
 
 
 def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
-    """With DPO, the gradient of a pair is clipped as a whole. The test has a full batch without
-    noise.
-    """
     draw = np.random.default_rng(1)
     pairs = [
         {
@@ -420,8 +414,8 @@ def test_epsilon_of_full_batches_is_the_gaussian_mechanisms():
 
 
 def test_epsilon_bounds_that_of_privacy_loss_distributions():
-    """The ε is an upper bound of the exact ε, and near it. The library's privacy loss distributions
-    give a nearly exact ε, slowly.
+    """The ε is an upper bound of the exact ε, and near it. Privacy loss distributions give a nearly
+    exact ε.
     """
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant

@@ -33,7 +33,6 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the demo model's bundle with prompts and answers."""
     folder = tmp_path_factory.mktemp("rewards")
     data, out = folder / "data.jsonl", folder / "demo.mesp"
     data.write_text("\n".join(map(json.dumps, RECORDS)))
@@ -43,8 +42,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grpo(oracle: Oracle, parameters: dict, groups: list[dict], scores: list, dr: bool) -> mx.array:
-    """Returns the loss of TRL's GRPOTrainer, for answers that the model itself has given. It has
-    the ratio of an answer's probability to that before the step.
+    """Returns the loss of TRL's GRPOTrainer for answers of the current model.
+
+    The loss has the ratio of an answer's probability to its probability before the step.
     """
     scores, longest = mx.array(scores), len(groups[0]["answers"][0])
     advantages = scores - scores.mean(axis=1, keepdims=True)
@@ -70,9 +70,6 @@ SCALE = Recipe(optimizer=None).scale
 def test_a_step_is_that_of_automatic_differentiation(
     bundle: Path, tmp_path: Path, dr: bool, offload: str
 ):
-    """Two steps of SGD on two prompts are those of automatic differentiation. The answers are those
-    in the engine's log.
-    """
     options = {"steps": 2, "optimizer": "sgd", "learning_rate": RATE, "reward": "exact"}
     options |= {"group_size": GROUP, "max_tokens": 6, "batch_size": 2, "dr_grpo": dr}
     options |= {"val_batches": 0, "seq_len": SEQ_LEN, "rank": RANK, "offload": offload}
@@ -130,7 +127,6 @@ def test_a_run_that_goes_on_samples_the_same_answers(bundle: Path, tmp_path: Pat
 def test_a_reward_that_fails_ends_the_run_in_order(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """If a reward fails, the steps before the failure are saved, and the run can continue."""
     module, divisor, out = (tmp_path / name for name in ("own_reward.py", "divisor", "run"))
     module.write_text(
         "def reward(*, completions, **_):\n"
@@ -157,7 +153,6 @@ def test_a_reward_that_fails_ends_the_run_in_order(
 def test_equal_rewards_teach_nothing(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dr: bool
 ):
-    """Equal rewards teach nothing, even if their mean is not exact in float32."""
     (tmp_path / f"same_{dr}.py").write_text(
         "def reward(*, completions, **_):\n    return [0.1] * len(completions)\n"
     )

@@ -97,7 +97,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def environment(how: str = "", **more: str) -> dict[str, str]:
-    """Returns the environment with the stand-in for the engine, and its behaviour."""
+    """Returns the environment variables that select the stand-in engine and its behaviour."""
     return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
 
 
@@ -150,7 +150,7 @@ def test_the_update_goes_by_the_method_unless_it_is_given(
     assert (taken["optimizer"], taken["learning_rate"]) == (optimizer, rate)
 
 
-# Every option with a value other than its default, as it is typed and as the engine gets it.
+# Every option with a value other than its default.
 SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
 SGD |= {
     "optimizer": "sgd",
@@ -466,9 +466,7 @@ def test_a_run_begun_with_other_defaults_goes_on_with_them(bundle: Path, tmp_pat
 
 
 def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
-    """A run goes on from the last saved state. Here a crash after step 3 leaves the state of step
-    2.
-    """
+    """A crash after step 3 leaves the saved state of step 2, from which the run continues."""
     run = tmp_path / "run"
     options = {"steps": 5, "save-every": 2}
     assert train(bundle, *typed(options), "--out", run, how="crash").returncode == 1
@@ -575,8 +573,8 @@ def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, 
 def test_without_a_terminal_lines_come_by_time(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ):
-    """Without a terminal, lines come by time. In a run of a quarter of an hour, they are never far
-    apart, and there are few of them.
+    """Without a terminal, progress lines come at intervals of time. A run of a quarter of an hour
+    prints few of them.
     """
     now = 100.0
     monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)

@@ -55,7 +55,6 @@ TASKS = [
 
 @pytest.fixture(scope="module")
 def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns random adapters in mlx-lm's form that change the model much."""
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 4, "scale": 4.0, "dropout": 0.0, "keys": keys}
     model = Bundle(bundle).to_mlx_lm()
@@ -115,7 +114,6 @@ def write(path: Path, records: list[dict]) -> Path:
 def evaluate(
     bundle: Path, records: list[dict], tmp_path: Path, *options: object
 ) -> tuple[dict, dict[tuple, dict]]:
-    """Returns the JSON of a run of the command, and its results by metric and adapters."""
     out = tmp_path / "out.json"
     data = write(tmp_path / "data.jsonl", records)
     done = call("evaluate", bundle, data, "--out", out, *options)
@@ -246,7 +244,7 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
 
 
 def split(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    """Returns ids by transformers, without special tokens."""
+    """Returns transformers' ids of a text, with special tokens split into text."""
     return list(tokenizer.encode(text, split_special_tokens=True))
 
 
@@ -356,7 +354,7 @@ def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
 
 
 def test_json_and_extraction(bundle: Path, tmp_path: Path):
-    """The model's answer as a whole is not JSON, but the part that a pattern matches is."""
+    """The model's whole answer is not JSON, but the part that `--extract` matches is."""
     options = ("--no-chat", "--max-tokens", 8, "--json")
     records = [{"prompt": "My fellow", "completion": '"citizens"'}]
     _, results = evaluate(bundle, records, tmp_path, *options)
@@ -380,7 +378,7 @@ def test_the_table_says_what_changed(bundle: Path, adapters: Path, tmp_path: Pat
 
 def test_records_come_from_standard_input(bundle: Path):
     lines = "".join(json.dumps(record) + "\n" for record in QUESTIONS)
-    # A byte order mark, with which some editors for Windows begin a file
+    # A byte order mark, which some Windows editors write at the beginning of a file
     for begin in ("", "\ufeff"):
         done = run("evaluate", bundle, "-", input=begin + lines)
         assert done.returncode == 0 and "acc_norm" in done.stdout
@@ -389,7 +387,6 @@ def test_records_come_from_standard_input(bundle: Path):
 
 
 def test_records_come_from_every_kind_of_file(bundle: Path, tmp_path: Path):
-    """Values of a table are strings, and a text is one record."""
     rows = "".join(f"{each['prompt']},{each['completion']}\n" for each in TASKS)
     files = {
         "a.json": (json.dumps(QUESTIONS), QUESTIONS),

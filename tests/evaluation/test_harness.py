@@ -1,6 +1,6 @@
-"""Tests of lm-evaluation-harness's tasks with the engine and with mlx-lm's class for it.
+"""Compares lm-evaluation-harness's tasks in the engine with mlx-lm's class for the harness.
 
-They are not in `make test`, because the harness is large; `make test-slow` installs it.
+`make test-slow` installs the harness.
 """
 
 import json
@@ -48,7 +48,6 @@ MAX_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns random adapters in mlx-lm's form."""
     parameters = {"rank": 4, "scale": 4.0, "dropout": 0.0, "keys": ["self_attn.v_proj"]}
     model = Bundle(bundle).to_mlx_lm()
     model.freeze()
@@ -71,7 +70,6 @@ def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a task of each kind of output."""
     folder = tmp_path_factory.mktemp("tasks")
     for kind, metrics in METRICS.items():
         records = {"multiple_choice": QUESTIONS, "loglikelihood_rolling": TEXTS}.get(kind, PAIRS)
@@ -99,8 +97,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class MlxModel(MLXLM):
-    """mlx-lm's class, with a bundle's weights."""
-
     def __init__(self, bundle: Path, adapters: Path | None) -> None:
         super(MLXLM, self).__init__()
         self._model, self.tokenizer = Bundle(bundle).to_mlx_lm(), load_bundle_tokenizer(bundle)
@@ -111,7 +107,8 @@ class MlxModel(MLXLM):
         self.use_chat_template = False
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """Adds a token before the text, as the harness asks. mlx-lm leaves this token out."""
+        """Scores a text with a token before it, as the harness requires. mlx-lm leaves this
+        token out."""
         scores = []
         for request in requests:
             tokens = [self.tokenizer.eos_token_id, *self.tokenizer.encode(request.args[0])]
@@ -119,7 +116,7 @@ class MlxModel(MLXLM):
         return scores
 
     def generate_until(self, requests: list) -> list[str]:
-        """Passes the task's number of tokens, which mlx-lm reads under another name."""
+        """Sets the task's number of tokens, which mlx-lm reads under another name."""
         self._max_tokens = MAX_TOKENS
         try:
             return super().generate_until(requests)
@@ -164,9 +161,8 @@ def test_figures_are_mlx_lms(
 
 
 def check_alike(ours: list, theirs: list) -> None:
-    """Checks that log-likelihoods are equal except for rounding, and texts and the marks of greedy
-    answers exactly.
-    """
+    """Checks that log-likelihoods are equal up to rounding, and that texts and greedy marks are
+    equal."""
     for our, their in zip(ours, theirs, strict=True):
         if isinstance(their, tuple | list):
             assert our[0] == pytest.approx(their[0], abs=1e-4) and our[1] == their[1]
@@ -205,9 +201,7 @@ def test_a_bad_task_is_one_sentence(
 
 
 def test_nothing_but_the_table_is_printed(bundle: Path, tasks: Path):
-    """The command prints only the table and one note: a folder's tasks may be code. git, which the
-    harness calls, finds no repository here and prints nothing.
-    """
+    """The command prints only the table, and a note that a folder's tasks may run code."""
     line = command("evaluate", bundle, "--tasks", "local_generate_until", "--include-path", tasks)
     done = subprocess.run(line, capture_output=True, text=True, cwd=tasks)
     note = f"Note: tasks in {tasks} may run their own Python code.\n"

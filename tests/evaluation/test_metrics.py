@@ -18,8 +18,8 @@ def test_a_metric_is_weighted():
 
 
 def test_the_interval_of_a_mean_is_the_normal_distributions():
-    """The interval of a mean is that of the normal distribution, because the mean of 400 records is
-    nearly normally distributed.
+    """The mean of 400 records is nearly normally distributed, so its interval is the normal
+    distribution's.
     """
     sums = np.random.default_rng(1).normal(3, 2, 400)
     ((estimate, difference),) = compare([Metric.of("x", sums)])
@@ -32,8 +32,8 @@ def test_the_interval_of_a_mean_is_the_normal_distributions():
 
 
 def test_differences_are_paired():
-    """Differences are paired. Records differ much and models little, so a difference is certain
-    only if both models have the same draws.
+    """Records differ much and models little, so a difference is certain only if both models have
+    the same draws.
     """
     base = np.random.default_rng(2).normal(0, 10, 50)
     models = [Metric.of("x", base), Metric.of("x", base + 1), Metric.of("x", base)]

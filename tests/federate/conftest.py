@@ -19,9 +19,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the demo model with the data of all clients, so that mesp-train can train
-    on it.
-    """
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
     options = ("--data", data, "--seq-len", SEQ_LEN, "--rank", RANK)

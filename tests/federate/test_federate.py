@@ -91,8 +91,8 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
 
 @pytest.mark.slow
 def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
-    """Rounds of SGD with one client are one run. The order of the data continues from round to
-    round, and SGD has no state to lose.
+    """Rounds of SGD with one client equal one run: SGD has no state, and the order of the data
+    continues from round to round.
     """
     whole = federation(
         bundle,
@@ -171,9 +171,8 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 
 @pytest.mark.slow
 def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
-    """FedProx adds μ (w - w₀) to the gradient, which is 0 in the first step: w₂ = w₁ - η (g(w₁) + μ
-    (w₁ - w₀)).
-    """
+    """FedProx adds μ (w - w₀) to the gradient. The second step is w₂ = w₁ - η (g(w₁) + μ (w₁ -
+    w₀))."""
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
@@ -213,9 +212,6 @@ def test_bfloat16_is_rounded_as_mlx_rounds():
 
 
 def test_folders_of_the_last_blocks_are_read_as_they_were_written(tmp_path: Path):
-    """Adapters of the last blocks are read as they were written. The model has blocks of two kinds,
-    and the last block has attention.
-    """
     arch = Architecture.from_config(FAMILIES["qwen3_5"] | {"num_hidden_layers": 8})
     arrays = {
         "self_attn.o_proj.lora_b": np.ones((2, 2, 5), np.float32),
@@ -268,7 +264,7 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
-        """Returns the blocks' arrays as those of experts of one block, in mlx-lm's form."""
+        """Returns the arrays in mlx-lm's form for the experts of one block."""
         return {name: array.swapaxes(-1, -2)[None] for name, array in arrays.items()}
 
     stacked = [of_experts(each) for each in clients]
@@ -331,9 +327,6 @@ def test_a_file_is_a_topic(tmp_path: Path):
 
 
 def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
-    """A federation takes data with the options of an export. Here, columns have other names, and
-    each record is a separate sequence with all of it in the loss.
-    """
     write_records(
         tmp_path / "asked.jsonl",
         [{"question": f"What is {i}?", "reply": f"It is {i}."} for i in range(40)],
@@ -351,7 +344,6 @@ def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
 
 
 def test_held_out_data_alone_trains_nobody(tmp_path: Path):
-    """Held-out data alone trains nobody. A server on real machines needs no other data."""
     (tmp_path / "valid.txt").write_text("What is held out.\n", encoding="utf-8")
     topics, held_out = read_topics(str(tmp_path))
     assert not topics
@@ -492,7 +484,6 @@ for folder, kind, number in json.loads(sys.argv[1]):
 def test_a_round_is_whole_or_not_there_whichever_call_failed(
     bundle: Path, data: Path, tmp_path: Path, faults: Path, kind: str
 ):
-    """If a call of the server or of its engine fails, the round is whole, or it is not there."""
     options = ("--clients", 1, "--rounds", 1, "--val-batches", 1)
     whole = federation(bundle, data, tmp_path / "whole", *options)
     whole.write()
@@ -537,10 +528,6 @@ class PowerLoss(BaseException):
 def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """If the power fails at any call, only whole rounds are left. A round gets its name when all of
-    it is on the disk, and then the name is written to the disk too.
-    """
-
     def engine(settings: dict) -> RunLog:
         output = Path(settings["output"])
         (output / "adapters" / "peft").mkdir(parents=True)
@@ -679,7 +666,6 @@ def test_a_federation_is_written_through_no_link(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("name", ["held-out", "clients/0", "rounds"])
 def test_a_federation_keeps_to_its_folder(bundle: Path, data: Path, tmp_path: Path, name: str):
-    """A federation keeps to its folder, both a new one and one that continues."""
     output, elsewhere = tmp_path / "f", tmp_path / "elsewhere"
     link, options = output / name, ("--clients", 2, "--rounds", 1)
     elsewhere.mkdir()
@@ -746,7 +732,7 @@ def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
 
 
 class Node:
-    """`mesp-engine federate`, as a process."""
+    """A process of `mesp-engine federate`."""
 
     def __init__(
         self,
@@ -775,7 +761,6 @@ class Node:
         self.process.communicate()
 
     def ended(self) -> tuple[int, str, str]:
-        """Returns the exit status and the output."""
         out, error = self.process.communicate(timeout=120)
         return self.process.returncode, out, error
 
@@ -789,7 +774,7 @@ class Node:
 
 
 def forever(handler: BaseHTTPRequestHandler) -> None:
-    """Answers a byte a second."""
+    """Sends one byte per second."""
     handler.send_response(200)
     handler.send_header("content-length", str(1 << 20))
     handler.end_headers()
@@ -839,7 +824,7 @@ def endless_chunks(handler: BaseHTTPRequestHandler) -> None:
 
 
 def endless_trailers(handler: BaseHTTPRequestHandler) -> None:
-    """Answers with trailers after the last chunk, and states a length too."""
+    """Answers with a length, and with endless trailers."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n")
     handler.wfile.write(b"transfer-encoding: chunked\r\n\r\n0\r\n")
     while True:
@@ -898,9 +883,7 @@ LONG, UNSAID, DAMAGED = "more bytes than any answer", "compressed or without a l
 def test_an_answer_that_is_none_ends_a_node(
     bundle: Path, tmp_path: Path, answer: Callable, said: str, call: str
 ):
-    """If a server answers as Flower never does, the node ends with a sentence. The node takes
-    little memory and leaves its own files unchanged.
-    """
+    """The node ends with a one-line error, takes little memory, and keeps only its own files."""
     folder, peak = tmp_path / "n", 0
     with SuperLink(**{call: answer}) as link, Node(link.url, bundle, folder) as node:
         kept = answer in (endless_chunks, endless_trailers)
@@ -959,7 +942,6 @@ def test_a_node_waits_for_a_server_that_says_nothing(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("age", [0, 7200], ids=["useless", "expired"])
 def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
-    """60 messages at once leave no files, whether they lack their content or have expired."""
     folder, count = tmp_path / "n", iter(range(60))
 
     def pull(_: BaseHTTPRequestHandler) -> bytes:
@@ -981,7 +963,6 @@ def test_many_messages_leave_nothing(bundle: Path, tmp_path: Path, age: int):
 
 @pytest.fixture(scope="module")
 def asked(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Arrays, dict]:
-    """Returns the arrays and settings that a server sends for a round."""
     arrays = trained_here(bundle, tmp_path_factory.mktemp("asked") / "run", "--steps", 1, *SGD)
     config = {
         **{"model": str(read_manifest(bundle).model), "exchange": "float32", "server-round": 1},
@@ -1014,9 +995,6 @@ def wrong_shape(arrays: Arrays, config: dict) -> tuple[Arrays, dict]:
 def test_a_message_of_something_else_is_answered_as_a_failure(
     bundle: Path, tmp_path: Path, asked: tuple, change: Callable, said: str
 ):
-    """A message of something else is answered as a failure. The next message is valid and is
-    trained on.
-    """
     with (
         SuperLink(**asking(question(*change(*asked)), question(*asked))) as link,
         Node(link.url, bundle, tmp_path / "n") as node,
@@ -1038,8 +1016,7 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 ):
     arrays, config = asked
     config = {**config, "steps": 100_000, "timeout": 20.0}
-    # The node's clock runs backwards, so a message that is sent now has a time in the node's
-    # future.
+    # The node's clock runs backwards, so the time of the message is in the node's future.
     with (
         SuperLink(**asking(question(arrays, config))) as link,
         Node(link.url, bundle, tmp_path / "n", environment=clock_set_back) as node,
@@ -1051,8 +1028,8 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 
 @pytest.mark.slow
 def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
-    """A message takes no more disk space than the adapters. The model's matrices take less than one
-    MB, and the server offers 150 objects of 5 MB.
+    """The model's matrices take less than 1 MB, and the server offers 150 objects of 5 MB. The node
+    must not store them all.
     """
     asked: list[int] = []
 
@@ -1117,7 +1094,6 @@ def test_two_nodes_do_not_share_a_folder(bundle: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sees a file for a moment")
 def test_a_key_is_its_owners_from_the_moment_it_is_there(bundle: Path, tmp_path: Path):
-    """This holds for any umask."""
     before = os.umask(0)
     try:
         with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as node:

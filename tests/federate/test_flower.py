@@ -1,7 +1,7 @@
-"""Tests of federated rounds with Flower: `make test-slow` installs it.
+"""Tests of federated rounds with Flower, which `make test-slow` installs.
 
-Most use Flower's messages, mods and strategies, and pass messages within this process. One test
-uses Flower's simulation engine, and one its processes for real machines.
+Most tests pass Flower's messages within this process. One test uses Flower's simulation engine, and
+one uses its processes for real machines.
 """
 
 from __future__ import annotations
@@ -58,9 +58,8 @@ from mesp.runs.privacy import epsilon as epsilon_of_steps
 
 @pytest.fixture(autouse=True)
 def a_task() -> None:
-    """Sets the run that the tests' messages belong to, as Flower does before it starts a
-    ServerApp.
-    """
+    """Sets the run to which the tests' messages belong, as Flower does before it starts a
+    ServerApp."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
 
 
@@ -68,10 +67,10 @@ Change = Callable[[flwr.Message], flwr.Message | None]
 
 
 class Here:
-    """A Grid that passes messages to a ClientApp in this process, in any order.
+    """A Grid that passes messages to a ClientApp in this process.
 
-    `changes` has a function that changes a client's answers, by the client's number. If the
-    function returns None, the client is silent.
+    `changes` has a function by a client's number. The function changes the client's answers. If it
+    returns None, the client does not answer.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class Here:
 
 
 def served(federation: Federation, changes: dict[int, Change] | None = None) -> Arrays:
-    """Returns the adapters after all rounds."""
     serve(federation, Here(federation, changes), lambda _: None, timeout=None)
     return federation.rounds.arrays(federation.options["rounds"])
 
@@ -117,9 +115,7 @@ FLOAT32 = ("--exchange", "float32")
 
 
 def keeping(sent: dict[int, Arrays], number: int) -> Change:
-    """Returns a change that puts a client's matrices into `sent`, and leaves the answer
-    unchanged.
-    """
+    """Returns a change that only stores a client's matrices in `sent`."""
 
     def unchanged(reply: flwr.Message) -> flwr.Message:
         sent[number] = to_numpy(reply.content["arrays"])
@@ -158,7 +154,7 @@ def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
         records.append(each.rounds.record(1))
     exact, rounded = found
     for name, array in exact.items():
-        # B is zero at first, which is sent exactly. Each number of a client is rounded by at most
+        # The initial B is 0, which is sent exactly. Each number of a client is rounded by at most
         # 2⁻⁹ of it.
         assert np.linalg.norm(rounded[name] - array) <= 2**-8 * np.linalg.norm(array)
     numbers = 2 * sum(array.size for array in exact.values())  # to two clients
@@ -216,9 +212,7 @@ def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
 
 
 def test_half_a_billion_parameters_travel_in_5_mb():
-    """A message with the matrices B of rank 8 of Qwen2.5-0.5B in bfloat16 has at most 5 MB, with
-    all of its parts.
-    """
+    """A message with the matrices B of rank 8 of Qwen2.5-0.5B in bfloat16 has at most 5 MB."""
     outputs = {"q": 896, "k": 128, "v": 128, "o": 896, "gate": 4864, "up": 4864, "down": 896}
     random_bits = np.random.default_rng(0).integers  # equal arrays would travel once
     arrays = {
@@ -266,8 +260,6 @@ def nothing(reply: flwr.Message) -> flwr.Message:
 
 
 def with_data(change: Callable[[bytes], bytes]) -> Change:
-    """Returns a change that replaces the bytes of a matrix's file."""
-
     def changed(reply: flwr.Message) -> flwr.Message:
         array = reply.content["arrays"][B]
         data = change(array.data)
@@ -278,7 +270,6 @@ def with_data(change: Callable[[bytes], bytes]) -> Change:
 
 
 def npz(data: bytes) -> bytes:
-    """Returns the archive of an array's file."""
     archive = io.BytesIO()
     np.savez(archive, np.load(io.BytesIO(data)))
     return archive.getvalue()
@@ -337,7 +328,7 @@ HOSTILE = [
 
 
 def damage(reply: flwr.Message, random: random.Random) -> None:
-    """Changes something in an answer, as far as Flower's records allow it."""
+    """Changes a random part of an answer. Flower's records may raise an error."""
     content = reply.content
     kind = random.choice(("data", "data", "dtype", "name", "metrics", "about", "record"))
     if kind in ("data", "dtype", "name"):
@@ -404,10 +395,6 @@ def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
 def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(
     bundle: Path, data: Path, tmp_path: Path
 ):
-    """Clients cannot spoil a round by other records, for which Flower would abort it, or by the
-    name of another client.
-    """
-
     def more(reply: flwr.Message) -> flwr.Message:
         reply.content["metrics"]["other"] = 1.0
         reply.content["others"] = flwr.MetricRecord({"other": 1.0})
@@ -480,7 +467,7 @@ def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Pa
 
 
 def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
-    """FedAdam's moments also equal those of a server that was never killed."""
+    """The server also continues with FedAdam's moments."""
     options = ("--clients", 2, "--rounds", 3, "--steps", 1, "--strategy", "fedadam")
     options += ("--strategy-options", "eta=0.01,beta_1=0.9", *FLOAT32)
     straight, killed = (
@@ -567,7 +554,6 @@ def test_options_that_a_strategy_cannot_take_are_refused(
 def test_a_client_that_changes_almost_nothing_is_averaged(
     bundle: Path, data: Path, tmp_path: Path, size: float
 ):
-    """A client's changes count even if they are so small that their squares are 0 in float32."""
     options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01)
     whole = federation(bundle, data, tmp_path / "f", *options, *FLOAT32)
     sent: dict[int, Arrays] = {}
@@ -584,9 +570,6 @@ def test_a_client_that_changes_almost_nothing_is_averaged(
 def test_adapters_that_cannot_be_evaluated_are_not_kept(
     bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Adapters that cannot be evaluated are not kept. The strategy's state of that round is dropped
-    too, because an infinite number in it might stay infinite.
-    """
     options = ("--clients", 1, "--rounds", 3, "--steps", 1, "--strategy", "fedadam", *FLOAT32)
     whole = federation(bundle, data, tmp_path / "f", *options, "--strategy-options", "eta=0.01")
     evaluate, said = federations.run_engine, "The loss on the valid data is not finite."
@@ -628,7 +611,7 @@ def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path
     clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01)
     after, before = served(clipped), clipped.rounds.arrays(0)
     norm = sum(float(np.square(after[name] - before[name]).sum()) for name in after) ** 0.5
-    assert 0 < norm <= 0.01 * (1 + 1e-4)  # for a mean of two, with a sum of float32
+    assert 0 < norm <= 0.01 * (1 + 1e-4)  # 1e-4 for rounding in float32
     noisy = federation(bundle, data, tmp_path / "n", *options, "--clip", 0.01, "--noise", 3)
     after = served(noisy)
     # The change is Gaussian noise in each number. Its standard deviation is 3 · clip / clients.
@@ -673,7 +656,6 @@ def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
 
 
 def test_rounds_add_up_as_an_accountant_has_it():
-    """The ε of several rounds is compared with that of composed privacy loss distributions."""
     for noise, count in ((1.0, 8), (4.0, 100)):
         accountant = pld.PLDAccountant()
         accountant.compose(dp_event.GaussianDpEvent(noise), count)
@@ -714,9 +696,7 @@ def test_a_client_counts_its_answers(
 def test_a_client_trains_privately(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The ε is that of the client's steps in all rounds together. The other client trains without
-    DP-SGD.
-    """
+    """The ε covers the client's steps in all rounds. The other client trains without DP-SGD."""
     data, private = tmp_path / "data", {"dp_clip": 1.0, "dp_noise": 1.5, "dp_delta": 1e-4}
     data.mkdir()
     records = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60))
@@ -799,8 +779,7 @@ def free_port() -> int:
 class Relay:
     """Forwards connections without TLS to a SuperLink with TLS.
 
-    Foundation for Linux trusts only the system's certificates; phones also trust those that their
-    owner has installed.
+    Foundation for Linux trusts only the system's certificates.
     """
 
     def __init__(self, port: int, certificate: Path) -> None:
@@ -829,7 +808,8 @@ class Relay:
 
 
 class Deployment:
-    """Processes of a SuperLink with TLS, which admits known keys, and of its SuperNodes."""
+    """Processes of a SuperLink with TLS and of its SuperNodes. The SuperLink admits only known
+    keys."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.port = folder, folder / "log", free_port()
@@ -866,7 +846,8 @@ class Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self.processes):  # nodes log off from the SuperLink
+        # nodes first, so that they log off from the SuperLink
+        for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
@@ -918,7 +899,6 @@ class Deployment:
         )
 
     def swift_node(self, name: str, bundle: Path, data: Path) -> Callable[[], subprocess.Popen]:
-        """Starts a phone's node, and returns a function that starts it again."""
         folder, settings = self.folder / name, self.folder / f"{name}.json"
         given = {"superlink": f"http://127.0.0.1:{self.relay.port}"}
         given |= {"folder": str(folder)}
@@ -934,7 +914,6 @@ class Deployment:
         return start
 
     def run(self, server: Federation) -> None:
-        """Starts the app of a federation."""
         options = ("--out", server.folder, "--resume", "--app")
         done = subprocess.run(command("federate", *options), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -969,7 +948,6 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
 
 
 def study(name: str, *arguments: object) -> str:
-    """Returns the output of one of the studies."""
     path = ROOT / "tools" / "studies" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, path, *map(str, arguments)],

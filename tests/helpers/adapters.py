@@ -29,8 +29,7 @@ def write_adapters(
     without: Collection[str] = (),
     dora: bool = False,
 ) -> Path:
-    """Writes random adapters of a bundle in mlx-lm's form, which change the model much, and returns
-    their folder.
+    """Writes random adapters in mlx-lm's form that change the model much. Returns their folder.
 
     All modules and experts get adapters, except modules whose last names are in `without`. With
     `dora`, modules get adapters of DoRA, and experts get none.
@@ -62,10 +61,9 @@ def write_adapters(
 
 
 def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
-    """Returns mlx-lm's model of a bundle, dequantized, in float32, and with a weighted sum of
-    adapters added to its matrices.
+    """Returns mlx-lm's model of a bundle in float32, with a weighted sum of adapters added to it.
 
-    `weights` has the weight of each folder of adapters, which is in mlx-lm's form.
+    `weights` has a weight for each folder of adapters in mlx-lm's form.
     """
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
@@ -91,7 +89,7 @@ def with_weighted_sum(bundle: Path, weights: Mapping[Path, float]) -> nn.Module:
 def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
     """Writes adapters in PEFT's form from a folder in mlx-lm's form, and returns the new folder.
 
-    Where PEFT has a single layer for n layers of mlx-lm, its rank is n times the rank in mlx-lm.
+    If PEFT joins n layers of mlx-lm into one, the joined layer has n times the rank.
     """
     arch = Bundle(bundle, to_run=False).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))

@@ -1,10 +1,9 @@
-"""Runs the exporter and a tokenizer on generated conversations, for tests in Swift, because Swift
-has no Jinja on this machine.
+"""Serves the exporter and a tokenizer to tests in Swift, which has no Jinja on this machine.
 
-Each line of input is a request, a JSON object, and the answer is one JSON object too. The answer to
-a request for the next case has a record, a chat template, and the result of `mesp-export
---split-special-tokens`. After the last case, it is an empty object. The tokenizer of the current
-case answers all other requests. If TRL is installed, the cases include its chat templates.
+Each line of input is a request, a JSON object, and the answer is one JSON object too. A request for
+the next case is answered with a record, a chat template, and the result of `mesp-export
+--split-special-tokens`. After the last case, the answer is an empty object. The tokenizer of the
+current case answers all other requests.
 """
 
 from __future__ import annotations
@@ -120,9 +119,6 @@ def templates() -> dict[str, str]:
 
 @cache
 def tokenizer_of(template: str) -> Any:
-    """Returns the demo model's tokenizer with this template and with the template's special
-    tokens.
-    """
     tokenizer = load_tokenizer(DEMO_MODEL)._tokenizer
     special = sorted({*SPECIAL, *WRITTEN.findall(template), "<|bos|>"})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
@@ -149,7 +145,6 @@ def sort_keys(value: Any) -> Any:
 
 
 def write_special(value: Any, chance: random.Random) -> Any:
-    """Returns a record with special tokens put into some of its texts."""
     if isinstance(value, dict):
         kept = ("role", "type", "tools", "id", "tool_call_id", "name")
         return {k: v if k in kept else write_special(v, chance) for k, v in value.items()}
@@ -161,9 +156,7 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """Returns a record without thoughts in a key of their own, which the app does not read.
-    Thoughts in the content of answers stay.
-    """
+    """Returns a record without the key for thoughts, which the app does not read."""
     messages = [
         each
         for value in record.values()
@@ -177,8 +170,9 @@ def without_reasoning(record: dict) -> dict:
 
 
 def with_values(record: dict, chance: random.Random) -> dict:
-    """Returns a record with a JSON value of any kind added to the arguments of most tool calls. In
-    a tenth of the records, the first tool's description becomes a special token.
+    """Returns a record with a random JSON value added to the arguments of most tool calls.
+
+    In a tenth of the records, the first tool's description becomes a special token.
     """
     said = [each for value in record.values() if isinstance(value, list) for each in value]
     for call in (call for each in said for call in each.get("tool_calls", [])):
@@ -191,8 +185,9 @@ def with_values(record: dict, chance: random.Random) -> dict:
 
 
 def records() -> list[tuple[dict, str]]:
-    """Returns records, each with the part of it that the loss covers: "all" or "answers". Every
-    other record has tools.
+    """Returns records, each with the part of it in the loss: "all" or "answers".
+
+    Every other record has tools.
     """
     chance = random.Random(SEED)
     found: dict[bool, list[dict]] = {False: [], True: []}
@@ -219,7 +214,6 @@ def records() -> list[tuple[dict, str]]:
 
 
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
-    """Returns the ids and the mask of a record, or the sentence that refuses the record."""
     try:
         document = read_record("It", deepcopy(record), {})
         encoder = Encoder(document.kind, tokenizer_of(template), loss_on, True, split_special=True)

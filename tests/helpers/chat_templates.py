@@ -125,5 +125,4 @@ SPECIAL += ["<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assist
 
 
 def unmarked(template: str) -> str:
-    """Returns a template without the marks ⟦ and ⟧ of its answers."""
     return template.replace("⟦", "").replace("⟧", "")

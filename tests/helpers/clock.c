@@ -1,4 +1,4 @@
-// Sets the system's clock back again and again, for a process on Linux (LD_PRELOAD): each reading is an hour before the last.
+// A library for LD_PRELOAD on Linux, with which each reading of the clock is an hour before the last one.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>

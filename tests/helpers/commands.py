@@ -14,7 +14,6 @@ from click.testing import CliRunner
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    """Returns the command line that runs a command, such as `export`, in a separate process."""
     program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
     return [sys.executable, "-c", program, *map(str, arguments)]
 
@@ -27,14 +26,13 @@ def run(module: str, *arguments: object, **options: object) -> subprocess.Comple
 
 
 def call(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    """Runs a command that must succeed."""
     done = run(module, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits until another process fulfils a condition. Fails after two minutes."""
+    """Waits until the condition is true. Fails after two minutes."""
     deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
@@ -42,7 +40,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def without_privileges() -> None:
-    """Takes root's privileges to write and search anywhere (CAP_DAC_OVERRIDE and
+    """Removes root's capabilities to write and search anywhere (CAP_DAC_OVERRIDE and
     CAP_DAC_READ_SEARCH) from the programs that this process executes next.
     """
     if os.geteuid() == 0:
@@ -70,7 +68,6 @@ def invoke(
 
 
 def refused(done: subprocess.CompletedProcess) -> str:
-    """Checks that a command failed with one sentence, and returns this sentence."""
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
     return done.stderr.removeprefix("Error: ").rstrip()

@@ -65,7 +65,7 @@ def word(number: int) -> str:
 
 
 class _Writer:
-    """Makes the messages of one conversation. Each gets words that no other message has."""
+    """Makes the messages of one conversation. Each message has words that no other message has."""
 
     def __init__(self, draw: Any, kinds: Kinds) -> None:
         self.draw, self.kinds = draw, kinds
@@ -77,7 +77,7 @@ class _Writer:
         self.tools = self._tools() if kinds.tools and self.seldom(4) else []
 
     def seldom(self, of: int) -> bool:
-        """Returns true once in `of` times."""
+        """Returns True with a probability of 1 / `of`."""
         return self.draw(st.integers(0, of - 1)) == of - 1
 
     def text(self) -> str:
@@ -186,7 +186,6 @@ class _Writer:
 
 @st.composite
 def conversations(draw: Any, kinds: Kinds = ALL) -> dict[str, Any]:
-    """Draws a record: of messages, or of a prompt and a completion as in TRL."""
     writer = _Writer(draw, kinds)
     if kinds.any_order and writer.seldom(15):
         return {"prompt": writer.text(), "completion": writer.text()}
@@ -200,7 +199,6 @@ def conversations(draw: Any, kinds: Kinds = ALL) -> dict[str, Any]:
 
 @st.composite
 def pairs(draw: Any) -> dict[str, Any]:
-    """Draws a record with a chosen and a rejected answer to the same prompt."""
     writer = _Writer(draw, ALL)
     if writer.seldom(4):
         return {"prompt": writer.text(), "chosen": writer.text(), "rejected": writer.text()}

@@ -1,4 +1,4 @@
-"""Hypothesis's strategies for damaged files, and the number of cases that they draw."""
+"""Hypothesis strategies for damaged files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 CASES = settings(
-    max_examples=int(os.environ.get("MESP_FUZZ_CASES", 200)),  # 10,000 in `make test-slow`
+    max_examples=int(os.environ.get("MESP_FUZZ_CASES", 200)),
     deadline=None,
-    derandomize=True,  # the same cases each time
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 SCALARS = (
@@ -30,7 +30,7 @@ JSON = st.recursive(
 
 
 def paths(value: object, path: tuple = ()) -> list[tuple]:
-    """Returns the path of a JSON value, which is empty, and the paths of all parts in it."""
+    """Returns the paths of `value` and the values inside it, as tuples of keys and indices."""
     inner = []
     if isinstance(value, dict):
         inner = value.items()
@@ -41,7 +41,7 @@ def paths(value: object, path: tuple = ()) -> list[tuple]:
 
 @st.composite
 def changed(draw: st.DrawFn, value: object) -> object:
-    """Draws a JSON value with one or two of its parts replaced or removed."""
+    """Draws a copy of a JSON value, with up to two of the values inside it replaced or removed."""
     value = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 2))):
         inner = [path for path in paths(value) if path]
@@ -60,7 +60,7 @@ def changed(draw: st.DrawFn, value: object) -> object:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """Draws `data` cut off at some place, or with up to 9 bytes overwritten there."""
+    """Draws `data` with up to 9 bytes overwritten, and sometimes cut off after them."""
     at = draw(st.integers(0, len(data)))
     middle = draw(st.binary(max_size=9))
     rest = data[at + len(middle) :] if draw(st.booleans()) else b""
@@ -68,8 +68,6 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def texts(original: bytes) -> st.SearchStrategy[bytes]:
-    """Returns a strategy for a JSON text: unchanged, with damaged bytes, or with changed parts of
-    its value.
-    """
+    """Returns a strategy for a JSON text: the original, damaged bytes, or a changed value."""
     values = changed(json.loads(original)).map(lambda value: json.dumps(value).encode())
     return st.just(original) | damaged(original) | values

@@ -1,5 +1,3 @@
-"""Compares derivatives with automatic differentiation."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -8,7 +6,6 @@ TOLERANCE = 1e-5
 
 
 def relative_error(actual: mx.array, expected: mx.array) -> float:
-    """Returns ‖a - b‖₂ / ‖b‖₂."""
     assert actual.shape == expected.shape
     return (mx.linalg.norm(actual - expected) / mx.linalg.norm(expected)).item()
 
@@ -23,10 +20,10 @@ def normal(*arch: int) -> mx.array:
 
 
 def check(forward, backward, oracle, inputs: dict[str, mx.array], zeros=()) -> None:
-    """Checks that `forward` and `oracle` have the same output, and that `backward(y, dy)` returns
-    the gradients of both by each input.
+    """Checks that `forward` and `oracle` have the same output, and that `backward` returns the
+    gradients of both.
 
-    Gradients named in `zeros` need only be zero, except for rounding.
+    Gradients whose names are in `zeros` must be zero within rounding.
     """
     names, arrays = list(inputs), list(inputs.values())
     y = forward(*arrays)

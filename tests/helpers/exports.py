@@ -1,4 +1,4 @@
-"""Runs exports through the command line, in a folder for the test."""
+"""Runs `mesp-export` in the test's process."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from click.testing import CliRunner, Result
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 
-NEAREST = ("--quantize", "nearest", "--head-bits", 4)  # as in `nn.quantize`
+NEAREST = ("--quantize", "nearest", "--head-bits", 4)  # like MLX's `nn.quantize`
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
 
 
@@ -19,7 +19,7 @@ def export(*arguments: object) -> Result:
 
 
 def exported(*arguments: object) -> Bundle:
-    """Exports to ``out.mesp`` in the working folder, and returns the bundle."""
+    """Exports to ``out.mesp`` in the working folder, and returns the verified bundle."""
     result = export(*arguments, "--out", "out.mesp", "--overwrite")
     assert result.exit_code == 0, result.output
     bundle = Bundle("out.mesp")
@@ -28,9 +28,8 @@ def exported(*arguments: object) -> Bundle:
 
 
 def refused(*arguments: object) -> str:
-    """Checks that an export is refused and leaves nothing. Returns the one sentence of the
-    refusal.
-    """
+    """Checks that an export fails with status 2 and writes no files, and returns the error's
+    sentence."""
     before = sorted(Path().rglob("*"))
     result = export(*arguments)
     assert result.exit_code == 2, result.output

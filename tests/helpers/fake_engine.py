@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Stands in for mesp-engine: keeps the contract of docs/formats.md, but trains nothing.
 
-FAKE_ENGINE chooses its behaviour. With `slow`, a step takes 20 ms. With `deaf`, a step takes as
-long, and signals do not stop the run. With `refuse`, the engine fails before it has a log. With
-`fail`, it fails after three steps, and with `crash`, it crashes after three steps. With `noisy`, it
-prints a line that is no record, and a warning. It records every SIGINT and SIGTERM in
-OUTPUT/signals.
+The variable FAKE_ENGINE chooses the behaviour of a training run:
 
-`generate` and `evaluate` write no text, and append their settings as a line to FAKE_ENGINE_NOTES. A
-text's log-likelihood is the sum of the adapters' weights, less one for each of the text's tokens
-after the first.
+- `slow`: a step takes 20 ms.
+- `deaf`: a step takes 20 ms, and signals do not stop the run.
+- `refuse`: the engine fails before it writes a log.
+- `fail`: the run fails after three steps.
+- `crash`: the engine crashes after three steps.
+- `noisy`: the engine prints a line that is not JSON, and a warning.
+- `kept`: the plan has 6 kept blocks.
 
-A dry run predicts a peak of 1,000 bytes for each byte of the block functions and for each token of
-the length, plus the bytes of the weights.
+A training run appends the name of each SIGINT and SIGTERM to OUTPUT/signals. `generate` and
+`evaluate` append their settings to the file FAKE_ENGINE_NOTES.
 """
 
 import json

@@ -1,11 +1,10 @@
-// Has the system fail a process on Linux (LD_PRELOAD): counts its calls that change files below FAULTS_UNDER, and before
-// call number FAULTS_AT does what FAULTS_KIND says. Without them, the file FAULTS_COUNT gets the number of calls at the end.
-// Every disk has FAULTS_FREE bytes free.
+// Makes system calls fail in a Linux process (LD_PRELOAD). Counts the calls that change files below FAULTS_UNDER. Before call number FAULTS_AT, does
+// what FAULTS_KIND says. At exit, writes the number of calls to the file FAULTS_COUNT. Every disk has FAULTS_FREE bytes free.
 //
-//   full       there is no room on the disk from then on
-//   crash      the process is killed
-//   power      the process is killed, and what was written and not synchronized is lost: the rest of a file, or zeros in its place
-//   interrupt  the process gets SIGINT
+//     full       every later call that needs space fails with ENOSPC
+//     crash      the process is killed
+//     power      the process is killed, and unsynchronized data is lost or becomes zeros
+//     interrupt  the process gets SIGINT
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -65,7 +64,6 @@ static void lose(void) {
     }
 }
 
-// Whether the call that follows is to fail.
 static int fails(int needs_room) {
     const char *at = getenv("FAULTS_AT"), *kind = getenv("FAULTS_KIND");
     int number = ++calls;

@@ -1,4 +1,4 @@
-"""Tiny models as GGUF files, in the form of llama.cpp's convert_hf_to_gguf.py."""
+"""Writes tiny models as GGUF files, in the form of llama.cpp's convert_hf_to_gguf.py."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mesp.models.tensor_names import CONVOLUTIONS
 _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-# Phi-3's scaling of RoPE. Its attention factor is rounded to float32, as in a GGUF file.
+# Phi-3's scaling of RoPE. GGUF stores the attention factor in float32, so it is rounded here too.
 _LONGROPE = FAMILIES["phi3"]["rope_scaling"] | {
     "attention_factor": float(str(np.float32(1.5**0.5)))
 }
-# For each family, llama.cpp's name of the architecture, and a tiny config.json. llama.cpp assumes
-# which blocks lack RoPE and what the scale of attention is, so each config.json has these values.
-# Gemma 2's windows are longer than the texts, because mlx-lm ignores the windows.
+# For each model: llama.cpp's name of the architecture, and a tiny config.json. llama.cpp hard-codes
+# the blocks without RoPE and the scale of attention, so the configs use these values. Gemma 2's
+# windows are longer than the texts, because mlx-lm ignores the windows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", FAMILIES["qwen2"] | {"max_position_embeddings": 512}),
     "qwen3": ("qwen3", FAMILIES["qwen3"]),
@@ -49,18 +49,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": (
         "qwen35",
         FAMILIES["qwen3_5"]
-        # llama.cpp requires that keys and values have the same size, and it uses this ε for the
-        # lengths of q and k too.
+        # llama.cpp requires equal head sizes for keys and values. It also normalizes q and k with
+        # the ε of RMSNorm.
         | {"model_type": "qwen3_5_text", "linear_key_head_dim": 32, "linear_value_head_dim": 32}
         | {"rms_norm_eps": 1e-6},
     ),
     "lfm2": ("lfm2", FAMILIES["lfm2"]),
     "phi3": ("phi3", FAMILIES["phi3"] | {"rope_scaling": _LONGROPE}),
-    # llama.cpp has experts in all blocks of Qwen3's mixtures, and it multiplies the weights of
-    # LFM2's experts by no factor.
+    # llama.cpp expects experts in every block of Qwen3 MoE. It ignores LFM2's
+    # routed_scaling_factor.
     "qwen3_moe": ("qwen3moe", FAMILIES["qwen3_moe"] | {"mlp_only_layers": []}),
     "lfm2_moe": ("lfm2moe", FAMILIES["lfm2_moe"] | {"routed_scaling_factor": 1.0}),
-    # A model whose rows consist of whole blocks of 256 weights.
+    # Each row has a multiple of 256 weights, the block size of GGUF's K-quants.
     "wide": (
         "qwen2",
         TINY
@@ -86,12 +86,12 @@ def write_gguf(
     without: Sequence[str] = (),
     changed: Mapping[str, gguf.GGUFValue] | None = None,
 ) -> Path:
-    """Writes a model of `MODELS` from tensors with Hugging Face's names; `encode` converts
-    matrices.
+    """Writes a model of `MODELS`, with tensors given by their Hugging Face names. `encode` encodes
+    each matrix.
 
-    `vocabulary` is ``numbers``, ``pieces`` for pieces as in SentencePiece, or the name of a
-    pre-tokenizer that splits words. With a pre-tokenizer, the tokens are bytes and merged pairs.
-    Metadata keys in `without` are left out, and those in `changed` get the values given there.
+    `vocabulary` is ``numbers``, ``pieces`` for SentencePiece's pieces, or the name of a
+    pre-tokenizer for byte-level BPE. Metadata keys in `without` are left out. Those in `changed`
+    get the given values.
     """
     name, said = MODELS[model]
     config = complete(said)
@@ -122,7 +122,7 @@ def write_gguf(
 
 
 def _stacked(config: dict[str, Any], tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Returns the tensors, with the experts' matrices stacked into tensors [experts, out, in]."""
+    """Stacks the experts' matrices into tensors of shape [experts, out, in]."""
     names = {theirs: ours for ours, theirs in EXPERT_MATRICES.get(config["model_type"], {}).items()}
     found, experts = {}, {}
     for key, tensor in tensors.items():
@@ -215,7 +215,6 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any], said: dict[str,
 
 
 def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -> np.ndarray:
-    """Returns a tensor as llama.cpp's converter would write it."""
     if name in INTERLEAVED and ("q_proj" in key or "k_proj" in key):
         heads = config["num_attention_heads" if "q_proj" in key else "num_key_value_heads"]
         halves = array.reshape(heads, 2, -1, *array.shape[1:])
@@ -247,10 +246,7 @@ def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, kind: str, folder: Path, size: int) -> None:
-    """Writes a vocabulary of numbers, of pieces with scores, or of the tokens of `write_tokenizer`.
-
-    No number is a part of a character: llama.cpp returns only whole characters.
-    """
+    """Writes a vocabulary of numbers, pieces with scores, or `write_tokenizer`'s tokens."""
     merges = []
     if kind == "numbers":
         tokens, types = [str(token) for token in range(size)], [1] * size

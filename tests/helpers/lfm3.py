@@ -1,6 +1,4 @@
-"""LFM3 for mlx-lm, made from mlx-lm's LFM2. A test compares it with the LFM3 of transformers on
-PyTorch.
-"""
+"""LFM3 for mlx-lm, built from mlx-lm's LFM2."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +18,6 @@ from mlx_lm.models.rope_utils import ProportionalRoPE
 
 @dataclass
 class ModelArgs(BaseModelArgs):
-    """The keys of a config.json. A published one has RoPE's numbers in `rope_parameters`, and that
-    of a bundle has each of these numbers under a key of its own.
-    """
-
     model_type: str
     vocab_size: int
     hidden_size: int
@@ -130,9 +124,7 @@ class Model(nn.Module):
         return self.model.embed_tokens.as_linear(self.model(inputs, cache))
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Returns transformers' weights with mlx-lm's names, and with convolutions in MLX's
-        layout.
-        """
+        """Renames transformers' weights for mlx-lm, and transposes convolutions to MLX's layout."""
         found = {}
         for name, array in weights.items():
             if name.endswith("conv.conv.weight") and array.shape[-1] > array.shape[1]:

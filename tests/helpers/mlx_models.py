@@ -20,7 +20,7 @@ from helpers.models import FAMILIES, mlx_lm_model, published, write_tokenizer
 from mesp.block_function.dequantize import pack
 
 Tensors = dict[str, mx.array]
-# Sizes that are multiples of every group size.
+# Rows have 128 or 256 weights, so every group size divides them.
 _SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -43,7 +43,6 @@ def _of_family(name: str) -> dict[str, Any]:
     return config | ({"rope_scaling": _LONG} if name == "phi3" else {})
 
 
-# A tiny config.json of each family that the engine can import, by the family's name.
 CONFIGS = {
     name: _of_family(name)
     for name in (
@@ -78,10 +77,9 @@ def write_mlx_model(
 ) -> Path:
     """Writes a model's folder and returns it.
 
-    Scales, norms and biases have the `dtype`. `own` returns, for the path of a module, whether the
-    module is quantized, or with which settings. `edit` changes the tensors before they are saved,
-    and `say` changes the config.json. If the model has several modalities, `say` gets only the part
-    of the config.json for the text.
+    Scales, norms and biases have the `dtype`. For a module's path, `own` returns False, True or the
+    quantization settings. `edit` changes the tensors before they are saved. `say` changes the
+    language model's part of the config.json.
     """
     model = mlx_lm_model(config, seed=seed)
     model.set_dtype(getattr(mx, dtype))
@@ -89,8 +87,8 @@ def write_mlx_model(
     model, whole = utils.quantize_model(
         model, whole, group_size, bits, mode, quant_predicate=lambda path, module: own(path)
     )
-    # mlx-lm writes no entry for a module that is not quantized. Here the module gets the entry
-    # `false`, as from a user who writes the config.json by hand.
+    # mlx-lm writes no entry for a module that is not quantized. A user may write `false` by hand,
+    # as here.
     names = [path for path, module in model.named_modules() if hasattr(module, "to_quantized")]
     whole["quantization"] |= {path: False for path in names if own(path) is False}
     say(whole.get("text_config", whole))
@@ -109,10 +107,9 @@ def write_mlx_model(
 
 
 def write_variation(folder: Path, family: str, seed: int) -> Path:
-    """Writes a model of a family with random variations of everything in a checkpoint.
+    """Writes a random variation of a family's model, which may be invalid.
 
-    Most variations are valid models. With the seeds 0 to 3, each family has at least two valid
-    ones.
+    With the seeds 0 to 3, each family has at least two valid models.
     """
     draw = random.Random(f"{family} {seed}")
     config = dict(CONFIGS[family])
@@ -135,10 +132,10 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
 
 
 def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
-    """Returns tensors whose matrices [out, in] have few values, packed as in published models.
+    """Replaces matrices [out, in] by ones with few values per group, as in published 1-bit and
+    2-bit models.
 
-    With codes of 1 bit, the values are ±d; with codes of 2 bits, they are 0 and ±d. Each group has
-    its own d, and its scale and bias are float16.
+    With 1 bit, the values are ±d. With 2 bits, they are 0 and ±d. Each group has its own float16 d.
     """
     found = dict(tensors)
     for name, matrix in tensors.items():
@@ -160,7 +157,6 @@ _LAYER_TYPES = ("llama", "gemma3_text", "gemma3")  # families whose layer_types 
 
 
 def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
-    """Varies the numbers that determine which tensors exist, and their shapes."""
     if config["model_type"] in ("llama", "smollm3", "granite"):
         config |= {key: draw.random() < 0.5 for key in ("attention_bias", "mlp_bias")}
     if not config["model_type"].startswith("gemma"):  # Gemma's head is tied
@@ -169,7 +165,7 @@ def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
     if "layer_types" in config or (draw.random() < 0.3 and config["model_type"] in _LAYER_TYPES):
         kinds = ("sliding_attention", "full_attention")
         types = [draw.choice(kinds) for _ in range(config["num_hidden_layers"])]
-        config["layer_types"] = [*types[1:], "full_attention"]  # mlx-lm needs one
+        config["layer_types"] = [*types[1:], "full_attention"]
         config["sliding_window"] = draw.choice([5, 100])
     if "no_rope_layers" in config:
         layers = [draw.choice([0, 1]) for _ in range(config["num_hidden_layers"])]
@@ -179,9 +175,7 @@ def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:
 def _vary_quantizations(
     draw: random.Random, is_affine: bool
 ) -> Callable[[str], bool | dict[str, Any]]:
-    """Returns a function that says whether and how the module with a path is quantized. Modules are
-    quantized alike, or differently as in mixed recipes.
-    """
+    """Returns a function that maps a module's path to its quantization settings, or to a bool."""
     kind = draw.choice(["alike", "alike", "head", "mixed", "mode"])
     left = draw.choice(["q_proj", "embed_tokens"]) if draw.random() < 0.05 else "none"
     own = random.Random(draw.random())
@@ -206,9 +200,6 @@ def _vary_quantizations(
 
 
 def _vary_tensors(tensors: Tensors, config: dict[str, Any], draw: random.Random) -> None:
-    """Adds tensors that older checkpoints have, tensors of other modalities, and a stored head, and
-    changes the type of a norm.
-    """
     prefix = "language_model." if "language_model.model.norm.weight" in tensors else ""
     if draw.random() < 0.3:
         for i in range(config["num_hidden_layers"]):
@@ -226,7 +217,7 @@ def _vary_tensors(tensors: Tensors, config: dict[str, Any], draw: random.Random)
             part = name.removeprefix(embedding)
             head = array[::-1] if stored == "other" else array
             tensors[f"{prefix}lm_head.{part}"] = mx.contiguous(head)
-    if draw.random() < 0.1:  # one has a different type
+    if draw.random() < 0.1:
         names = [name for name in tensors if name.endswith("norm.weight")]
         name = draw.choice(names)
         tensors[name] = tensors[name].astype(draw.choice([mx.float16, mx.float32, mx.bfloat16]))
@@ -247,8 +238,7 @@ _SCALINGS: list[dict[str, Any]] = [
     {"type": "mrope", "mrope_section": [4, 6, 6]},
 ]
 _UNKNOWN = {"rope_type": "dynamic", "factor": 2.0}
-# Keys that `_vary_config` removes or changes to these values, if a config.json has them. It only
-# removes the keys that have None here.
+# The values to which `_vary_config` may change keys. A key with None is only removed.
 _CHANGED = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000,
@@ -269,9 +259,6 @@ _CHANGED = {
 
 
 def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
-    """Varies keys that change no shape. RoPE is written in every spelling, and other keys are
-    removed or changed.
-    """
     if draw.random() < 0.6:
         scaling = dict(draw.choice(_SCALINGS) if draw.random() < 0.95 else _UNKNOWN)
         if draw.random() < 0.5:
@@ -295,9 +282,9 @@ def _vary_config(text: dict[str, Any], draw: random.Random) -> None:
 
 
 def add_terms(folder: Path, license: str = "other") -> list[str]:
-    """Adds files of terms, a card and a program to a model's folder.
+    """Adds license files, a model card and a Python file to a model's folder.
 
-    Returns the names of the files of terms, which must accompany a bundle of the model.
+    Returns the names of the license files.
     """
     terms = ["LICENSE", "Notice.txt", "USE_POLICY.md"]
     for name in terms:

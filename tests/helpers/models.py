@@ -28,7 +28,7 @@ from mesp.models.mixers import AttentionMixer
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_here, name_there
 
-sys.modules.setdefault("mlx_lm.models.lfm3", lfm3)  # mlx-lm does not have it
+sys.modules.setdefault("mlx_lm.models.lfm3", lfm3)  # mlx-lm has no LFM3
 
 TINY = {
     "model_type": "qwen2",
@@ -48,11 +48,10 @@ _COMMON |= {"max_position_embeddings": 512, "num_hidden_layers": 2}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
-# Both lists are equal, because mlx-lm uses the long factors for any length.
+# The short and the long factors are equal, because mlx-lm always uses the long ones.
 _FACTORS = [1, 1.1, 1.5, 2, 3, 4]
 _LONG = {"type": "longrope", "short_factor": _FACTORS, "long_factor": _FACTORS}
 
-# A tiny config.json of each family, with all of its features.
 FAMILIES = {
     "qwen2": {**TINY, "num_hidden_layers": 2},
     "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
@@ -150,7 +149,7 @@ FAMILIES = {
         **_COMMON,
         "model_type": "granitemoehybrid",
         "head_dim": None,
-        "rms_norm_eps": 1e-3,  # large enough to show the division by the residual factor
+        "rms_norm_eps": 1e-3,
         "layer_types": ["mamba", "attention"],
         "num_local_experts": 0,
         "shared_intermediate_size": 128,
@@ -191,9 +190,8 @@ FAMILIES = {
     "qwen3_5": {
         **_COMMON,
         "model_type": "qwen3_5",
-        # ε is large here. The model has few dimensions, so the state's output for a token may be
-        # near 0, and the derivative of its norm is then near 1 / √ε. With ε = 1e-6, training would
-        # multiply rounding errors.
+        # ε is large, because this tiny model's norm may get inputs near 0. The norm's derivative is
+        # 1 / √ε there, and a small ε would amplify rounding errors.
         "rms_norm_eps": 1e-2,
         "head_dim": 32,
         "full_attention_interval": 2,
@@ -285,27 +283,23 @@ FAMILIES["qwen3_5_moe"] = FAMILIES["qwen3_5"] | {
     "shared_expert_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-# A model whose blocks have an MLP beside the experts.
 FAMILIES["granite-moe"] = FAMILIES["granite-mamba"] | {
     "intermediate_size": 64,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
 }
-# For each `model_type`: MeSP's names of an expert's matrices -> their names in Hugging Face's
-# checkpoints.
+# For each `model_type`: MeSP's names of an expert's matrices, and Hugging Face's names for them.
 EXPERT_MATRICES = {
     "lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "qwen3_moe": {name: name for name in ("gate_proj", "up_proj", "down_proj")},
 }
-# Heads for the GPU's fused attention.
+# A head size that the GPU's fused attention supports.
 HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
-    """Returns a model's random float32 weights by their Hugging Face names. They are such that
-    every part of the model matters.
-    """
+    """Returns random float32 weights by their Hugging Face names."""
     arch = Architecture.from_config(config)
     keys = iter(mx.random.split(mx.random.key(seed), 20 * arch.num_hidden_layers + 3))
 
@@ -391,7 +385,6 @@ def write_model(
     shards: int = 1,
     tokenizer: bool = True,
 ) -> Path:
-    """Writes a Hugging Face model folder and returns it."""
     folder.mkdir(parents=True)
     if tensors is None:
         config, tensors = published(config, random_tensors(config))
@@ -415,9 +408,7 @@ def write_model(
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
     """Returns a config.json and tensors in the form in which models of the family are published.
 
-    In this form, one linear layer may hold several layers of MeSP's, and the text may be a part of
-    a model of several modalities. In some families, the config.json does not say whether the head
-    is tied.
+    In that form, layers may be fused, and the language model may be part of a multimodal model.
     """
     family = families.FAMILIES[config["model_type"]]
     texts, tensors = family.texts, dict(tensors)
@@ -451,8 +442,6 @@ def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> 
 
 
 def write_model_in_5_bits(folder: Path, config: dict) -> Path:
-    """Writes a model in 5 bits and groups of 32, with the embedding in 6 bits."""
-
     def quantization(path: str, module: nn.Module) -> dict:
         return {"bits": 6 if path.endswith("embed_tokens") else 5, "group_size": 32}
 
@@ -471,12 +460,12 @@ def _write_quantized(
 def mlx_lm_model(
     config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
 ) -> nn.Module:
-    """Returns mlx-lm's model with the weights of `random_tensors`. If `quantization` is given, it
-    returns for a matrix's name how the matrix is quantized.
+    """Returns mlx-lm's model with the weights of `random_tensors`. If given, `quantization` maps a
+    matrix's name to its quantization.
     """
     config, weights = published(config, random_tensors(config, seed))
     model_class, arguments = _get_classes(config)
-    model = model_class(arguments.from_dict(deepcopy(config)))  # some change their arguments
+    model = model_class(arguments.from_dict(deepcopy(config)))  # some models change their config
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
     model.load_weights(list(weights.items()))
@@ -489,16 +478,15 @@ def mlx_lm_model(
 
 
 def text_of(model: nn.Module) -> nn.Module:
-    """Returns mlx-lm's language model, which may be part of a model of several modalities."""
+    """Returns the language model of a model that may be multimodal."""
     return getattr(model, "language_model", model)
 
 
 def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
-    """Returns the arrays of mlx-lm's block with the names and in the form that they have in a
-    bundle.
-    """
+    """Returns the arrays of mlx-lm's block, with the names and the layout of a bundle."""
     arch, arrays = block.arch, {}
-    offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
+    # mlx-lm adds Qwen3.5's offset on loading
+    offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset
     for theirs, array in tree_flatten(layer.parameters()):
         name = name_here(theirs, arch.model_type)
         if name.endswith(CONVOLUTIONS):
@@ -508,8 +496,8 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """Returns the mask that mlx-lm's block needs for Hugging Face's window. Returns None for a
-    mixer that is not attention.
+    """Returns the causal mask for a block's sliding window. Returns None if the mixer is not
+    attention.
     """
     if not isinstance(block.mixer, AttentionMixer):
         return None
@@ -532,9 +520,8 @@ def run_layer(
 ) -> mx.array:
     """Returns the output of mlx-lm's block for the inputs of MeSP's block.
 
-    If mlx-lm's block multiplies the terms that it adds to x by m, it gets m · x here, and its
-    output is divided by m. Ministral 3's block also multiplies the queries by a factor, which is 1
-    for the lengths here.
+    mlx-lm's block may multiply its residual terms by a factor m. It then gets m · x, and its output
+    is divided by m. The query factor of Ministral 3 is 1 for short sequences.
     """
     factor = residual_factor(layer)
     if block.arch.per_layer:
@@ -545,9 +532,7 @@ def run_layer(
 
 
 def given_to(block: Block, T: int) -> dict[str, Any]:
-    """Returns random arrays for a block's inputs besides x. Some blocks take embeddings of their
-    layer, and some take the keys and values of another block.
-    """
+    """Returns random arrays for the inputs of a block besides x."""
     given: dict[str, Any] = {}
     mixer = block.mixer
     if block.arch.per_layer:
@@ -559,15 +544,13 @@ def given_to(block: Block, T: int) -> dict[str, Any]:
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:
-    """Makes the reference keep each matrix that it dequantizes. Otherwise, dequantizing takes half
-    of a small step's time.
-    """
+    """Caches the results of `mx.dequantize`, which would take half of a small step's time."""
     dequantize, known = mx.dequantize, {}
 
     def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
         if id(packed) not in known:
             matrix = dequantize(packed, *others, **options)
-            # The packed array is kept beside its matrix, so that no later array gets its id.
+            # Keeping the packed array alive ensures that no later array gets its id.
             known[id(packed)] = (packed, matrix)
         return known[id(packed)][1]
 
@@ -579,10 +562,10 @@ def quantizable(module: nn.Module) -> bool:
 
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
-    """Replaces modules of mlx-lm's block by LoRALinear, LoRASwitchLinear or, if `flat` has
-    magnitudes m, DoRALinear.
+    """Replaces modules of mlx-lm's block by LoRALinear, LoRASwitchLinear or DoRALinear, with the
+    matrices of `flat`.
 
-    The new modules get the matrices of `flat`, and only these matrices are trainable.
+    DoRALinear is used if `flat` has magnitudes. Only the matrices of `flat` are trainable.
     """
     modules = dict(layer.named_modules())
     wrapped = []

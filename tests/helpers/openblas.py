@@ -1,8 +1,8 @@
-"""Makes MLX multiply with OpenBLAS in this process, as in the engine: about 20 times faster.
+"""Makes MLX multiply with OpenBLAS in this process, which is about 20 times faster.
 
 Import this module before MLX. If a `cblas_sgemm` is loaded globally, libmlx calls it instead of its
-own BLAS. In the wheel scipy-openblas32, OpenBLAS's function has the name `scipy_cblas_sgemm`. The
-engine's sources, from which a library is built here, map one name to the other.
+own BLAS. The library built here maps `cblas_sgemm` to `scipy_cblas_sgemm` of the wheel
+scipy-openblas32.
 """
 
 import ctypes
@@ -19,8 +19,9 @@ LIBRARY = ROOT / ".build" / "openblas.so"
 
 
 def load() -> None:
-    """Loads the library, and builds it first if it is missing or old. Does nothing without the
-    wheel scipy-openblas32 or without a compiler.
+    """Loads the library, and builds it first if it is missing or older than its sources.
+
+    Does nothing without the wheel scipy-openblas32 or without a C++ compiler.
     """
     spec = importlib.util.find_spec("scipy_openblas32")
     compiler = shutil.which("clang++") or shutil.which("c++")
@@ -35,7 +36,7 @@ def load() -> None:
         command += [*SOURCES, "-o", built]
         command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lscipy_openblas"]
         subprocess.run(command, check=True)
-        built.replace(LIBRARY)  # several processes may build it at the same time
+        built.replace(LIBRARY)  # atomic, as several processes may build it
     ctypes.CDLL(str(LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -1,5 +1,3 @@
-"""An ordinary training loop, with the gradients of automatic differentiation."""
-
 from __future__ import annotations
 
 import math
@@ -18,16 +16,16 @@ RANK = 8
 STEPS = 5
 ALPHA = 16.0
 
-Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
+Parameters = dict[str, mx.array]  # by their names in adapters.safetensors
 
 
 @dataclass
 class Recipe:
-    """The settings of a run of `Oracle.train`. The defaults are those of mesp-train."""
+    """The settings of a run of `Oracle.train`."""
 
     optimizer: optim.Optimizer
     optimizer_of_b: optim.Optimizer | None = None  # if set, trains the matrices B
-    sequences: int = 1  # sequences of a step
+    sequences: int = 1  # sequences per step
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     num_layers: int | None = None
@@ -49,11 +47,9 @@ class Trained:
 
 @dataclass
 class Oracle:
-    """The bundle's model and training data."""
-
     model: reference.Model
-    # The records of each sequence. A record has at most T + 1 tokens, and the positions of the
-    # targets that count in the loss.
+    # The records of each sequence: up to T + 1 tokens, and the positions of the targets in the
+    # loss.
     sequences: list[list[tuple[mx.array, mx.array]]]
 
     @classmethod
@@ -79,7 +75,6 @@ class Oracle:
         return cls(reference.Model.of(bundle), sequences)
 
     def initial(self, recipe: Recipe) -> Parameters:
-        """Returns the initial values of the matrices that are trained, by name."""
         arch = self.model.arch
         flat = reference.init_lora(arch, RANK, recipe.seed)
         first = arch.num_hidden_layers - (recipe.num_layers or arch.num_hidden_layers)
@@ -98,8 +93,8 @@ class Oracle:
         scale: float,
         dropout: reference.Dropout | None = None,
     ) -> mx.array:
-        """Returns the mean loss over all targets that count in a step's records. With dropout, each
-        record must be a sequence of its own.
+        """Returns the mean loss over all targets of a step's records. With dropout, each sequence
+        must have one record.
         """
         arch, losses = self.model.arch, []
         lora = []
@@ -158,7 +153,7 @@ class Oracle:
 
 def saved(output: Path) -> Parameters:
     adapters = mx.load(str(output / "adapters" / "adapters.safetensors"))
-    # mlx-lm puts `language_model.` before the names of a text in a model of several modalities.
+    # mlx-lm puts `language_model.` before the names in multimodal models.
     return {name.removeprefix("language_model."): each for name, each in adapters.items()}
 
 

@@ -1,5 +1,3 @@
-"""Reads HTML pages that commands write."""
-
 from __future__ import annotations
 
 import re
@@ -8,8 +6,6 @@ from pathlib import Path
 
 
 class Page(HTMLParser):
-    """A page's content: its text, its tables' cells by row, and its links."""
-
     def __init__(self, path: Path):
         super().__init__()
         self.text, self.rows, self.references = "", [], []

@@ -1,5 +1,3 @@
-"""Paths of files that several tests use."""
-
 from pathlib import Path
 
 import mesp

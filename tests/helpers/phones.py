@@ -17,7 +17,7 @@ class Phones:
         self.program = "xcrun"
 
     def add(self, name: str, **more: object) -> Path:
-        """Attaches a phone, and returns the folder with the runs of its app."""
+        """Attaches a phone, and returns the folder of its app's runs."""
         number = len(self.world["devices"])
         container = self.folder / f"container-{number}"
         (container / "Documents").mkdir(parents=True)
@@ -27,9 +27,7 @@ class Phones:
         return container / "Documents" / "runs"
 
     def environment(self) -> dict[str, str]:
-        """Returns an environment for a command, in which only the stand-in of `self.program`
-        reports the phones.
-        """
+        """Returns an environment in which only a fake `self.program` reports the phones."""
         described = self.folder / "phones.json"
         described.write_text(json.dumps(self.world))
         programs = self.folder / "programs"
@@ -40,7 +38,6 @@ class Phones:
         return {"FAKE_XCRUN": str(described), "PATH": path}
 
     def calls(self) -> list[list[str]]:
-        """Returns the arguments of every call of a stand-in."""
         calls = self.folder / "calls.jsonl"
         lines = calls.read_text().splitlines() if calls.exists() else []
         return [json.loads(line) for line in lines]

@@ -1,5 +1,3 @@
-"""TRL's losses for preferences."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -7,12 +5,11 @@ import mlx.nn as nn
 
 
 class TRL:
-    """The losses of TRL 1.9.0, in MLX, with TRL's names and order of formulas.
+    """TRL 1.9.0's losses in MLX, with TRL's names and order of operations.
 
-    TRL has them in these classes: DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of
-    `experimental/cpo` (simpo with `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and
-    KTOTrainer (`loss_type` kto). An array has an element for each pair or, for kto, for each
-    record.
+    Sources: DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer (simpo with `cpo_alpha=0`),
+    ORPOTrainer and KTOTrainer (`loss_type` kto). Arrays have one element per pair, or one per
+    record for kto.
     """
 
     def __init__(self, beta: float, desirable_weight: float = 1.5) -> None:

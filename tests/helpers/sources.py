@@ -1,5 +1,3 @@
-"""The files that wheels and images are made from."""
-
 import shutil
 from pathlib import Path
 
@@ -7,7 +5,7 @@ from helpers.paths import ROOT
 
 
 def copy_sources(target: Path) -> None:
-    """Copies the files that `.dockerignore` admits to an image into a new folder."""
+    """Copies the files that `.dockerignore` allows into a new folder."""
     target.mkdir()
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if line.startswith("!"):

@@ -1,6 +1,4 @@
-"""A stand-in for Flower's SuperLink, which a test can make behave in any way. It speaks Flower's
-fleet protocol over HTTP.
-"""
+"""A fake of Flower's SuperLink with its fleet protocol over HTTP, whose answers a test chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, value: int | bytes) -> bytes:
-    """Returns a field of a protobuf message: a number or bytes."""
+    """Returns a protobuf field: a varint, or length-delimited bytes."""
     if isinstance(value, int):
         return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + varint(len(value)) + value
@@ -39,12 +37,11 @@ def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
 
 
 class SuperLink:
-    """Answers each call by the function in `answers` that has the call's name. Keeps the names and
-    headers of all calls in `calls`.
+    """Answers each call with the function in `answers` that has the call's name, and records all
+    calls.
 
-    Calls without a function get an empty message, except that a new node gets the number 5 and
-    heartbeats are confirmed. A function's argument is the HTTP handler, which has the request in
-    `body`.
+    Without a function, a call gets a default answer. A function's argument is the HTTP handler,
+    which has the request in `body`.
     """
 
     def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
@@ -74,7 +71,7 @@ class SuperLink:
         class Server(ThreadingHTTPServer):
             daemon_threads = True
 
-            def handle_error(self, *_: object) -> None:  # called when a node hangs up
+            def handle_error(self, *_: object) -> None:
                 pass
 
         self.server = Server(("127.0.0.1", 0), Handler)
@@ -92,8 +89,8 @@ class SuperLink:
 
 
 def message(objects: list[str], created: float | None = None) -> bytes:
-    """Returns an answer to pull-messages: one message, which has the first of these objects as its
-    root and the others as the root's children.
+    """Returns an answer to pull-messages with one message. The first object is its root, and the
+    others are the root's children.
     """
     created = time.time() if created is None else created
     root = objects[0]
@@ -110,7 +107,6 @@ Value = float | int | bool | str | list[str]
 
 
 def _value(value: Value) -> bytes:
-    """Returns the protobuf message of a setting's value."""
     match value:
         case bool():
             return field(4, int(value))
@@ -125,8 +121,8 @@ def _value(value: Value) -> bytes:
 
 
 def question(arrays: dict[str, np.ndarray], config: dict[str, Value]) -> dict[str, bytes]:
-    """Returns the objects of a message that asks a node to train, by their ids. The message's root
-    is the first.
+    """Returns the objects, by id, of a message that asks a node to train. The first object is the
+    root.
     """
     objects: dict[str, bytes] = {}
 

@@ -1,4 +1,4 @@
-"""The modules of the Swift package, and their public declarations."""
+"""Compiles the Swift package's modules and reads their public declarations."""
 
 import json
 import shutil
@@ -10,20 +10,18 @@ from typing import NamedTuple
 from helpers.paths import APP, ROOT
 from mesp.engine.build import find_engine
 
-# The parts of the package. Each stands after the parts that it imports. A part's module has the
-# name `MeSP` followed by the part's name.
+# The package's modules without the prefix `MeSP`, in the order in which they can be compiled.
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
 # The source that SwiftPM adds to a target with resources.
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
 TYPES = {"class", "struct", "enum", "protocol", "actor"}
-# Protocols to which every type conforms unless it suppresses them.
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
 def tool(name: str) -> str:
-    """Returns the path of a program of the Swift toolchain. On a Mac, xcrun knows this path."""
+    """Returns the path of a program of the Swift toolchain."""
     found = shutil.which(name)
     if not found and shutil.which("xcrun"):
         found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
@@ -36,15 +34,12 @@ def target_info() -> dict:
 
 
 def sources(part: str) -> list[Path]:
-    """Returns the Swift files of a part of the package."""
     return sorted((APP / (part or "MeSP")).rglob("*.swift"))
 
 
 def write_symbol_graphs(folder: Path) -> Path:
-    """Compiles the modules without function bodies. Returns the folder with the modules' symbol
-    graphs.
-    """
-    build = find_engine().parent  # the folder with the compiled module MLX
+    """Compiles the modules without function bodies. Returns the folder of symbol graphs."""
+    build = find_engine().parent  # contains MLX's compiled module
     modules, graphs, resources = folder / "modules", folder / "graphs", folder / "Resources.swift"
     modules.mkdir(parents=True)
     graphs.mkdir()
@@ -77,20 +72,15 @@ def run(command: list) -> None:
 
 
 class Symbol(NamedTuple):
-    """A public declaration of a symbol graph."""
-
     identifier: str
     module: str
     kind: str  # without the language: "struct", "method", "enum.case"
     path: tuple[str, ...]
     declaration: str
-    # Whether the declaration has a comment, or meets a requirement that has one.
+    # Whether the declaration, or a requirement that it meets, has a comment.
     is_documented: bool
-    # Whether a protocol or a superclass requires the declaration.
     is_required: bool
-    # The identifiers in its declaration.
     references: frozenset[str]
-    # The protocols that a type conforms to.
     conformances: tuple[str, ...]
     # Whether the declaration extends a type of a module outside the package.
     is_in_foreign_type: bool
@@ -106,7 +96,7 @@ class Symbol(NamedTuple):
 
 
 def public_symbols(graphs: Path) -> list[Symbol]:
-    """Returns all public declarations in the sources, module by module."""
+    """Returns all public declarations of the symbol graphs, module by module."""
     found = []
     for file in sorted(graphs.glob("*.symbols.json")):
         module, _, extended = file.name.removesuffix(".symbols.json").partition("@")
@@ -120,7 +110,6 @@ def public_symbols(graphs: Path) -> list[Symbol]:
                 continue
             fragments, related = each["declarationFragments"], relations.get(identifier, [])
             asks = {"requirementOf", "optionalRequirementOf", "overrides"}
-            # For a protocol of the same module there is no fallback: its own line is in the list.
             conforms = (r.get("targetFallback") for r in related if r["kind"] == "conformsTo")
             found.append(
                 Symbol(
@@ -140,7 +129,7 @@ def public_symbols(graphs: Path) -> list[Symbol]:
 
 
 def public_api(symbols: list[Symbol]) -> str:
-    """Returns the declarations of the products for apps, a line each."""
+    """Returns the declarations of MeSP and MeSPTokenizers, one a line."""
     lines = []
     for each in symbols:
         if each.module in ("MeSP", "MeSPTokenizers"):

@@ -1,7 +1,4 @@
-"""Tests that missing keys of a config.json get transformers' values, or are asked for.
-
-transformers' configuration classes need no PyTorch.
-"""
+"""Tests that missing keys of a config.json get transformers' defaults, or are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FAMILIES as KNOWN
 
-# Only configurations of texts are tested, because the class of a larger model contains its text's.
+# Only language models are tested. A multimodal configuration contains one of them.
 TEXTS = {
     name: config | {"model_type": "gemma4_text"} if name == "gemma4" else config
     for name, config in FAMILIES.items()
@@ -29,12 +26,12 @@ TEXTS = {
     )
     or name == "gemma4"
 }
-TEXTS.pop("lfm3", None)  # its RoPE "default" differs in transformers
+TEXTS.pop("lfm3", None)  # in transformers, RoPE of type "default" differs
 TEXTS.pop("llama-window", None)  # in transformers, Llama has no windows
 
 
 def read_by_transformers(config: dict) -> dict:
-    """Returns a config.json as transformers writes it after reading it."""
+    """Returns the config.json that transformers writes after it reads `config`."""
     its = CONFIG_MAPPING[config["model_type"]].from_dict(json.loads(json.dumps(config)))
     return json.loads(its.to_json_string(use_diff=False))
 
@@ -60,7 +57,7 @@ def test_what_is_left_out_is_as_in_transformers(name):
             continue
         try:
             theirs = read_by_transformers(less)
-        except Exception:  # classes of transformers raise various errors
+        except Exception:  # transformers raises various errors
             continue
         assert found == reading(theirs), key
         compared += 1
@@ -69,9 +66,6 @@ def test_what_is_left_out_is_as_in_transformers(name):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_completed_config_is_complete(name):
-    """A completed config.json is read like the original one, here and by transformers. A bundle has
-    the completed one.
-    """
     config = {key: value for key, value in TEXTS[name].items() if value is not None}
     assert reading(complete(config)) == reading(config)
     assert reading(read_by_transformers(complete(config))) == reading(config)
@@ -82,12 +76,12 @@ def test_numbers_that_json_has_not_are_as_transformers_5_writes_them(kind):
     config = FAMILIES["granite-mamba"] | {"time_step_limit": [0.0, {"__float__": kind}]}
     found = reading(config)
     assert isinstance(found, Architecture) == (kind == "Infinity")
-    if kind == "Infinity":  # the numbers in a bundle are valid JSON
+    if kind == "Infinity":  # a bundle's config.json must be valid JSON
         assert json.dumps(complete(config), allow_nan=False)
 
 
 def test_the_number_of_experts_by_either_name():
-    """transformers 5 has another name for this number in Qwen3 MoE's config.json."""
+    """transformers 5 writes `num_local_experts` for Qwen3 MoE."""
     config = dict(FAMILIES["qwen3_moe"])
     number = config.pop("num_experts")
     assert reading(config | {"num_local_experts": number}) == reading(FAMILIES["qwen3_moe"])
@@ -95,8 +89,7 @@ def test_the_number_of_experts_by_either_name():
     assert "num_local_experts to 9" in reading(both)
 
 
-# Keys of transformers' classes that change no logits of a text. They are about training, making,
-# generating with or describing a model.
+# Keys that change no logits: they concern training, initialization, generation or metadata.
 NOTHING = frozenset(
     ("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache",
      "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
@@ -106,8 +99,8 @@ NOTHING = frozenset(
      "pretraining_tp", "vocab_size_per_layer_input", "rope_parameters", "tie_encoder_decoder",
      "num_labels")
 )  # fmt: skip
-# Keys that another key makes redundant here: listed layers; windows, experts or Mamba that no layer
-# has; a length that no scaling uses; another name of the same number.
+# Keys that do not matter for these configs, because another key overrides them or the model lacks
+# the part.
 UNREAD = frozenset(
     ("max_position_embeddings", "sliding_window", "max_window_layers", "no_rope_layer_interval",
      "sliding_window_pattern", "_sliding_window_pattern", "query_pre_attn_scalar", "rope_theta",
@@ -119,9 +112,6 @@ UNREAD = frozenset(
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_key_changes_something_or_is_refused(name):
-    """Exceptions are keys that are known to change nothing, or belong to a part that the model
-    lacks.
-    """
     config = read_by_transformers({k: v for k, v in TEXTS[name].items() if v is not None})
     whole = reading(config)
     unread = set()
@@ -136,7 +126,6 @@ def test_every_key_changes_something_or_is_refused(name):
     assert unread <= UNREAD
 
 
-# Values of keys that some families have, or that mlx-lm reads.
 OTHERS = {
     "sliding_window_pattern": 3, "full_attention_interval": 3, "rope_local_base_freq": 50.0,
     "no_rope_layers": [0, 1], "no_rope_layer_interval": 1, "decoder_sparse_step": 2,
@@ -156,7 +145,7 @@ OTHERS = {
     "sliding_window": 3, "layer_types": ["sliding_attention"] * 2, "mamba_d_conv": 2,
     "use_sliding_window": True,
 }  # fmt: skip
-# Keys that mlx-lm reads in a family although transformers does not read them.
+# Keys that mlx-lm reads for a family, although transformers does not.
 OF_MLX_LM = {"llama": {"layer_types"}, "granite": {"layer_types"}}
 
 
@@ -169,9 +158,9 @@ def test_a_key_of_another_family_changes_nothing_or_is_refused(name):
         more = config | {key: OTHERS[key]}
         try:
             theirs = read_by_transformers(more)
-        except Exception:  # classes of transformers raise various errors
+        except Exception:  # transformers raises various errors
             continue
-        theirs.pop(key, None)  # transformers writes a known key under another name
+        theirs.pop(key, None)  # transformers may rename a key that it knows
         found = reading(more)
         if isinstance(found, Architecture) and found != reading(theirs):
             wrong.add(key)

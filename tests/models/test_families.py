@@ -1,4 +1,4 @@
-"""Tests of a model of every family, exported, trained and run by the real engine, with mlx-lm."""
+"""Tests each family against mlx-lm: export, training and generation with the real engine."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from mesp.models.architecture import Architecture
 pytestmark = pytest.mark.slow
 SEQ_LEN = 24
 VAL_BATCHES = 4
-IGNORED_WINDOWS = ("mistral", "gemma2", "phi3")  # mlx-lm has no windows for them
+IGNORED_WINDOWS = ("mistral", "gemma2", "phi3")  # mlx-lm has no sliding windows for them
 
 
 def write(family: str, folder: Path) -> Path:
@@ -36,7 +36,7 @@ def write(family: str, folder: Path) -> Path:
 
 
 def quantization(path: str, module: nn.Module) -> bool | dict:
-    """Returns the quantization of a router as in mlx-lm."""
+    """Returns mlx-lm's quantization of a module: 8 bits for routers."""
     routers = (".mlp.gate", ".feed_forward.gate", ".router.layer", ".shared_expert_gate")
     return {"group_size": 64, "bits": 8} if path.endswith(routers) else True
 
@@ -51,14 +51,11 @@ MIXTURES = [name for name in FAMILIES if Architecture.from_config(FAMILIES[name]
 def test_what_is_trained_here_is_the_same_in_mlx_lm(
     family: str, trained: str | None, tmp_path: Path
 ):
-    """Losses before and after training, and the text after it, agree. Mixtures also train experts
-    alone.
-    """
     source, text, bundle, output = (tmp_path / n for n in ("model", "text.txt", "b.mesp", "run"))
     write(family, source)
     text.write_text(TEXT)
     options = ["--seq-len", SEQ_LEN, "--rank", 4]
-    if family != "mixed":  # this one is quantized already; the others get mlx-lm's quantization
+    if family != "mixed":  # the mixed model is already quantized
         options += ["--quantize", "nearest", "--head-bits", 4]
     call("export", "--model", source, "--data", text, "--out", bundle, *options)
     options = ("--steps", 10, "--val-batches", VAL_BATCHES, "--optimizer", "sgd")
@@ -72,12 +69,12 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
     quantized = source
     if family != "mixed":
         quantized = tmp_path / "quantized"
-        # Without a predicate, mlx-lm would keep some layers of some families in 8 bits.
+        # Without a predicate, mlx-lm keeps some layers of some families in 8 bits.
         options = {"quant_predicate": quantization, "dtype": "float32"}
         mlx_lm.convert(str(source), str(quantized), quantize=True, **options)
     model, _ = mlx_lm.load(str(quantized))
     held_out = (Bundle(bundle), SEQ_LEN, VAL_BATCHES)
-    # The two losses differ only in the order of float32 sums.
+    # The losses differ only by the order of float32 sums.
     assert measure_held_out_loss(model, *held_out) == pytest.approx(before, rel=1e-5)
     load_adapters(model, str(output / "adapters"))
     model.eval()
@@ -89,8 +86,7 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
         assert LoRASwitchLinear in kinds and LoRALinear not in kinds
 
     prompt = Bundle(bundle).tokens("valid")[:SEQ_LEN].tolist()
-    # In a recurrent state, errors add up from token to token, so these families generate more
-    # tokens.
+    # A recurrent state accumulates rounding errors, so these families generate more tokens.
     count = 200 if family in ("qwen3_5", "lfm2", "granite-mamba") else 20
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
     *ours, _ = generate(bundle, prompt, max_tokens=count, adapters=weigh(output / "adapters"))
@@ -99,9 +95,7 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
-    """Five steps of SGD, on the linear layers and on all experts, are those of mlx-lm.
-
-    They are compared with automatic differentiation through mlx-lm's LoRALinear and
+    """Five steps of SGD agree with automatic differentiation of mlx-lm's LoRALinear and
     LoRASwitchLinear.
     """
     rank, rate, steps = 4, 0.1, 5
@@ -157,7 +151,7 @@ def test_steps_on_experts_are_those_of_mlx_lm(family: str, tmp_path: Path):
     assert ours.keys() == theirs.keys()
     for name, array in theirs.items():
         moved = mx.linalg.norm(array - start[name])
-        # If rounding decided a choice of experts, single matrices would differ; here none does.
+        # Rounding could change which experts are chosen, but does not do so here.
         assert mx.linalg.norm(ours[name] - array) <= 1e-3 * moved + 1e-7, name
 
 
@@ -178,7 +172,6 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     load_adapters(model, str(adapters))
     model.eval()
     held_out = (model, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
-    # A run that starts from the adapters begins with the loss that the first run ended with.
     options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
     call("train", bundle, "--out", tmp_path / "second", *options)
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()

@@ -33,7 +33,7 @@ def test_geometry_of_a_config():
 
 
 def test_fused_modules_hold_their_projections_one_below_the_other():
-    arch = Architecture.from_config(FAMILIES["phi3"])  # 4 heads of 16 for queries, and 2 for keys
+    arch = Architecture.from_config(FAMILIES["phi3"])  # 4 query heads and 2 key heads of size 16
     block = arch.blocks[0]
     assert tuple(block.modules.items()) == FUSED_ATTENTION + FUSED_MLP
     assert block.sizes() == {
@@ -49,7 +49,6 @@ def test_fused_modules_hold_their_projections_one_below_the_other():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arrays_are_those_of_mlx_lm(name):
-    """Modules, biases and norms of every family agree, by name and size."""
     blocks, layers = Architecture.from_config(FAMILIES[name]).blocks, mlx_lm_model(FAMILIES[name])
     for block, layer in zip(blocks, layers.layers, strict=True):
         arrays = {f"{module}.weight": size for module, size in block.sizes().items()}
@@ -86,7 +85,7 @@ def test_kinds_of_attention(name, windows, layers):
 
 
 def test_defaults_of_the_patterns():
-    """A config.json that lacks a pattern gets the same default as in Hugging Face."""
+    """A missing pattern gets Hugging Face's default."""
     gemma3 = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "sliding_window_pattern"}
     arch = Architecture.from_config({**gemma3, "num_hidden_layers": 14})
     assert arch.layers == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0)
@@ -109,7 +108,7 @@ def test_numbers_of_gemma():
     gemma2, gemma3 = (Architecture.from_config(FAMILIES[n]) for n in ("gemma2", "gemma3_text"))
     assert {mixer.attention_scale for mixer in gemma2.mixers + gemma3.mixers} == {24**-0.5}
     assert gemma2.embedding_scale == gemma3.embedding_scale == 8
-    # √1152 is 33.94; Gemma 3 rounds it to bfloat16.
+    # √1152 is 33.94, and rounds to 34 in bfloat16 as in Gemma 3.
     scales = [
         Architecture.from_config({**FAMILIES[name], "hidden_size": 1152}).embedding_scale
         for name in ("gemma2", "gemma3_text")
@@ -152,7 +151,7 @@ def test_rope_turns_as_in_mlx_lm(scaling):
     mixer = Architecture.from_config(config, 8192).mixers[0]
     rope = initialize_rope(64, 5e5, False, complete(config)["rope_scaling"], 131072)
     x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
-    expected = rope(mx.array(x))  # some of mlx-lm's functions change their arguments
+    expected = rope(mx.array(x))  # some functions of mlx-lm change their arguments
     rows = slice(0, 40)
     for turn in (fast_rope(mixer, mx.fast), rope_of(mixer, rows)):
         error = mx.linalg.norm(turn(x, rows) - expected)
@@ -228,9 +227,6 @@ def test_damaged_mixer_of_a_hybrid_is_refused(family, damage):
 
 
 def test_layers_of_a_hybrid():
-    """Layers that a config.json leaves out get the same defaults as in Hugging Face. LFM2 states
-    its layers in two ways.
-    """
     qwen = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "full_attention_interval"}
     arch = Architecture.from_config({**qwen, "num_hidden_layers": 9})
     assert arch.layers == (0, 0, 0, 1, 0, 0, 0, 1, 0)
@@ -245,7 +241,6 @@ def test_layers_of_a_hybrid():
 
 
 def test_layers_and_rope_of_lfm3():
-    """In full attention, half of the pairs rotate, whichever type of RoPE a config.json names."""
     config = FAMILIES["lfm3"]
     arch = Architecture.from_config(config)
     conv, sliding, full = arch.mixers
@@ -256,7 +251,7 @@ def test_layers_and_rope_of_lfm3():
     named = {**rope["full_attention"], "rope_type": "proportional"}
     config = {**config, "rope_parameters": {**rope, "full_attention": named}}
     assert Architecture.from_config(config) == arch
-    assert Architecture.from_config(complete(config)) == arch  # a bundle has the completed one
+    assert Architecture.from_config(complete(config)) == arch  # a bundle has the completed config
     del named["partial_rotary_factor"]
     whole = Architecture.from_config(
         {**config, "rope_parameters": {**rope, "full_attention": named}}
@@ -274,7 +269,7 @@ def test_layers_and_rope_of_lfm3():
 
 
 def test_gemma4():
-    """Some blocks have keys and values, and others take those of the last block of their kind."""
+    """Some blocks use the keys and values of the last earlier block of the same kind."""
     arch = Architecture.from_config(KNOWN["Gemma-4-E2B"][2])
     sliding, full, after_sliding, after_full = arch.mixers
     assert arch.layers[:15] == (0, 0, 0, 0, 1) * 3 and arch.layers[15:] == (2, 2, 2, 2, 3) * 4
@@ -318,7 +313,7 @@ def test_a_block_takes_keys_of_one_before_that_has_such(keys_of):
     "damage",
     [
         {"type": "mamba"},
-        {"head_dim": 8},  # fewer dimensions than are rotated
+        {"head_dim": 8},  # fewer dimensions than RoPE rotates
         {"num_key_value_heads": 3},
         {"qk_norm": 1},
         {"modules": [["self_attn.q_proj", ["q"]]]},
@@ -337,7 +332,7 @@ def test_damaged_mixer_is_refused(damage):
 
 
 def test_rope_as_transformers_5_writes_it():
-    """transformers 5 keeps theta, the scaling and the rotated part in one object."""
+    """transformers 5 keeps theta, the scaling and the rotated part in `rope_parameters`."""
     for name in ("qwen2", "llama", "phi3", "gemma3_text"):
         config = dict(FAMILIES[name])
         moved = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
@@ -451,9 +446,6 @@ def test_what_is_not_supported_is_named(family, change, named):
 
 
 def test_layers_with_experts():
-    """LFM2's first layers have no experts. In Qwen3's mixtures, every n-th layer has experts,
-    except the layers that the config.json names.
-    """
     lfm2 = Architecture.from_config({**FAMILIES["lfm2_moe"], "use_expert_bias": False})
     assert [bool(block.mlp.experts) for block in lfm2.blocks] == [False, True]
     assert list(lfm2.blocks[1].modules) == [f"self_attn.{n}_proj" for n in ("q", "k", "v", "out")]
@@ -466,8 +458,8 @@ def test_layers_with_experts():
 
 
 def test_granite_4_turns_as_transformers_has_it():
-    """Granite 4 has RoPE only if its config.json says "rope". transformers 5 also has other names
-    for the kinds of layers.
+    """Granite 4 has RoPE only if `position_embedding_type` is "rope". transformers 5 renames the
+    layer types.
     """
     config = FAMILIES["granitemoehybrid"]
     arch = Architecture.from_config(config)

@@ -1,4 +1,4 @@
-"""Tests of RoPE's frequencies with transformers' formulas, which are written out here."""
+"""Tests of RoPE's frequencies against transformers' formulas, which are repeated here."""
 
 import math
 
@@ -17,17 +17,17 @@ LLAMA |= {"max_position_embeddings": LONGEST, "layer_types": None, "sliding_wind
 
 
 def turns(scaling: dict | None, length: int = 1, **others: object) -> tuple[np.ndarray, float]:
-    """Returns the frequencies and the factor of a Llama with this `rope_scaling`."""
+    """Returns the RoPE frequencies and scale of a Llama with this `rope_scaling`."""
     config = LLAMA | {"rope_scaling": scaling} | others
     mixer = Architecture.from_config(config, length).mixers[0]
-    # A bundle has the completed one.
+    # A bundle has the completed config.
     again = Architecture.from_config(complete(config), length).mixers[0]
     assert again == mixer
     return np.array(mixer.frequencies), mixer.rope_scale
 
 
 def yarn(factor: float, length: float, fast=32.0, slow=1.0, truncate=True) -> np.ndarray:
-    """Returns the frequencies of Peng et al., arXiv:2309.00071, as transformers computes them."""
+    """Returns YaRN's frequencies (Peng et al., arXiv:2309.00071), as transformers computes them."""
 
     def dimension(rotations: float) -> float:
         return SIZE * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(THETA))
@@ -106,9 +106,7 @@ def test_llama3_slows_down_what_turns_seldom_in_the_original_length():
 
 
 def test_the_original_length_beside_the_scaling_comes_first():
-    """transformers prefers the original length beside the scaling to the one in the scaling.
-    Phi-3's config.json has it beside the scaling.
-    """
+    """transformers prefers the config's original length to the one inside `rope_scaling`."""
     scaling = YARN | {"original_max_position_embeddings": 1}
     found, _ = turns(scaling, original_max_position_embeddings=16384)
     assert found == pytest.approx(yarn(8, 16384), rel=1e-12)
@@ -159,8 +157,8 @@ def test_what_no_formula_reads_of_windows_is_named():
 
 
 def test_mlx_lm_is_told_what_is_equal_or_refused():
-    """mlx-lm gets an equal scaling, or the scaling is refused. mlx-lm has no attention_factor,
-    always truncates, and uses only the long factors.
+    """mlx-lm has no attention_factor for YaRN, always truncates, and uses only the long factors. A
+    scaling that mlx-lm cannot express is refused.
     """
     from mlx_lm.models.rope_utils import initialize_rope
 

@@ -1,5 +1,3 @@
-"""Tests of the built-in models with published figures."""
-
 import os
 import shutil
 from pathlib import Path
@@ -14,9 +12,8 @@ from mesp.engine.build import CHECKOUT, built_program
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
-# From the metadata of safetensors files on the Hub. The files of Qwen3 below 4B include the tied
-# head a second time, which is subtracted here. For Qwen3.5, Gemma 3 4B and Ministral 3, only the
-# text is counted. For the smallest of them, llama.cpp has the same count.
+# Parameter counts, mostly from the metadata of safetensors files on the Hub. A tied head is counted
+# once, and only language models are counted.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -89,7 +86,7 @@ def listed(*options: object) -> Result:
 
 
 def rows(text: str) -> list[list[str]]:
-    """Returns the cells of a Markdown table, without the line below the heading."""
+    """Returns the cells of a Markdown table, by row."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -109,7 +106,7 @@ def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
 def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MESP_ENGINE", str(FAKE_ENGINE))
-    # One model for each kind of plan: a dense one, a mixture, and the one that is exported below.
+    # A dense model, a mixture of experts, and the model that is exported below.
     of_three = [["Qwen3-0.6B"], ["LFM2-8B-A1B"], ["SmolLM2-135M"]]
     monkeypatch.setattr("mesp.commands.models.geometries", lambda: of_three)
     result = listed()
@@ -140,7 +137,7 @@ def test_what_cannot_be_planned_is_said(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(mx.metal.is_available(), reason="the documented list is of a CPU")
 def test_the_documents_have_the_list(monkeypatch):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as the page says
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as docs/models.md says
     page = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")
     table = page.partition("<!-- models -->")[2].partition("<!-- /models -->")[0]
     engine = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))

@@ -1,8 +1,7 @@
-"""Tests that logits of transformers' tiny random models agree here, or that a model is refused.
+"""Compares logits with transformers for random tiny models, which may also be refused.
 
-A model has random values of all keys of transformers' configuration classes. Some are in the form
-of older versions, and some are left out. A failing case is printed with as few changes as still
-fail. `MESP_MODEL_CASES` is the number of cases for each family.
+A model has random values of the keys of transformers' configuration classes. A failing case is
+reduced before it is printed. `MESP_MODEL_CASES` is the number of cases for each family.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ _ROPE_KEYS: dict[str, dict[str, list[Any]]] = {
     "linear": {"truncate": [False]},
     "default": {"factor": [2.0], "mrope_section": [[2, 3, 3]]},
 }
-# Values that are tried for keys whose type does not suggest any. Of all other keys, numbers are
-# doubled or halved, and flags are inverted.
+# Values to try for these keys. Of other keys, numbers are doubled or halved, and booleans are
+# negated.
 _VALUES: dict[str, list[Any]] = {
     "num_attention_heads": [2, 4],
     "num_key_value_heads": [1, 2, None],
@@ -127,7 +126,7 @@ _VALUES: dict[str, list[Any]] = {
     "max_position_embeddings": [64, 256],
     "full_attn_idxs": [[0], [1]],
 }
-# Sizes that a case keeps, and keys of making or generating, which change no logits.
+# Keys that a case does not change: fixed sizes, and keys that change no logits.
 _KEPT = frozenset(
     ("vocab_size", "hidden_size", "rope_parameters", "layer_types", "model_type", "pad_token_id",
      "bos_token_id", "eos_token_id", "vocab_size_per_layer_input", "mamba_expand",
@@ -207,16 +206,15 @@ _TEXTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model of a family: keys of its configuration, and changes to transformers' files."""
+    """A model of a family: changed configuration keys, and edits of the saved files."""
 
     family: str
     keys: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
-    # Names of `EDITS`, or keys that are left out or belong to other families.
+    # Names of functions in `EDITS`, or configuration keys.
     edits: tuple[str, ...] = ()
 
     def smaller(self) -> list[Case]:
-        """Returns the cases with one change less."""
         found = []
         for name in ("keys", "rope"):
             given = getattr(self, name)
@@ -233,7 +231,7 @@ class Case:
 
 
 def old_rope(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Writes RoPE in the form of transformers 4."""
+    """Writes RoPE's keys as in transformers 4."""
     text = config.get("text_config", config)
     rope = text.get("rope_parameters")
     if rope and "full_attention" not in rope:
@@ -246,14 +244,14 @@ def old_rope(config: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 
 def type_alone(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Names RoPE's type by its older key alone."""
+    """Renames `rope_type` to the older `type`."""
     rope = config.get("text_config", config).get("rope_parameters") or {}
     if "rope_type" in rope:
         rope["type"] = rope.pop("rope_type")
 
 
 def two_types(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Names another type of RoPE by the older key."""
+    """Adds the older key `type` with a different value."""
     rope = config.get("text_config", config).get("rope_parameters") or {}
     if "rope_type" in rope:
         rope["type"] = "default"
@@ -296,7 +294,6 @@ EDITS = {
 
 
 def draw(family: str, seed: int) -> Case:
-    """Returns a random case."""
     rng = random.Random(f"{family} {seed}")
     text = _TEXTS.get(family, family)
     options = {f.name: getattr(f, "default", None) for f in fields(CONFIG_MAPPING[text])}
@@ -326,7 +323,7 @@ def draw(family: str, seed: int) -> Case:
 
 
 def configuration(case: Case) -> Any:
-    """Returns transformers' configuration. Raises its error if it refuses the case."""
+    """Returns transformers' configuration. Raises transformers' error for an invalid case."""
     text = _TEXTS.get(case.family, case.family)
     keys = {**_SIZES, **BASES[text], **case.keys}
     layers = keys["num_hidden_layers"]
@@ -360,7 +357,6 @@ def configuration(case: Case) -> Any:
 
 
 def randomize(model: Any, seed: int) -> None:
-    """Sets every tensor to random numbers, such that every part matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -379,7 +375,7 @@ def randomize(model: Any, seed: int) -> None:
 
 
 def save(case: Case, folder: Path) -> None:
-    """Writes the case's model as transformers does, with its edits."""
+    """Saves the case's model with transformers, then applies its edits."""
     config = configuration(case)
     auto = transformers.AutoModelForCausalLM
     if case.family in _VISION:
@@ -405,9 +401,7 @@ def save(case: Case, folder: Path) -> None:
 
 
 def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
-    """Returns transformers' logits. Returns None if the files lack weights, which transformers then
-    makes up.
-    """
+    """Returns transformers' logits, or None if the files lack weights."""
     auto = transformers.AutoModelForCausalLM
     if case.family in _VISION:
         auto = transformers.AutoModelForImageTextToText
@@ -419,7 +413,7 @@ def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
 
 
 def ours(folder: Path, tokens: list[int]) -> np.ndarray:
-    """Returns our logits, in float32. Raises MespError if the model is refused."""
+    """Returns MeSP's logits in float32. Raises MespError if the model is refused."""
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config, len(tokens))
     weights = SafetensorsWeights(folder, arch)
@@ -455,7 +449,7 @@ def outcome(case: Case, folder: Path) -> str:
 
 
 def shrink(case: Case, folder: Path) -> Case:
-    """Returns the case with as few changes as fail."""
+    """Removes changes from a failing case as long as it fails."""
     for each in case.smaller():
         if outcome(each, folder).startswith("wrong"):
             return shrink(each, folder)

@@ -1,5 +1,3 @@
-"""Tests that the Swift files that are generated from Python are the generator's output."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -25,7 +23,7 @@ def test_what_is_checked_in_is_what_is_generated(path: Path):
 
 
 def changed(name: str, monkeypatch: pytest.MonkeyPatch, **others: object) -> str:
-    """Returns the settings in Swift with a changed declaration."""
+    """Returns the generated Swift settings after a change to one declaration."""
     (declared,) = [each for each in dataclasses.fields(TrainSettings) if each.name == name]
     default = others.pop("default", declared.default)
     setting: Setting = dataclasses.replace(declared.metadata["setting"], **others)

@@ -1,6 +1,4 @@
-"""Tests the contents of wheels, an image and the Swift package's page; test_wheel.py uses
-wheels.
-"""
+"""Tests the contents of wheels, of the Docker image and of the Swift package's page."""
 
 import email
 import os
@@ -27,7 +25,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 def test_a_wheel_has_every_target_of_the_package():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
-    # The part of the manifest that follows is for apps.
+    # The rest of the manifest is for apps.
     with_wheel, _ = manifest.split("if !hostMLX {")
     paths = re.findall(r'path: "(ios/MeSPTrainer/.+?)"', with_wheel)
     assert paths
@@ -58,7 +56,7 @@ def test_the_dockerfile_has_no_known_fault():
 
 
 def test_the_image_is_that_of_the_tests():
-    """The digest is in the name, because a tag can be moved."""
+    """The image's name contains its digest, because a tag can be moved."""
     image = re.search(r"^FROM (\S+)", DOCKERFILE.read_text(encoding="utf-8"), re.M)[1]
     assert re.fullmatch(r"swift:[\w.-]+@sha256:[0-9a-f]{64}", image)
     for workflow in ("ci", "nightly"):
@@ -83,7 +81,6 @@ def make_wheel(sources: Path, out: Path, *options: str) -> zipfile.ZipFile:
 
 
 def information(wheel: zipfile.ZipFile, name: str) -> Message:
-    """Returns the file `name` with a wheel's metadata."""
     (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
     return email.message_from_bytes(wheel.read(path))
 
@@ -123,7 +120,7 @@ def test_a_wheel_without_an_engine_is_for_every_platform(sources: Path, tmp_path
     assert about["License-Expression"] == "MIT"
     assert 'mlx<0.33,>=0.32.2; sys_platform != "linux"' in about.get_all("Requires-Dist")
 
-    # PyPI shows one page, and its readers have no other file of the repository.
+    # PyPI shows only this page, so relative links would be broken.
     shown = about.get_payload()
     assert about["Description-Content-Type"] == "text/markdown" and "# MeSP" in shown
     relative = [link for link, _ in links(shown) if not link.startswith(("https:", "#"))]
@@ -160,7 +157,7 @@ def test_what_an_engine_needs_of_a_linux_is_compared_with_mlxs_needs():
 
 
 def test_the_package_index_documents_products():
-    """The index ignores a file that is too long."""
+    """The Swift Package Index ignores a .spi.yml that is too long."""
     text = (ROOT / ".spi.yml").read_text(encoding="utf-8")
     assert len(text.encode()) <= 1_000
     manifest = yaml.safe_load(text)

@@ -1,9 +1,4 @@
-"""Tests of the commands in an installed wheel, away from the checkout: `make test-slow`.
-
-A wheel is built from the files of a Docker image, and installed into a separate environment, with
-everything that it needs from PyPI. Swift builds the engine once, in a separate cache. For `make
-dist`'s wheel of this platform, nothing is built on installation.
-"""
+"""Tests of the commands in an installed wheel, away from the checkout (`make test-slow`)."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def programs(work: Path) -> Path:
-    """Returns the folder of the installed commands."""
+    """Builds a wheel, installs it into a new environment, and returns the commands' folder."""
     context, environment = work / "context", work / "environment"
     copy_sources(context)
     call([sys.executable, "-m", "build", "--outdir", work / "dist", context], work)
@@ -41,7 +36,7 @@ def programs(work: Path) -> Path:
 
 
 def call(command: list[object], work: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Runs a command in a folder without access to the checkout."""
+    """Runs a command in `work`, without access to the checkout."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MESP_")}
     known.pop("PYTHONPATH", None)
     done = subprocess.run(
@@ -58,7 +53,6 @@ def call(command: list[object], work: Path, **environment: str) -> subprocess.Co
 def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
     call([programs / "mesp", "export", "--model", "demo", "--seq-len", 64], work)
     steps = ("--steps", 5, "--val-batches", 2)
-    # Without a compiler, the command fails with a sentence and leaves nothing.
     refused = [programs / "mesp-train", "demo.mesp", *steps, "--out", "none"]
     done = call(refused, work, PATH="/nowhere")
     assert done.returncode == 2
@@ -106,14 +100,15 @@ def test_five_lines_of_python_work_away_from_a_checkout(programs: Path, work: Pa
 
 def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
     call(["make", "--directory", ROOT, "dist"], work)
-    (wheel,) = (ROOT / "dist").glob(f"mesp-{mesp.__version__}-py3-none-m*.whl")  # of its platform
+    # the platform's wheel
+    (wheel,) = (ROOT / "dist").glob(f"mesp-{mesp.__version__}-py3-none-m*.whl")
     environment = work / "ready"
     call([sys.executable, "-m", "venv", environment], work)
     call([environment / "bin" / "pip", "install", "--quiet", wheel], work)
     program = environment / "bin" / "mesp"
     (carried,) = environment.rglob("programs/mesp-engine")
     names_ours = str(mlx_folder()).encode() in carried.read_bytes()
-    assert not names_ours  # it finds the `mlx` of its own environment
+    assert not names_ours  # The engine finds the `mlx` of its own environment.
     alone = {"PATH": "/nowhere", "XDG_CACHE_HOME": str(work / "ready-cache")}
     for command in (
         ["export", "--model", "demo", "--seq-len", 64, "--out", "ready.mesp"],
@@ -126,7 +121,6 @@ def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
     refused = call([carried, "federate", "settings.json"], work, **alone)
     assert refused.returncode == 2 and "takes no part in federations" in refused.stderr
 
-    # The numbers equal those of the engine that loads Swift's libraries dynamically.
     train = ["train", "ready.mesp", "--steps", 5, "--val-batches", 2, "--out"]
     engine = {"MESP_ENGINE": str(find_engine())}
     call([program, *train, "checkout-run"], work, **engine)

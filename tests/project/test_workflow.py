@@ -1,4 +1,4 @@
-"""Tests that the workflows fit GitHub's schema, and that the things that they name exist."""
+"""Tests that the workflows fit GitHub's schema, and that the files they name exist."""
 
 import re
 import subprocess
@@ -33,7 +33,6 @@ def steps(workflow: Path) -> list[dict]:
 
 
 def commands(workflow: Path) -> str:
-    """Returns the commands of a workflow's steps, with the variables that its jobs set."""
     jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
     variables = [value for job in jobs.values() for value in job.get("env", {}).values()]
     return "\n".join([*variables, *(step.get("run", "") for step in steps(workflow))])
@@ -48,9 +47,7 @@ def test_the_schema_takes_them():
 
 @each_workflow
 def test_actions_are_named_by_their_commits(workflow: Path):
-    """Actions are named by commits. A tag can be moved to other code, which would then get the
-    repository's token.
-    """
+    """A tag could be moved to other code, which would get the repository's token."""
     for step in steps(workflow):
         action, _, commit = step.get("uses", "").partition("@")
         assert not action or re.fullmatch("[0-9a-f]{40}", commit), action
@@ -66,7 +63,7 @@ def test_only_locked_packages_are_installed(workflow: Path):
 
 
 def test_the_image_has_only_locked_packages():
-    """In the image, a `pip install` takes only the package itself, or packages by their hashes."""
+    """In the image, `pip install` installs only MeSP itself or packages with hashes."""
     text = (ROOT / "Dockerfile").read_text("utf-8")
     let_in = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     installs = re.findall(r"pip install ([^\\\n]*)", text)
@@ -81,7 +78,6 @@ def test_the_image_has_only_locked_packages():
 
 @pytest.mark.parametrize(("lock", "extras"), [(LOCK, ("", "report", "dev")), (IMAGE, ("",))])
 def test_a_lock_has_every_package_with_its_hashes(lock: Path, extras: tuple[str, ...]):
-    """The locks have all packages for each system and Python. `make lock` writes both locks."""
     wanted = [Requirement(each) for each in requires("mesp")]
     wanted.append(Requirement("setuptools>=77"))  # builds the package
     entries = re.findall(r"^(\S.*?) \\\n((?: +--hash=.*\n)+)", lock.read_text("utf-8"), re.M)
@@ -111,15 +107,12 @@ def test_the_targets_of_make_exist(workflow: Path):
 
 @each_workflow
 def test_the_paths_exist(workflow: Path):
-    """A folder that a step makes begins with build/ or with a dot."""
+    """A folder that a step creates begins with build/ or a dot, and is not tested."""
     for path in re.findall(r"(?<![\w./-])(?:ios|tests|tools|docs)/[\w./-]+", commands(workflow)):
         assert (ROOT / path).exists(), path
 
 
 def test_the_simulator_gets_the_app_that_was_built():
-    """The simulator gets the app that was built: the folder, the scheme and the identifier are
-    those of the project and of the build.
-    """
     text = commands(CI)
     (project,) = set(re.findall(r"-project (\S+)", text))
     (scheme,) = set(re.findall(r"-scheme (\w+)", text))
@@ -144,9 +137,8 @@ def test_what_the_screens_test_writes_is_kept():
 
 
 def test_the_app_is_built_for_each_system_as_run_in_xcode_builds_it():
-    """The app is built for each system as Run in Xcode builds it. The command line has no build
-    settings, which would apply to packages too. The one exception: it turns signing off, because
-    there is no team.
+    """Build settings on the command line would also apply to packages. Only signing is turned off,
+    because there is no team.
     """
     job = yaml.safe_load(CI.read_text(encoding="utf-8"))["jobs"]["app"]
     given = re.findall(r"\b([A-Z_]+)=\S+", " ".join(job["env"].values()))
@@ -180,9 +172,8 @@ def test_one_swift_format_decides():
 def test_a_model_of_each_family_is_checked_each_night():
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
     models = yaml.safe_load(text)["jobs"]["model"]["strategy"]["matrix"]["include"]
-    # These families are left out. Some are texts of other models. mlx-lm does not read some, or
-    # reads them only from its own checkpoints. No published mixture of experts fits the disk of
-    # such a machine.
+    # Families without a test: texts of other models, families that mlx-lm cannot read from Hugging
+    # Face, and mixtures too large for the machine's disk.
     left_out = ("qwen3_5_text", "gemma4_text", "ministral3", "qwen3_vl", "lfm3")
     left_out += ("lfm2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text")
     published = [name for name in FAMILIES if name not in left_out]

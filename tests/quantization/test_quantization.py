@@ -1,5 +1,3 @@
-"""Tests of the quantizer, of the source's forward pass that weights it, and of --measure."""
-
 import json
 import math
 import subprocess
@@ -34,7 +32,6 @@ DTYPES = [mx.float32, mx.bfloat16]
 
 
 def export(*arguments: object) -> str:
-    """Exports to ``out.mesp`` in the working folder, and returns the output."""
     options = ["--out", "out.mesp", "--overwrite", "--seq-len", "8"]
     result = CliRunner().invoke(main, [*map(str, arguments), *options])
     assert result.exit_code == 0, result.output
@@ -85,7 +82,6 @@ def draw(kind: str, shape: tuple[int, int]) -> mx.array:
     "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
 )
 def test_error_is_at_most_that_of_the_nearest(kind, dtype):
-    """No group has a larger error than with the nearest codes, for any weights and moments."""
     shape = (24, 256)
     matrix = draw(kind, shape)
     spread = mx.exp(3 * mx.random.normal((shape[1],), key=mx.random.key(2)))
@@ -106,9 +102,6 @@ def test_error_is_at_most_that_of_the_nearest(kind, dtype):
 
 
 def test_error_with_moments_is_lower():
-    """With 4 bits and moments, the error is a quarter lower than MLX's. Without moments, it is a
-    sixth lower.
-    """
     matrix = mx.random.normal((128, 512), key=mx.random.key(1))
     moments = mx.exp(mx.random.normal((512,), key=mx.random.key(2)))
     quantization = Quantization()
@@ -134,9 +127,7 @@ def correlated(tokens: int, width: int) -> mx.array:
 
 
 def test_codes_make_up_for_each_others_errors():
-    """Codes make up for each other's errors, also on other inputs of the same distribution. Here,
-    the inputs that were seen have only twice as many tokens as dimensions.
-    """
+    """The calibrated codes also lower the error on other inputs of the same distribution."""
     matrix = mx.random.normal((96, 256), key=mx.random.key(1))
     inputs, quantization = correlated(1024, 256), Quantization()
     seen, others = inputs[:512], inputs[512:]
@@ -153,11 +144,8 @@ def test_codes_make_up_for_each_others_errors():
     "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
 )
 def test_descent_never_adds_error(kind):
-    """Descent never adds to the error of a row, by the objective of the codes. Scales and biases
-    stay unchanged.
-    """
     matrix, products = draw(kind, (24, 256)), products_of(correlated(300, 256))
-    products = mx.where(mx.arange(256) < 3, 0.0, products)  # inputs that were never seen
+    products = mx.where(mx.arange(256) < 3, 0.0, products)  # inputs that are always zero
     products = mx.where(mx.arange(256)[:, None] < 3, 0.0, products)
     for bits, size in ((2, 32), (4, 64), (5, 64), (8, 128)):
         quantization = Quantization(bits, size)
@@ -187,9 +175,6 @@ def test_independent_inputs_leave_the_codes_as_they_are():
 
 @pytest.mark.parametrize("bits", sorted(AFFINE[0]))
 def test_weights_on_a_grid_are_exact(bits):
-    """Weights on a grid are exact even if a group uses few of the codes, as in a model that was
-    quantized before.
-    """
     rng = np.random.default_rng(0)
     levels = 2**bits - 1
     used = rng.integers(max(levels - 3, 1), levels + 1, size=(64, 4, 1))  # the largest code
@@ -216,12 +201,12 @@ def test_packing(bits):
 # The forward pass of the source
 
 
-# mlx-lm ignores the windows of these models, which changes nothing up to a window's length.
+# mlx-lm ignores the windows of these models. Texts up to a window's length are unaffected.
 WITHOUT_WINDOWS = ("mistral", "phi3", "gemma2")
 
 
 class Recorder(nn.Module):
-    """A layer that adds up the products of all pairs of its inputs."""
+    """A layer that sums the products X^T X of its inputs."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -302,9 +287,6 @@ def test_an_export_gives_the_same_again_and_whatever_the_tile(tiny, monkeypatch)
 
 
 def test_calibrating_counts(tiny):
-    """A calibration text changes the weights, in the same way each time. Without a calibration
-    text, no text is read.
-    """
     export("--model", tiny)
     digests = [weights_of()]
     Path("text.txt").write_text(TEXT)
@@ -323,7 +305,7 @@ def test_calibrating_counts(tiny):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_has_6_bits(tiny, tied):
-    """mlx-lm reads this from config.json."""
+    """config.json tells mlx-lm the number of bits of the head."""
     config = {**TINY, "tie_word_embeddings": tied}
     folder = write_model(Path("model"), config)
     said = export("--model", folder)
@@ -363,7 +345,6 @@ def test_what_quantizes_otherwise_is_refused(tiny):
 
 
 def test_measuring_equals_mlx_lm(tiny):
-    """KL and perplexities of the written bundle follow from mlx-lm's logits of both."""
     said = export("--model", tiny, "--measure", "python-docs", "--dtype", "float32")
     assert " KL " in said and "of python-docs" in said
     source = source_model(TINY)
@@ -405,7 +386,7 @@ print(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @pytest.mark.slow
 def test_memory_is_that_of_tiles(tmp_path):
-    """A block here has 50 MB, and the forward pass holds one tile of it and its activations."""
+    """The block has 50 MB, but the forward pass dequantizes only one tile at a time."""
     config = {**TINY, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048}
     config |= {"num_hidden_layers": 1}
     folder = write_model(Path("model"), config, tokenizer=False)

@@ -1,4 +1,4 @@
-"""Tests of models that are quantized already, and of MLX's modes."""
+"""Tests of already quantized models, and of MLX's quantization modes."""
 
 import json
 from dataclasses import asdict
@@ -52,7 +52,6 @@ def test_modes_of_mlx(tiny, mode):
     assert "leave out" in refused("--model", tiny, "--mode", mode, "--group-size", 64)
 
 
-# Models that mlx-lm quantizes, by name.
 QUANTIZED = {
     **{recipe: recipe for recipe in ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")},
     **{f"{bits} bits": Quantization(bits, 64) for bits in (2, 3, 5, 6, 8)},
@@ -64,7 +63,6 @@ QUANTIZED = {
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_checkpoints_are_taken_as_they_are(name):
-    """The checkpoints have all modes, bits and mixtures of mlx-lm, and a separate head."""
     config = {**TINY, "tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 128}
     folder = Path("checkpoint")
     how = QUANTIZED[name]
@@ -101,9 +99,7 @@ def write_few_bits(folder: Path, bits: int, group: int, **more: object) -> Path:
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_matrices_of_two_and_three_values_are_carried_over(bits: int, group: int):
-    """Matrices of two and three values are equal to the last bit in float32. In bfloat16, d is
-    rounded, and the values stay ±d and 0.
-    """
+    """Matrices of two or three values are exact in float32. In bfloat16, d is rounded."""
     folder = write_few_bits(Path("few"), bits, group)
     given = mx.load(str(folder / "model.safetensors"))
     done = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
@@ -146,10 +142,6 @@ def test_a_model_of_few_bits_computes_as_in_mlx_lm(bits: int):
 
 
 def test_modules_of_other_bits_become_2_bits_each():
-    """Modules of 1 bit become 2 bits in a model of other bits too: here, a head of 1 bit in a model
-    of 4 bits.
-    """
-
     def of(path: str) -> Quantization:
         return Quantization(1 if path == "lm_head" else 4, 64)
 
@@ -166,7 +158,6 @@ def test_modules_of_other_bits_become_2_bits_each():
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_bits_that_a_model_does_not_have_are_refused(bits: int):
-    """Its files have other bits."""
     folder = write_few_bits(Path("few"), bits, 64)
     config = json.loads((folder / "config.json").read_text())
     config["quantization"]["bits"] = 3 - bits
@@ -202,9 +193,7 @@ def test_what_a_quantization_says_beside_is_refused(sections: dict, said: str):
 
 
 def test_what_changes_nothing_in_a_quantization_is_taken():
-    """What changes nothing in a quantization is accepted: modules of vision, keys without a value,
-    and mlx-lm's copy of the quantization.
-    """
+    """Vision modules, keys without a value and mlx-lm's `quantization_config` are accepted."""
     more = {"rotation": None, "global_scale": False, "vision_tower.a": False}
     more |= {"vision_tower.b": True, "vision_tower.c": {"bits": 8, "group_size": 64}}
     folder = write_few_bits(Path("few"), 2, 128, **more)
@@ -223,7 +212,7 @@ def test_a_quantization_that_mlx_lm_does_not_read_is_refused():
 
 
 def test_gemma_3_with_a_head_of_its_own():
-    """Older versions of mlx-lm stored the embedding a second time, also quantized."""
+    """Older versions of mlx-lm stored a quantized copy of the tied embedding as the head."""
     config = {**FAMILIES["gemma3_text"], "tie_word_embeddings": True}
     tensors = random_tensors(config)
     model = mlx_lm_model(config, lambda _: Quantization(4, 32))

@@ -1,7 +1,7 @@
-"""Tests that the loss of two real models in 4 bits is below bounds: `make test-slow`.
+"""Tests that the loss of two real models in 4 bits is within bounds (`make test-slow`).
 
-The models come from PyPI, dequantized. The scored text is Python's language reference, and
-`--calibrate` gets this repository's guide.
+The models come from PyPI and are dequantized first. The scored text is Python's documentation, and
+`--calibrate` reads docs/guide.md.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SEQUENCES, LENGTH = 8, 256
 
 
 class Bars(NamedTuple):
-    """The bounds for an export with blocks of 4 bits in groups of 64."""
+    """Upper bounds for an export in 4 bits with groups of 64."""
 
-    kl: float  # to the source, without a text
-    calibrated: float  # KL divergence from the source, without a calibration text
-    perplexity: float  # KL divergence from the source, with another text than the scored one
-    size: float  # times the perplexity with 8 bits
+    kl: float  # KL divergence from the source, without calibration
+    calibrated: float  # KL divergence from the source, with calibration
+    perplexity: float  # ratio to the perplexity with 8 bits
+    size: float  # ratio to the bytes of MLX's nearest quantization
 
 
 BARS = {

@@ -1,7 +1,4 @@
-"""Tests of LoRA dropout's masks: their definition and their distribution.
-
-test_reference.py tests that they apply where mlx-lm's do.
-"""
+"""Tests of LoRA dropout masks: their definition and their distribution."""
 
 import itertools
 
@@ -21,7 +18,7 @@ DROPOUT = reference.Dropout(0.3, seed=7, step=11, sequence=2)
 
 
 def kept(key: int, p: float, rows: int = T, width: int = WIDTH) -> np.ndarray:
-    """Returns which inputs a mask keeps."""
+    """Returns a boolean array that is true where the mask keeps an input."""
     return np.array(reference.dropout_mask(key, p, rows, width)) > 0
 
 
@@ -29,7 +26,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a.ravel(), b.ravel())[0, 1])
 
 
-# The definition of a mask in Python's integers, which are cut to 32 bits here
+# A mask's definition in Python integers, reduced to 32 bits
 
 
 def hash_of(x: int) -> int:
@@ -54,17 +51,15 @@ def test_a_mask_follows_from_its_key(key, p):
 
 
 def test_the_limit_is_that_of_a_float32():
-    """The trainer's p is a float32: 0.9 is less there than in 64 bits, and one input in 40 million
-    lies between the two limits.
+    """In float32, as in the trainer, 0.9 is slightly smaller. The tested input lies between both
+    limits, so it is kept.
     """
     key, number = 574, 111342
     assert reference.dropout_mask(key, 0.9, 1, number + 1)[0, number] > 0
 
 
 def test_a_mask_is_a_part_of_a_larger_one():
-    """A mask is a part of any larger mask of its key. So it does not depend on the tiles in which
-    it is computed.
-    """
+    """Masks do not depend on the tiles in which they are computed."""
     whole = reference.dropout_mask(5, 0.3, 40, 60)
     assert mx.array_equal(reference.dropout_mask(5, 0.3, 7, 9), whole[:7, :9])
 
@@ -84,10 +79,8 @@ def test_a_key_follows_from_seed_step_sequence_block_and_layer():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_of_a_block_has_a_mask(family):
-    """Each layer of a block has a mask. Masks are numbered through all layers that can have an
-    adapter, with experts last.
-
-    This holds whether experts are trained or not. Each expert's mask has a separate key.
+    """Masks are numbered through all layers that can have an adapter, with experts last. The
+    numbers do not depend on whether experts are trained.
     """
     arch = Architecture.from_config(FAMILIES[family])
     for i in map(arch.blocks.index, arch.kinds):
@@ -116,8 +109,7 @@ def test_the_share_that_is_dropped(p):
         assert set(np.unique(mask)) == {0, np.float32(1) / np.float32(1 - np.float32(p))}
         deviation = np.sqrt(p * (1 - p) / mask.size)
         assert abs((mask == 0).mean() - p) < 5 * deviation
-    # The share of zeros is also right for each token and for each input. The largest deviation
-    # among the 256 shares is within 5 standard deviations.
+    # The share of zeros is also tested for each token and each input, within 5 standard deviations.
     for axis in (0, 1):
         deviations = np.sqrt(p * (1 - p) / WIDTH)
         shares = (mask == 0).mean(axis=axis)
@@ -127,9 +119,6 @@ def test_the_share_that_is_dropped(p):
 
 
 def test_masks_of_other_keys_are_independent():
-    """Masks of other keys are independent. The keys differ in seed, step, sequence, block, layer or
-    expert. Some have two numbers exchanged, as in block 1's layer 0 and block 0's layer 1.
-    """
     numbers = [(0, 0, 0, 0, 0)]
     numbers += [tuple(int(i == at) for i in range(5)) for at in range(5)]
     numbers += [tuple(2 * int(i == at) for i in range(5)) for at in range(5)]
@@ -141,16 +130,13 @@ def test_masks_of_other_keys_are_independent():
     masks = [kept(key, 0.3) for key in keys]
     for a, b in itertools.combinations(masks, 2):
         assert abs(correlation(a, b)) < 5 / np.sqrt(a.size)
-        # No mask equals another one that is shifted by a token or an input, or transposed.
+        # A mask does not correlate with another one that is shifted or transposed.
         for moved in (np.roll(b, 1, axis=0), np.roll(b, 1, axis=1), b.T):
             assert abs(correlation(a, moved)) < 5 / np.sqrt(a.size)
 
 
 @pytest.mark.parametrize("p", [0.3, 0.5])
 def test_tokens_and_inputs_are_independent(p):
-    """The correlations of all pairs of tokens, and of all pairs of inputs, are as near to 0 as
-    those of independent masks, by their mean, their mean square and the largest.
-    """
     for mask in (kept(DROPOUT.key(3, 2), p, 64, 4096), kept(DROPOUT.key(3, 2), p, 4096, 64).T):
         pairs = np.corrcoef(mask)[np.triu_indices(64, 1)]
         assert np.abs(pairs).max() < 5 / np.sqrt(4096)
@@ -159,7 +145,7 @@ def test_tokens_and_inputs_are_independent(p):
 
 
 def test_the_mean_over_steps_is_the_input():
-    """E[x ∘ M] = x, so the mean of the layer's output is its output without dropout."""
+    """E[x ∘ M] = x for a mask M."""
     mx.random.seed(0)
     x, p, steps = np.array(normal(4, 8)), 0.3, 4000
     masks = np.stack(
@@ -173,7 +159,6 @@ def test_the_mean_over_steps_is_the_input():
 
 
 def test_mlx_lm_drops_as_many_and_scales_as_much():
-    """`nn.Dropout` of mlx-lm's layer has the same two values, and the same share of zeros."""
     mx.random.seed(0)
     p, ones = 0.3, mx.ones((T, WIDTH))
     theirs = np.array(LoRALinear(WIDTH, 8, r=2, dropout=p).dropout(ones))

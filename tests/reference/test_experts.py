@@ -1,4 +1,4 @@
-"""Tests of the mixture of experts: its router, ties, and experts that no token chose."""
+"""Tests of the mixture of experts: its router, ties and unused experts."""
 
 from dataclasses import replace
 
@@ -32,7 +32,6 @@ def experts(request) -> Experts:
 
 
 def weights_of(experts: Experts) -> dict[str, mx.array]:
-    """Returns random weights, quantized."""
     arrays = {} if experts.bias is None else {experts.bias: 0.3 * normal(COUNT)}
     shapes = {name: (COUNT, *shape) for name, shape in experts.stacked(HIDDEN).items()}
     for name, shape in (shapes | {experts.router: (COUNT, HIDDEN)}).items():
@@ -46,7 +45,6 @@ SCALE = 2.0
 
 
 def lora_of(experts: Experts, rank: int) -> dict[str, tuple[mx.array, mx.array]]:
-    """Returns A and B of all experts; none for rank 0."""
     return {
         name: (normal(COUNT, inp, rank) * inp**-0.5, 0.1 * normal(COUNT, rank, out))
         for name, (out, inp) in experts.stacked(HIDDEN).items()
@@ -108,9 +106,6 @@ def test_the_gradient_of_an_mlp_that_the_token_weighs(T):
 
 
 def test_an_expert_without_tokens_takes_no_part(experts):
-    """An expert that no token chose takes no part: its matrices may hold anything, and its adapters
-    have gradients of 0.
-    """
     weights, x = weights_of(experts), normal(1, 2, HIDDEN)
     dy, lora = normal(1, 2, HIDDEN), lora_of(experts, 4)
     z = x[0] @ dequantize(weights, f"{experts.router}.", HIDDEN).T

@@ -1,5 +1,3 @@
-"""Tests of the reference's recurrent mixers with mlx-lm's and `mx.grad`."""
-
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -18,7 +16,7 @@ def seed():
 
 
 def with_batch(function):
-    """Returns mlx-lm's rule, which takes [1, T, heads, size], for our [heads, T, size]."""
+    """Adapts mlx-lm's function for [1, T, heads, size] to inputs [heads, T, size]."""
 
     def rule(q, k, v, log_g, beta):
         by_token = [each.swapaxes(0, 1)[None] for each in (q, k, v, mx.exp(log_g), beta)]
@@ -28,10 +26,10 @@ def with_batch(function):
 
 
 def rule_inputs(T: int, heads: tuple[int, int], sizes: tuple[int, int], decay: str) -> dict:
-    """Returns inputs of the rule, with q and k normed as in the net.
+    """Returns inputs of the gated delta rule, with normalized q and k.
 
-    Keys that are near differ by a tenth, and β is near 1: then a chunk's linear system is at its
-    worst.
+    With `decay` "near keys", the keys are similar, which makes a chunk's linear system
+    ill-conditioned.
     """
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = normal(Hk, T, dk), normal(Hk, T, dk)
@@ -58,7 +56,7 @@ CASES = [(*small, decay) for small in SMALL for decay in ("strong", "weak", "mix
     ("T", "heads", "sizes", "decay"), [*CASES, (1024, (1, 2), (8, 8), "mixed")]
 )
 def test_gated_delta_rule(T, heads, sizes, decay):
-    """Chunks agree with single tokens, for decays near 0 and near 1."""
+    """Computation by chunks agrees with token by token, for decays near 0 and near 1."""
     inputs = rule_inputs(T, heads, sizes, decay)
     check(
         reference.gated_delta_rule,
@@ -69,14 +67,12 @@ def test_gated_delta_rule(T, heads, sizes, decay):
     )
 
 
-# Decays near 1, near 0, and of all kinds.
 @pytest.mark.parametrize("rate", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize(
     ("T", "heads", "groups", "P", "N"),
     [(1, 1, 1, 4, 4), (7, 2, 1, 8, 4), (65, 4, 2, 4, 8), (200, 3, 1, 8, 16)],
 )
 def test_state_space(T, heads, groups, P, N, rate):
-    """Chunks agree with single tokens, and with mlx-lm's."""
     A_log, D = mx.log(rate * (0.5 + mx.random.uniform(shape=(heads,)))), normal(heads)
     inputs = {"x": normal(heads, T, P), "dt": 0.01 + mx.random.uniform(shape=(heads, T))}
     inputs |= {"B": normal(groups, T, N), "C": normal(groups, T, N)}
@@ -102,9 +98,8 @@ def test_state_space(T, heads, groups, P, N, rate):
 @pytest.mark.parametrize("T", [1, 9, 70])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_mamba2(T, groups):
-    """Everything between the projections is that of mlx-lm's mixer. Here, the mixer does not limit
-    the time step.
-    """
+    """Everything between the mixer's projections agrees with mlx-lm, without limits on the time
+    step."""
     config = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 8}
     config |= {"mamba_n_groups": groups, "mamba_d_state": 16, "mamba_d_conv": 4}
     config |= {"mamba_conv_bias": True, "mamba_proj_bias": False, "rms_norm_eps": 1e-5}
@@ -151,9 +146,7 @@ def test_convolution(T, K):
 
 
 def test_log_decay():
-    """The exponential of the log decay is mlx-lm's decay. The log decay is finite even where
-    mlx-lm's decay underflows.
-    """
+    """The log decay is finite even where mlx-lm's decay underflows."""
     vectors = mx.log(16 * mx.random.uniform(shape=(4,))), normal(4)
     check(
         lambda a: reference.log_decay(a, *vectors),

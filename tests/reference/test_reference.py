@@ -1,6 +1,4 @@
-"""Tests of `mesp.reference` with automatic differentiation of its forward pass, MLX's and
-mlx-lm's.
-"""
+"""Tests of `mesp.reference` against automatic differentiation, MLX and mlx-lm."""
 
 import itertools
 from dataclasses import replace
@@ -43,7 +41,7 @@ def seeded() -> None:
     mx.random.seed(0)
 
 
-# The pieces
+# Single functions
 
 
 QUANTIZATIONS = [Quantization(bits, 32) for bits in (2, 3, 4, 5, 6, 8)]
@@ -88,7 +86,7 @@ def test_linear(T, out_size, rank, quantization, bias, p):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_with_dora(bias, p):
-    """m is a parameter. The norm of W + s A B follows from A and B, but it has no gradient."""
+    """A, B and m are trained. The norm of W + s A B is treated as a constant."""
     T, in_size, out_size, rank = 7, 128, 40, 4
     layer = nn.Linear(in_size, out_size, bias).to_quantized(32, 4)
     weights = {f"p.{name}": array for name, array in layer.parameters().items()}
@@ -167,7 +165,7 @@ def test_attention(T, heads, kv_heads, D, window):
     scale = 0.7 * D**-0.5
     mixer = attention_mixer(sliding_window=window, attention_scale=scale)
     q, k, v = normal(1, heads, T, D), normal(1, kv_heads, T, D), normal(1, kv_heads, T, D)
-    alone = min(T, window or T) == 1  # each token sees only itself
+    alone = min(T, window or T) == 1  # each token attends only to itself
     check(
         lambda q, k, v: reference.attention(q, k, v, mixer),
         lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, mixer),
@@ -183,9 +181,7 @@ def test_attention(T, heads, kv_heads, D, window):
 
 @pytest.mark.parametrize("cap", [0.5, 3.0])
 def test_attention_with_a_soft_cap(cap):
-    """Attention has the soft cap of mlx-lm's Gemma 2. The expected scores are computed with
-    repeated heads instead of grouped ones.
-    """
+    """Soft-capped attention agrees with scores computed from repeated key and value heads."""
     T, D = 9, 16
     mixer = attention_mixer(sliding_window=4, attn_logit_softcapping=cap)
     q, k, v = normal(1, 4, T, D), normal(1, 2, T, D), normal(1, 2, T, D)
@@ -258,23 +254,22 @@ SMALL = {
 
 
 def architecture(**changes) -> Architecture:
-    """Returns a small model: two layers of 4 heads in 2 groups."""
+    """Returns a small architecture: two blocks with 4 query heads and 2 key heads."""
     return Architecture.from_config(SMALL | changes)
 
 
 def attention_mixer(**changes) -> AttentionMixer:
-    """Returns attention without RoPE, with the fields that its formulas read."""
+    """Returns an attention mixer without RoPE."""
     return replace(architecture().mixers[0], **{"frequencies": (), **changes})
 
 
 def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
-    """Returns parameters as after some training: A and B are nonzero."""
     lora = reference.init_lora(arch, rank, seed=3)
     return [w + 0.05 * normal(*w.shape) for w in lora]
 
 
 def random_dora(flat: mx.array, weights: reference.Weights, block: Block) -> mx.array:
-    """Returns the parameters `flat` with DoRA's magnitudes, as after some training."""
+    """Returns the parameters `flat` with DoRA's magnitudes, changed from their initial values."""
     matrices = reference.unpack_lora(reference.add_magnitudes(flat, weights, block), block)
     for name in block.modules:
         A, B, m = matrices[name]
@@ -332,16 +327,16 @@ def test_init_lora():
 
 
 def quantized(config: dict, group_size: int = 32) -> nn.Module:
-    """Returns mlx-lm's language model with random weights in 4 bits."""
     return text_of(mlx_lm_model(config, lambda path: Quantization(4, group_size)))
 
 
 def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
-    """Returns the same weights for the reference, before LoRA layers wrap them."""
+    """Returns the reference's model with the weights of `model`, which must have no LoRA layers."""
     embedding = dict(model.model.embed_tokens.parameters())
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = list(map(arrays_of, model.layers, arch.blocks))
-    offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
+    # mlx-lm adds Qwen3.5's offset on loading
+    offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset
     norm = model.model[name_there("model.norm", arch.model_type)[6:]].weight + offset
     norm = norm / arch.logits_scaling
     every = dict(tree_flatten(model.model.parameters()))
@@ -352,21 +347,21 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
 
 
 def flat_gradient(grads: dict, block: Block) -> mx.array:
-    """Returns mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
+    """Returns mlx-lm's gradients of a block's LoRA modules as one flat vector."""
     arrays = dict(tree_flatten(grads))
     matrices = {}
     for name, shape in block.adapted().items():
         a, b = arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]
-        # For experts, mlx-lm has A [experts, rank, in] and B [experts, out, rank].
+        # mlx-lm's experts have A [experts, rank, in] and B [experts, out, rank].
         pair = (a.swapaxes(1, 2), b.swapaxes(1, 2)) if len(shape) == 3 else (a, b)
         matrices[name] = (*pair, *([arrays[f"{name}.m"]] if f"{name}.m" in arrays else []))
     return reference.pack_lora(matrices, block)
 
 
 def without_gradient(block: Block) -> tuple[str, ...]:
-    """Returns the modules whose gradient for a single token is zero, except for rounding.
+    """Returns the modules whose gradient is zero, within rounding, for a sequence of one token.
 
-    A single token attends to itself for any q and k, and there is no state to decay.
+    A single token attends only to itself, whatever q and k are.
     """
     if getattr(block.mixer, "output_gate", False):
         return ("self_attn.k_proj",)
@@ -374,7 +369,6 @@ def without_gradient(block: Block) -> tuple[str, ...]:
 
 
 def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
-    """Compares flat LoRA gradients, matrix by matrix."""
     actual, expected = (reference.unpack_lora(g, block) for g in (actual, expected))
     for name in block.adapted():
         assert len(actual[name]) == len(expected[name])
@@ -388,17 +382,17 @@ def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
 
 
 class Masked(nn.Module):
-    """A given mask in place of mlx-lm's `nn.Dropout`: M [T, in], or [experts, T, in]."""
+    """Replaces mlx-lm's `nn.Dropout` by a given mask M, of shape [T, in] or [experts, T, in]."""
 
     def __init__(self, M: mx.array):
         super().__init__()
-        self._M = M  # not a parameter
+        self._M = M  # The underscore keeps M from being a parameter.
         self._chosen = None
 
     def __call__(self, x: mx.array) -> mx.array:
         if self._M.ndim == 2:
             return x * self._M
-        # x is [1, T, 1 or k, 1, in]: a token has one row for all of its experts, or a row for each.
+        # x is [1, T, 1 or k, 1, in]: one row per token, or one for each of its k experts.
         assert self._chosen.shape[:2] == x.shape[:2], "mlx-lm sorts the tokens of many choices"
         tokens = mx.arange(x.shape[1])[:, None]
         return x * self._M[self._chosen[0], tokens][None, :, :, None]
@@ -407,7 +401,7 @@ class Masked(nn.Module):
 def put_in_place_of_dropout(
     masks: reference.Masks, layer: nn.Module, patch: pytest.MonkeyPatch
 ) -> None:
-    """Puts these masks in place of the dropout in mlx-lm's LoRA layers of a block."""
+    """Replaces the dropout in a block's mlx-lm LoRA layers by these masks."""
     call = LoRASwitchLinear.__call__
 
     def with_choice(self: LoRASwitchLinear, x: mx.array, indices: mx.array, **others) -> mx.array:
@@ -427,7 +421,7 @@ SHAPES = [
     (32, 16, 128, {"hidden_size": 128, "intermediate_size": 256, "rope_theta": 1e6}),
 ]
 CASES = [pytest.param(T, r, g, SMALL | changes, id=f"qwen2-{T}") for T, r, g, changes in SHAPES]
-# The families' windows are 5 tokens.
+# Sliding windows have 5 tokens in these configs.
 CASES += [pytest.param(T, 4, 32, FAMILIES[f], id=f"{f}-{T}") for f in FAMILIES for T in (1, 5, 12)]
 MIXTURES = [f for f in FAMILIES if Architecture.from_config(FAMILIES[f]).has_experts]
 CASES += [
@@ -461,7 +455,7 @@ def test_block(T, rank, group_size, config, p, dora, monkeypatch):
         assert_close("dx (vjp)", dx, dx_vjp)
         assert_same_gradient(d_lora, d_lora_vjp, described, T)
         if by_shared:
-            if T > 1:  # one token has no choice of keys
+            if T > 1:  # one token has no other keys to attend to
                 assert_close("the gradient by another block's keys", by_shared[0], by_shared_vjp[0])
             assert_close("the gradient by another block's values", by_shared[1], by_shared_vjp[1])
 
@@ -482,9 +476,8 @@ def test_block(T, rank, group_size, config, p, dora, monkeypatch):
 
 
 def test_the_gradient_by_shared_keys_and_values_is_a_sum():
-    """The last blocks of the model take the keys and values of two other blocks, their owners.
-    Every gradient is that of the whole loss. A sum that was lost would change no loss, but the
-    gradients of the owners.
+    """Some blocks use the keys and values of earlier blocks. The earlier blocks' gradients include
+    the contributions of all blocks that use their keys and values.
     """
     T, config = 12, FAMILIES["gemma4"]  # longer than the windows
     arch = Architecture.from_config(config)
@@ -514,7 +507,7 @@ def test_the_gradient_by_shared_keys_and_values_is_a_sum():
 
 
 class Windowed(nn.Module):
-    """An mlx-lm model with Hugging Face's windows, which mlx-lm ignores."""
+    """An mlx-lm model that applies the sliding windows that mlx-lm ignores."""
 
     def __init__(self, model: nn.Module, arch: Architecture):
         super().__init__()
@@ -555,8 +548,8 @@ def test_model(T, rank, group_size, config):
         assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
 
 
-# Packed records are tested with each family. With automatic differentiation, which does not depend
-# on the family, they are tested with each mixer.
+# Packed records are tested with each family. The slower automatic differentiation is tested once
+# per mixer.
 PACKED = {"small": SMALL, **FAMILIES}
 BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
 
@@ -569,10 +562,9 @@ BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
     ],
 )
 def test_packed_records_train_as_a_batch(config, block_gradient):
-    """Records that share a sequence have the loss and the gradients of separate sequences."""
     arch = Architecture.from_config(config)
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
-    lengths = [9, 2, 70, 12]  # in tokens; longer than a window and than a chunk
+    lengths = [9, 2, 70, 12]  # in tokens; 70 exceeds a window and a chunk
     starts = [0, *itertools.accumulate(lengths[:-1])]
     window = mx.random.randint(0, arch.vocab_size, (sum(lengths),))
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -593,7 +585,7 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
         actual = reference.unpack_lora(packed.lora[i], block)
         expected = reference.unpack_lora(sum(each.lora[i] for each in batch), block)
         for name in block.modules:
-            # Sums of float32 in another order differ by up to 1.4e-6 with AVX2.
+            # With AVX2, float32 sums in another order differ by up to 1.4e-6.
             for a, b in zip(actual[name], expected[name], strict=True):
                 assert relative_error(a, b) <= 2e-6, name
 
@@ -601,9 +593,8 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("config", [pytest.param(c, id=n) for n, c in PACKED.items()])
 def test_a_step_with_dropout(config, dora):
-    """A whole model's gradients agree with automatic differentiation with the same masks.
-
-    Two records are in a sequence: each has its part of the sequence's masks.
+    """Gradients agree with automatic differentiation with the same masks. The sequence has two
+    records.
     """
     arch = Architecture.from_config(config).training_experts()
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
@@ -641,7 +632,7 @@ def test_a_step_with_dropout(config, dora):
 
 
 def rows(given, record: slice):
-    """Returns a record's rows of a block's inputs besides x."""
+    """Returns a record's rows of an array, or of a tuple of arrays."""
     if isinstance(given, tuple):
         return tuple(rows(each, record) for each in given)
     return given[..., record, :]
@@ -649,9 +640,7 @@ def rows(given, record: slice):
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
 def test_gradients_by_activations(config):
-    """The loss as a function of any block's input is differentiated, for `x` and `dx` of
-    `gradients`.
-    """
+    """`gradients` returns each block's input and the gradient of the loss by it."""
     arch = Architecture.from_config(config | {"num_hidden_layers": 3})
     model = reference_model(quantized(config | {"num_hidden_layers": 3}), arch)
     lora = random_lora(arch, 4)
@@ -672,7 +661,6 @@ def test_gradients_by_activations(config):
 
 
 def test_bfloat16_bundle():
-    """Scales, biases and norms may be bfloat16; the reference computes in float32."""
     arch = architecture()
     model = reference_model(quantized(SMALL), arch)
 
@@ -692,14 +680,12 @@ def test_bfloat16_bundle():
     assert all(mx.array_equal(*pair) for pair in zip(a.lora, b.lora, strict=True))
 
 
-# The methods
+# Training methods
 
 
 @pytest.fixture
 def training():
-    """Returns a small model, a stream of tokens that can be learned, and the settings of
-    `train`.
-    """
+    """Returns a small model, a learnable sequence of tokens, and settings of `train`."""
     arch = architecture(vocab_size=64)
     model = reference_model(quantized(SMALL | {"vocab_size": 64}), arch)
     tokens = (mx.arange(400) * 7 + mx.random.randint(0, 3, (400,))) % 64
@@ -723,9 +709,7 @@ def test_mebp_equals_mesp(training):
 
 
 def test_dora_trains_as_in_mlx_lm():
-    """Training with DoRA is that of mlx-lm. SGD begins at m = ‖W‖ and B = 0. With these values,
-    DoRA equals LoRA.
-    """
+    """DoRA trains as in mlx-lm. At the start, its loss equals LoRA's."""
     arch, rate = architecture(), 0.05
     theirs = quantized(SMALL)
     model = reference_model(theirs, arch)
@@ -776,7 +760,6 @@ def test_step_is_gradient_descent(training):
 
 
 def mezo(model, lora, tokens, seed, step, learning_rate=1.0, epsilon=1e-2):
-    """Returns the updated parameters and the loss."""
     lora = list(lora)
     loss = reference.mezo_step(
         model, lora, tokens, SCALE, learning_rate, seed=seed, step=step, epsilon=epsilon
@@ -805,7 +788,8 @@ def test_mezo_is_the_finite_difference(training):
 
 
 def test_neighbouring_seeds_share_no_steps():
-    assert reference.scattered(1234567) == 6457827717110365317  # as published with SplitMix64
+    # SplitMix64's published first output
+    assert reference.scattered(1234567) == 6457827717110365317
     starts = sorted(map(reference.scattered, range(100)))
     assert all(end - start > 2**21 for start, end in itertools.pairwise(starts))
 
@@ -826,7 +810,6 @@ def test_mezo_is_reproducible_by_seed(training):
 
 @pytest.mark.slow
 def test_mezo_follows_the_gradient():
-    """Each step's coefficient is z · ∇ℒ, so the mean update over many steps points along -∇ℒ."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     arch = architecture(**sizes)
@@ -854,17 +837,16 @@ def test_unknown_method(training):
         reference.train(model, [], tokens, "adam", 1, **settings)
 
 
-# Preferences, compared with TRL's formulas
+# Preference losses, compared with TRL's formulas
 
 
-PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens, and how many of them are prompt
+PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens in the sequence and in its prompt
 
 
 @pytest.fixture
 def preferring():
-    """Returns mlx-lm's model with LoRA, the reference's model and adapters, and two answers to
-    different prompts.
-    """
+    """Returns mlx-lm's model with LoRA, the reference's model and adapters, and two token
+    sequences."""
     arch = architecture()
     model = quantized(SMALL)
     ours, lora = reference_model(model, arch), random_lora(arch, 4)
@@ -877,7 +859,7 @@ def preferring():
 
 
 def answer_mask(window: mx.array, prompt: int) -> mx.array:
-    """Returns 1 for the answer's targets, else 0, [T]."""
+    """Returns 1 for targets in the answer and 0 for others, with shape [T]."""
     return (mx.arange(1, window.size) >= prompt).astype(mx.float32)
 
 
@@ -891,7 +873,7 @@ def scored(ours, lora, start, window, prompt) -> reference.Answer:
 
 
 def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
-    """Returns mlx-lm's summed log-probability of the answer, and its mean loss of all targets."""
+    """Returns the answer's summed log-probability, and the mean loss of all targets."""
     every = mx.take_along_axis(
         nn.log_softmax(model(window[None, :-1])[0], axis=-1), window[1:, None], axis=-1
     )[:, 0]
@@ -899,9 +881,7 @@ def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
 
 
 def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, weights):
-    """Compares `loss`, and the sum of the windows' weighted gradients, with mx.grad of mlx-lm's
-    model.
-    """
+    """Compares `loss` and the weighted sum of the windows' gradients with mlx-lm's model."""
     value, grads = nn.value_and_grad(model, expected_loss)(model)
     assert loss == pytest.approx(value.item(), rel=TOLERANCE)
     gradients = [
@@ -970,12 +950,10 @@ def test_a_batch_of_labels_trains_as_in_trl(preferring, beta):
 
 
 class Bitsandbytes:
-    """AdamW in 8 bits as in bitsandbytes 0.50, in Python with NumPy.
+    """8-bit AdamW of bitsandbytes 0.50 in NumPy.
 
-    It consists of `create_dynamic_map` of `functional.py`,
-    `optimizer_update_8bit_blockwise_pytorch` with its helpers in
-    `backends/triton/kernels_optim.py`, and the search of `quantize_blockwise` in
-    `backends/default/ops.py`.
+    It follows `create_dynamic_map`, `optimizer_update_8bit_blockwise_pytorch` and
+    `quantize_blockwise`.
     """
 
     def __init__(self, size: int) -> None:
@@ -1020,9 +998,8 @@ class Bitsandbytes:
 
 
 def test_adamw8bit_is_that_of_bitsandbytes():
-    """All steps are those of bitsandbytes. The reference has no bias correction. In bitsandbytes,
-    the correction is 1 late in a run, so its step is 10⁹ here.
-    """
+    """The reference has no bias correction. bitsandbytes gets step 10⁹, at which its correction
+    is 1."""
     size, rate, betas, eps, decay = 1000, 1e-3, (0.9, 0.99), 1e-8, 0.1
     w, theirs = normal(size), Bitsandbytes(size)
     p, m, v = np.array(w), *(reference.quantize(mx.zeros(size), signed) for signed in (True, False))
@@ -1034,8 +1011,8 @@ def test_adamw8bit_is_that_of_bitsandbytes():
         assert_close("w", w, mx.array(p))
         for moment, signed in ((m, True), (v, False)):
             assert_close("scales", moment.scales, mx.array(theirs.absmax[signed]))
-            # Some numbers of bitsandbytes' map differ in the last bit. So the nearest of its
-            # numbers is sometimes the next one.
+            # Some numbers of bitsandbytes' map differ in the last bit, so a nearest code may differ
+            # by one.
             far = np.array(moment.codes).astype(int) - theirs.codes[signed]
             assert np.abs(far).max() <= 1 and (far != 0).mean() < 5e-3
             theirs.codes[signed] = np.array(moment.codes)
@@ -1052,7 +1029,7 @@ def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
     middles = (numbers[:-1] + numbers[1:]) / 2
     at_middles = reference.quantize(mx.concatenate([middles, mx.array([1.0])]), signed)
     assert at_middles.codes.tolist() == [*range(255), 255]
-    # Blocks with different scales, the last one short, and one of zeros.
+    # A full block, a block of zeros, and a short block with a small scale.
     x = mx.concatenate([normal(256), mx.zeros(256), 1e-12 * normal(100)])
     x = x if signed else mx.square(x)
     back = reference.dequantize_moment(reference.quantize(x, signed), signed)
@@ -1061,7 +1038,7 @@ def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
         assert (mx.abs(back - x)[start:end] <= 0.0071 * largest).all().item()
 
 
-# Windows
+# Windows of tokens
 
 
 def test_pack():
@@ -1095,7 +1072,7 @@ def test_evaluate_takes_the_first_windows(training):
     ]
     two = reference.evaluate(model, lora, tokens, val_batches=2, **settings)
     assert two == pytest.approx(sum(losses[:2]) / 2)
-    # A window needs one token more than its length: 391 tokens hold 26 windows, 390 hold 25.
+    # A window needs one token more than its length, so 391 tokens hold 26 windows and 390 hold 25.
     most = reference.evaluate(model, lora, tokens[:391], val_batches=99, **settings)
     assert most == pytest.approx(sum(losses) / 26)
     fewer = reference.evaluate(model, lora, tokens[:390], val_batches=99, **settings)

@@ -1,4 +1,4 @@
-"""Tests that mesp-export of GGUF files makes the bundles of the same models in mlx-lm's form."""
+"""Tests that a GGUF file and the same model in mlx-lm's format give equal bundles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def export(model: Path, out: Path, *options: object) -> Bundle:
 
 
 def in_8_bits(tensors: dict[str, mx.array], is_matrix) -> dict[str, mx.array]:
-    """Returns matrices in groups of 32: d · q of Q8_0 becomes scale · (q + 128) - 128 · scale."""
+    """Returns Q8_0 matrices in MLX's form: d · q equals scale · (q + 128) - 128 · scale."""
     found = {}
     for name, tensor in tensors.items():
         if not is_matrix(name, tensor):
@@ -67,7 +67,7 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     for path, layout in theirs.weight_files().items():
         found, expected = layout.unpack(ours.words(path)), layout.unpack(theirs.words(path))
         for key, array in expected.items():
-            # The file has the exponentials of these logarithms.
+            # GGUF stores -exp(A_log), so A_log is equal only within rounding.
             equal = mx.allclose if key.endswith("A_log") else mx.array_equal
             assert equal(found[key], array), f"{path} {key}"
     assert load_bundle_tokenizer(ours.path).encode(TEXT) == load_bundle_tokenizer(
@@ -76,8 +76,8 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
     assert ours.to_mlx_lm() is not None
 
 
-# For each type of block: the places of its float16 factors, and the bits and the group size of its
-# values' quantization.
+# For each block type: byte offsets of its float16 factors, and the bits and group size in the
+# bundle.
 BLOCKS = {
     "Q4_0": ([0], 4, 32), "Q4_1": ([0, 2], 4, 32), "Q5_0": ([0], 5, 32), "Q5_1": ([0, 2], 5, 32),
     "Q8_0": ([0], 8, 32), "Q3_K": ([108], 8, 128), "Q4_K": ([0, 2], 4, 32), "Q5_K": ([0, 2], 5, 32),
@@ -85,12 +85,12 @@ BLOCKS = {
     "Q1_0": ([0], 2, 128), "Q2_0": ([0], 2, 64), "PQ2_0": ([0], 2, 128),
     "Q2_0 of 128": ([0], 2, 128), "TQ1_0": ([52], 2, 128), "TQ2_0": ([64], 2, 128),
 }  # fmt: skip
-# For each type that the gguf package lacks: its number, and the weights and bytes of a block.
+# Types that the gguf package lacks: their number, weights per block and bytes per block.
 UNKNOWN = {"Q2_0": (42, 64, 18), "PQ2_0": (142, 128, 34), "Q2_0 of 128": (42, 128, 34)}
 
 
 def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.ndarray:
-    """Returns the values of blocks of Q1_0 or Q2_0, one by one as in ggml-quants.c."""
+    """Dequantizes blocks of Q1_0 or Q2_0 one weight at a time, as in ggml-quants.c."""
     values = []
     for row in data.reshape(len(data), -1, size):
         for each in row:
@@ -102,7 +102,7 @@ def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.n
 
 
 class Blocks:
-    """Random blocks of a type; `values` are those of each tensor."""
+    """An encoder that returns random blocks of a type and records their values in `values`."""
 
     def __init__(self, kind: str):
         self.kind, self.values = kind, {}
@@ -125,7 +125,6 @@ class Blocks:
 
 
 def write_blocks(path: Path, blocks: Blocks) -> Path:
-    """Writes a model of whole blocks of a type."""
     number, *sizes = UNKNOWN.get(blocks.kind, (0, 1, 4))
     with mock.patch.dict(gguf.GGML_QUANT_SIZES, {number: tuple(sizes)} if number else {}):
         return write_gguf(path, "wide", random_tensors(MODELS["wide"][1]), blocks)
@@ -178,7 +177,7 @@ def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
 
 
 def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
-    """A published file has an embedding of Q6_K, which is the head, and blocks of TQ2_0."""
+    """A published file has TQ2_0 blocks and a Q6_K embedding, which is also the head."""
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
         return Blocks("Q6_K" if "token_embd" in name else "TQ2_0")(name, matrix)
@@ -197,16 +196,14 @@ def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
 
 
 def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
-    """The number of this type may mean either of two block sizes, and the space of each tensor
-    tells which. Blocks that fit neither are refused.
-    """
+    """Type number 42 has one of two block sizes. Each tensor's size in bytes tells which."""
     with mock.patch.dict(UNKNOWN, {"Q2_0": (42, 64, 24)}):
         file = write_blocks(tmp_path / "tiny.gguf", Blocks("Q2_0"))
     assert "fit neither or both sizes of Q2_0 blocks" in refused(file, tmp_path / "out.mesp")
 
 
 def test_a_router_keeps_8_bits(tmp_path: Path):
-    """A router gets 8 bits, because llama.cpp stores it in float32 for any type of the experts."""
+    """llama.cpp stores a router in float32, whatever the type of the experts."""
     tensors = random_tensors(MODELS["qwen3_moe"][1])
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
@@ -230,7 +227,7 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
     file = write_gguf(
         tmp_path / "tiny.gguf", "qwen3", halves, lambda _, matrix: (matrix.astype("f2"), Type.F16)
     )
-    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # the file says so
+    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # the file's token id
     folder = write_model(tmp_path / "tiny", config, halves)
     ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
     for path in theirs.weight_files():
@@ -238,7 +235,6 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
 
 
 def refused(file: Path, out: Path) -> str:
-    """Returns the sentence of an export that is refused and leaves nothing."""
     done = run("export", "--model", file, "--out", out, *SIZE)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert not out.exists()
@@ -349,8 +345,8 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
 
 
 def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
-    """A run of one character can be made from any two shorter runs. So 2 MB of tokens would have
-    merges of 1.4 GB.
+    """Each run of one letter can be merged from any two shorter runs, which gives a quadratic
+    number of merges.
     """
     tokens = ["<unk>", *(letter * n for letter in "abcd" for n in range(1, 1025))]
     types, scores = np.array([2] + [1] * (len(tokens) - 1)), np.zeros(len(tokens), np.float32)
@@ -367,7 +363,7 @@ def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["Q1_0", "TQ1_0", *UNKNOWN])
 def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
-    """Other tensors keep their type, by its number, and their blocks."""
+    """Matrices without adapters keep their type and their bytes."""
     blocks = Blocks(kind)
     file, out = write_blocks(tmp_path / "base.gguf", blocks), tmp_path / "b.mesp"
     export(file, out)
@@ -390,7 +386,7 @@ def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
 
 
 def test_a_tensor_of_an_unknown_type_is_not_copied(tmp_path: Path):
-    """A tensor of an unknown type is not copied. It is in a block after the bundle's last."""
+    """The tensor of an unknown type is in a block after the bundle's last one."""
     tensors, out = random_tensors(MODELS["qwen2"][1]), tmp_path / "b.mesp"
     whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
     whole.tensors["blk.99.attn_norm.weight"] = whole.tensors["blk.0.attn_norm.weight"]

@@ -1,4 +1,4 @@
-"""Tests of the text of models of several modalities, and of hybrid models that mlx-lm converted."""
+"""Tests of the language models in multimodal models, and of hybrid models that mlx-lm converted."""
 
 from pathlib import Path
 
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def of_several_modalities(folder: Path) -> Path:
-    """Writes a Qwen3.5 as it is published, and returns its folder.
-
-    Its text is beside vision and layers that predict further tokens.
-    """
+    """Writes a Qwen3.5 with vision and multi-token prediction tensors, and returns its folder."""
     text = FAMILIES["qwen3_5"]
     tensors = random_tensors(text)
     tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
@@ -103,9 +100,7 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_a_hybrid_model_that_mlx_lm_has_converted(family):
-    """A hybrid model that mlx-lm has converted is read. Its convolutions have another layout, and
-    Qwen3.5's norms include the 1.
-    """
+    """A converted model has another layout of convolutions, and norm weights that include the 1."""
     if family == "qwen3_5":
         folder = of_several_modalities(Path("whole"))
     else:
@@ -116,7 +111,7 @@ def test_a_hybrid_model_that_mlx_lm_has_converted(family):
 
 
 def test_the_text_alone():
-    """A text without the other modalities is exported, as `Qwen3_5ForCausalLM` is saved."""
+    """A language model without other modalities is exported, as saved by `Qwen3_5ForCausalLM`."""
     config = {**FAMILIES["qwen3_5"], "model_type": "qwen3_5_text"}
     bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8, *NEAREST)
     assert bundle.architecture.hf_prefix == "model"

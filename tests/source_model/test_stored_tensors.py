@@ -1,4 +1,4 @@
-"""Tests that each tensor of a model's files is used, changes nothing, or is refused by name."""
+"""Tests that a stored tensor is used, changes nothing, or is refused by name."""
 
 import json
 import shutil
@@ -30,8 +30,8 @@ def table(weights: SafetensorsWeights, name: str) -> mx.array:
 
 
 def test_a_head_is_used_where_the_config_says_nothing():
-    """A stored head is used if the config.json does not say whether the head is tied. As in
-    transformers, the family's default decides, and Llama's head is not tied.
+    """If config.json lacks `tie_word_embeddings`, the family's default applies. Llama's head is not
+    tied.
     """
     config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
     tensors = random_tensors(LLAMA) | {"lm_head.weight": HEAD}
@@ -92,9 +92,7 @@ def test_what_changes_nothing_is_left_out_without_a_word():
 
 
 def test_keys_of_a_block_that_takes_those_of_another_change_nothing():
-    """If a block takes the keys of another block, keys of its own change nothing. Gemma 4's
-    checkpoints have such keys, and transformers ignores them.
-    """
+    """A block that uses another block's keys ignores its own, as transformers does for Gemma 4."""
     config = FAMILIES["gemma4"]
     tensors = random_tensors(config)
     assert "model.layers.4.self_attn.k_proj.weight" not in tensors
@@ -157,7 +155,6 @@ def test_two_files_with_the_same_tensor_are_not_of_one_model():
 
 
 def test_numbers_of_8_bits_are_named_for_what_they_are():
-    """A file that is valid is not called damaged."""
     folder = write_model(Path("model"), LLAMA, random_tensors(LLAMA), tokenizer=False)
     file = folder / "model.safetensors"
     raw = file.read_bytes()
@@ -188,8 +185,8 @@ def test_the_blocks_behind_those_asked_for_are_none_too_many():
 
 
 def test_a_head_that_mlx_lm_has_no_place_for_is_said():
-    """mlx-lm ties LFM2's head to the embedding, whatever the weights are. So a bundle with a
-    separate head runs in the trainer, and the error in mlx-lm says why.
+    """mlx-lm always ties LFM2's head to the embedding, so it cannot load a bundle with a separate
+    head.
     """
     config = FAMILIES["lfm2"]
     tensors = random_tensors(config)

@@ -1,4 +1,4 @@
-"""Tests of tools/bench.py as a user runs it, on tiny models with the built engine."""
+"""Tests of the command tools/bench.py on tiny models with the built engine."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from mesp.engine.build import CHECKOUT, built_program
 from studies.benchmarks import bits, paper_page, tables
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
-# One thread: on a busy machine, several mostly wait for each other.
+# With one thread, timings depend less on other processes.
 ENVIRONMENT = {
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE),
     "OPENBLAS_NUM_THREADS": "1",
 }
-# Counts of a step of the demo model on a phone's GPU, by length. If a change lowers one, lower it
-# here.
+# Upper bounds on a step's counts on a phone's GPU, by sequence length. Lower them if a change
+# lowers the counts.
 MOST_EVALS = {256: 138, 1024: 138}
 MOST_KERNELS = {256: 2803, 1024: 6626}
 needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")
@@ -64,18 +64,16 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
         assert row["error"] is None and row["os"] and row["cpu"]
         assert row["seconds"] > 0 and row["steps"] == 2
         assert row["footprint_peak_bytes"] > row["mlx_peak_bytes"] > 0
-        # All methods begin with the same loss, because they begin on the same window.
         assert row["losses"][0] == pytest.approx(rows["mebp in memory"]["losses"][0], rel=1e-4)
     paper = rows["mesp-paper"]
     assert rows["mesp-store-h"]["losses"] == paper["losses"]
-    # The losses also agree after an update: bench.py and the engine have the same rate, alpha and
-    # seed.
+    # The losses also agree after an update, so bench.py and the engine use the same settings.
     assert paper["losses"] == pytest.approx(rows["mebp in memory"]["losses"], rel=1e-5)
     assert 0 < paper["baseline_bytes"] < paper["footprint_peak_bytes"]
     for names in (of_mesp, of_mebp, of_mezo):
         for figure, sign in (("written_bytes", 1), ("predicted_peak_bytes", -1)):
             figures = [sign * rows[name][figure] for name in names]
-            assert figures == sorted(set(figures))  # more on disk means less in memory
+            assert figures == sorted(set(figures))  # more bytes on disk, less memory
     assert all(rows[name]["written_bytes"] == 0 for name in of_engine if "memory" in name)
     assert rows["mebp in memory"]["time_to_mebp"] == rows["mesp in memory"]["peak_to_mesp"] == 1
     assert rows["mebp in memory"]["peak_to_mebp"] == 1
@@ -99,9 +97,9 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
     assert [row["threads"] for row in rows] == [1, 2] * 3
     assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
-    # Each weight needs 2 T operations in the forward product and as many in the backward product.
-    # In the first of three blocks, q, k and v need no backward product, because nothing before them
-    # is trained. Recomputation repeats all products but down's.
+    # Each weight needs 2 T operations in the forward product, and 2 T in the backward product. The
+    # first block's q, k and v need no backward product. Recomputation repeats all products except
+    # down's.
     width, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
     qkv, mlp = 2 * width * width, width * inner  # k and v are half as wide as q
     block = qkv + width * width + 3 * mlp
@@ -142,7 +140,7 @@ def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
 @pytest.mark.slow
 @needs_engine
 def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bits, "GROUPS", tmp_path)  # no control groups
+    monkeypatch.setattr(bits, "GROUPS", tmp_path)  # disables control groups
     model = write_model(tmp_path / "tiny", TINY | {"intermediate_size": 384})
     size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
     done = bench("--table", "bits", *size, "--json", tmp_path / "rows.json")
@@ -215,12 +213,12 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert 0 < row["evals"] <= MOST_EVALS[row["seq_len"]]
         assert row["evals"] < row["kernels"] <= MOST_KERNELS[row["seq_len"]]
         assert row["tflop"] > 0 and row["modelled_seconds"] > 200e-6 * row["evals"]
-        # With the trainer's command buffers `eval` sleeps; with MLX's own it polls.
+        # With the trainer's command buffers, `eval` sleeps. With MLX's, it polls.
         assert row["strict_spinning_seconds"] < 0.01 * row["modelled_seconds"]
         assert row["spinning_seconds"] > 0.1 * row["modelled_seconds"]
         assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]
         assert row["strict_ledger_peak_bytes"] <= row["strict_predicted_peak_bytes"]
-        # If handlers run later, more command buffers are in flight, and the plan counts their
+        # Slower completion handlers keep more command buffers in flight. The plan counts their
         # memory.
         assert (
             row["fast_most_in_flight"] < row["strict_most_in_flight"] < row["slow_most_in_flight"]
@@ -246,7 +244,8 @@ def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, 
     ratio = short["records_per_second"] / padded["records_per_second"]
     assert short["to_padded"] == pytest.approx(ratio)
     assert short["losses"] == pytest.approx(padded["losses"], rel=1e-6)
-    assert short["predicted_peak_bytes"] == padded["predicted_peak_bytes"]  # the longest's
+    # both plan for the longest sequence
+    assert short["predicted_peak_bytes"] == padded["predicted_peak_bytes"]
 
 
 @needs_engine
@@ -312,7 +311,6 @@ def test_quality_of_mezo(model: Path, tmp_path: Path):
 
 @pytest.fixture
 def few_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits the sequences of an evaluation."""
     monkeypatch.setattr(tables, "VAL_BATCHES", 2)
 
 
@@ -332,7 +330,7 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     assert len({row["before"] for row in rows}) == 1
     drops = [row["before"] - row["after"] for row in rows]
     assert [row["of_best"] for row in rows] == pytest.approx([d / max(drops) for d in drops])
-    # A bundle has data.
+    # A bundle contains its data, so --data is refused.
     done = bench(
         "--table", "defaults", "--model", tmp_path / "demo-data.mesp", *size, "--data", "x.txt"
     )
@@ -387,9 +385,7 @@ def test_convergence(tmp_path: Path):
 @needs_engine
 @pytest.mark.usefixtures("few_held_out")
 def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
-    """The convergence table takes a model's folder with a text, or a bundle, which has its own
-    text.
-    """
+    """The table accepts a model's folder with a text, or a bundle."""
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
     text.write_text(TEXT)
     size = ("--seq-len", 32, "--rank", 8)
@@ -401,8 +397,8 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
         assert done.returncode == 0, done.stderr
         rows = json.loads((tmp_path / "losses.json").read_text())["rows"]
         found.append([row["losses"] for row in rows])
-    # The two bundles are quantized by moments. With the engine's BLAS, the sums of moments have
-    # another order. So some codes differ, and with AVX2 the losses differ by 4e-4.
+    # MLX and the engine's BLAS sum the moments in different orders, so some codes differ. With
+    # AVX2, the losses differ by 4e-4.
     for first, second in zip(*found, strict=True):
         assert np.ravel(first) == pytest.approx(np.ravel(second), rel=1e-3)
     refused = bench("--table", "convergence", "--model", bundle, "--data", text)
@@ -435,7 +431,6 @@ def test_the_papers_exhibits_are_one_page(
         "peak MB of MeSP, tiny, 256 tokens",
         "peak MB of MeBP, tiny, 256 tokens",
     ]
-    # The figures are those of the exhibits' tables, and the paper has none for this model.
     table = [cells(line) for line in sections[0].splitlines() if line.startswith("|")]
     header, rows = table[0], table[2:]
     column = {name: header.index(name) for name in header}

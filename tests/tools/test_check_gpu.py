@@ -1,4 +1,4 @@
-"""Tests of tools/check_gpu.py as a user runs it: here, on a stand-in phone, and on a report."""
+"""Tests of the command tools/check_gpu.py, on this machine and on a fake phone."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def verdicts(out: Path) -> dict[str, str]:
 
 
 def write_engine(folder: Path, *lines: object, then: str = "") -> str:
-    """Writes and returns an engine that prints these records, and then runs a line of Python."""
+    """Writes a program that prints these records like an engine, and then runs a line of Python."""
     engine = folder / "engine"
     text = "".join(json.dumps(line) + "\n" for line in lines)
     engine.write_text(
@@ -96,7 +96,7 @@ def record(kind: str, fields: dict) -> dict:
 
 
 def row(page: Page, name: str) -> list[str]:
-    """Returns the cells of a row, without the text below the table."""
+    """Returns the cells of a row, without any text below the table."""
     return [cell.split("\n")[0] for cell in page.row(name)]
 
 
@@ -149,9 +149,6 @@ def test_a_check_that_fails_is_exit_code_1(tmp_path: Path):
 
 
 def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
-    """If an engine dies in a check, this check has failed. For example, an error in a command
-    buffer ends the process.
-    """
     engine = write_engine(
         tmp_path, record("start", START), record("check", MACHINE), then="os.abort()"
     )
@@ -162,9 +159,7 @@ def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
 
 
 def tf32_engine(folder: Path, in_force: bool) -> str:
-    """Writes and returns an engine that is twice as fast with TF32, with gradient errors of
-    3e-4.
-    """
+    """Writes an engine that is twice as fast with TF32, with gradient errors of 3e-4."""
     engine = folder / "engine"
     engine.write_text(f"""#!{sys.executable}
 import json, os, sys

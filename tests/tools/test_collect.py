@@ -1,4 +1,4 @@
-"""Tests of tools/collect.py as a user runs it, with a folder and with a stand-in phone."""
+"""Tests of the command tools/collect.py, with a folder and with a fake phone."""
 
 import json
 import os
@@ -20,7 +20,6 @@ def collect(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 
 def rows(done: subprocess.CompletedProcess) -> dict[str, list[str]]:
-    """Returns the table's columns by run, split at wide spaces."""
     assert done.returncode == 0, done.stderr
     lines = [line.split("  ") for line in done.stdout.splitlines()[1:]]
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
@@ -108,7 +107,7 @@ def test_another_run_of_the_same_name_gets_a_place_of_its_own(tmp_path: Path):
     write_run(source / "a", steps=3)
     collect("--from", source, "--out", out)
     write_run(source / "a", steps=5, seed=1)
-    for _ in range(2):  # and finds it again
+    for _ in range(2):  # The second call finds the copied run again.
         assert rows(collect("--from", source, "--out", out))["a-2"][4] == "5"
     assert sorted(path.name for path in out.iterdir()) == ["a", "a-2"]
     weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
@@ -148,7 +147,6 @@ def test_a_folder_without_runs(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["[/b]", "[link=x]a[/]", "a\x1b]0;b\x07"])
 def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
-    """The names of a run's folder and of its model change neither the table nor a terminal."""
     run = write_run(tmp_path / "runs" / (name.replace("/", "") + "x"))
     log = run / "metrics.jsonl"
     log.write_text(log.read_text().replace("Qwen2.5-0.5B", json.dumps(name)[1:-1]))
@@ -283,7 +281,7 @@ def test_a_machine_without_xcrun(tmp_path: Path):
     )
 
 
-# The tools without Xcode
+# With pymobiledevice3, which needs no Xcode
 
 
 @pytest.fixture
@@ -297,7 +295,7 @@ def test_without_xcode_the_only_phone_is_read(others: Phones):
     others.add("Left at home", tunnelState="unavailable")
     write_run(runs / "a")
     assert list(rows(collect_phone(others))) == ["a"]
-    pulls = [["apps", "pull"], ["apps", "pull"]]  # runs, and self-checks
+    pulls = [["apps", "pull"], ["apps", "pull"]]  # for runs and for self-checks
     assert [call[:2] for call in others.calls()] == [["usbmux", "list"], *pulls]
 
 

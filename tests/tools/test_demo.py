@@ -1,5 +1,3 @@
-"""Tests `make demo`, in a few steps."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests `make demo-real`: the source of its model, and all of it in a few steps."""
+"""Tests `make demo-real` with few steps, and the choice of its model."""
 
 from __future__ import annotations
 

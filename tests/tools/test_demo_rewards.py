@@ -1,4 +1,4 @@
-"""Tests `make demo-rewards`: its requests, and all of it in a few steps."""
+"""Tests `make demo-rewards` with few steps, and its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of tools/first_hour.py as a person runs it: the file that they send back."""
+"""Tests of the command tools/first_hour.py and of its zip file."""
 
 import json
 import os

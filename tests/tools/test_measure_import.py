@@ -1,5 +1,3 @@
-"""Tests of tools/measure_import.py."""
-
 import json
 from pathlib import Path
 
@@ -15,7 +13,6 @@ SMALL = KNOWN["SmolLM2-135M"][2] | {"num_hidden_layers": 2, "vocab_size": 2000}
 
 @pytest.mark.parametrize("scales", ["bfloat16", "float16"])
 def test_a_row_of_the_table(scales: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The model is in several files."""
     monkeypatch.setitem(measure_import.KNOWN, "Small", ("owner/small", "5f0b02c7", SMALL))
     monkeypatch.setattr(measure_import, "SHARD", 1 << 20)
     options = ("--scales", scales, "--json", tmp_path / "rows.json", "--work", tmp_path / "work")

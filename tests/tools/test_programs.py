@@ -1,4 +1,4 @@
-"""Tests of the commands and tools as programs; other tests run them in the tests' process."""
+"""Tests of the commands and tools as separate processes."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ def test_a_program_says_what_it_is_for(name: str):
     ("folder", "pattern"), [(TOOLS, "**/*.py"), (STUDIES, "*.py")], ids=["tools", "studies"]
 )
 def test_the_page_of_a_folder_lists_its_programs_and_folders(folder: Path, pattern: str):
-    """tools/README.md has a line for each program below tools, also for those of the studies."""
+    """A README.md has a line for each program in its folder."""
     page = (folder / "README.md").read_text(encoding="utf-8")
     programs = {
         path.relative_to(folder).as_posix()

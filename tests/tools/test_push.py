@@ -1,5 +1,3 @@
-"""Tests of tools/push.py as a user runs it, on stand-in phones."""
-
 import json
 import shutil
 import subprocess
@@ -15,13 +13,12 @@ from push import main
 
 @pytest.fixture(params=["xcrun", "pymobiledevice3"], autouse=True)
 def program(phones: Phones, request: pytest.FixtureRequest) -> None:
-    """Selects one of the two programs that reach a phone."""
     phones.program = request.param
 
 
 @pytest.fixture
 def bundle() -> Path:
-    """Returns the app's bundle for a phone's CPU, on every machine."""
+    """Returns the same bundle on all machines."""
     return DEMO_BUNDLE
 
 

@@ -1,1 +1,1 @@
-"""Comparisons and measurements, and the modules that they share: see README.md."""
+"""Comparisons and measurements, with their shared modules."""

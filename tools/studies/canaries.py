@@ -2,11 +2,11 @@
 
     python tools/studies/canaries.py
 
-A canary is a record with a secret of three random words. The study plants canaries among requests
-to a house, and fine-tunes the demo model without DP-SGD, with clipping alone, and with noise. All
-1,000 possible secrets are ranked by the model's loss. A canary's exposure (Carlini et al., "The
-Secret Sharer", 2019) is log₂ of 1,000 less log₂ of the rank of the canary's secret: 0 to 10 bits.
-The mean exposure of secrets that a model has not seen is 1.4 bits.
+A canary is a record with a secret of three random words. The study fine-tunes the demo model on
+canaries and other records: without DP-SGD, with clipping alone, and with noise. All 1,000 possible
+secrets are ranked by the model's loss. A canary's exposure (Carlini et al., "The Secret Sharer",
+2019) is log₂ 1000 - log₂ rank, from 0 to 10 bits. The mean exposure of secrets that a model has not
+seen is 1.4 bits.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ SEQ_LEN, RANK = 32, 4
 BATCH_SIZE, STEPS = 8, 256
 RECORDS, HELD_OUT = 256, 50
 CLIP, NOISES, DELTA = 0.5, (0.5, 1.0), 1e-4
-# words that are one token each for the demo model
+# Words of one token each for the demo model.
 WORDS = ["school", "field", "war", "day", "man", "world", "year", "land", "home", "party"]
-# The secret of a guest is in one record, and that of an owner in eight. ε bounds what a model
-# reveals of one record.
+# A guest's secret is in one record, and an owner's is in eight. ε bounds the leakage of one record
+# only.
 ONCE = [f"Guest {letter}" for letter in "ABCDEFGHIJKLMNOP"]
 OFTEN, TIMES = [f"Owner {letter}" for letter in "ABCD"], 8
 
 
 def main_runs() -> dict[str, tuple]:
-    """Returns the options of each run, by its name."""
     clip = ("--dp-clip", CLIP, "--dp-delta", DELTA, "--dp-noise")
     runs = {"without": (), "clipping alone": (*clip, 0)}
     return runs | {f"noise {noise:g}": (*clip, noise) for noise in NOISES}
@@ -100,7 +99,7 @@ def main(seed: int, steps: int, out: Path) -> None:
 
 
 def write_data(folder: Path, secrets: dict[str, tuple[str, ...]], draw: random.Random) -> None:
-    """Writes requests and canaries to train on, `RECORDS` in all, and held-out requests."""
+    """Writes training data of `RECORDS` requests and canaries, and held-out requests."""
     planted = [text(name, secrets[name]) for name in (*ONCE, *(TIMES * OFTEN))]
     requests = cases(RECORDS - len(planted), seed=0, held_out=False)
     train = [*planted, *(case.prompt for case in requests)]
@@ -124,7 +123,7 @@ def row(
     loss: float | None,
     total: str,
 ) -> dict[str, str]:
-    """Returns a line of the table: the mean exposure of the canaries of each kind."""
+    """Returns a row of the table with a run's loss and the mean exposure of its secrets."""
     model, tokenizer = model_with(bundle, adapters), load_bundle_tokenizer(bundle.path)
     found = {who: exposure(model, tokenizer, who, secret) for who, secret in secrets.items()}
     return {
@@ -142,8 +141,7 @@ def exposure(model: nn.Module, tokenizer: object, name: str, secret: tuple[str, 
     words = [tokenizer.encode(f" {word}") for word in WORDS]
     assert all(len(word) == 1 for word in words)
     prefix = tokenizer.encode(text(name, ()).rstrip())
-    # The model reads the prefix and two words, and then gives the likelihood of each of the three
-    # words.
+    # One batch with all pairs of words gives the likelihoods of all secrets.
     rows = np.array([prefix + one + two for one in words for two in words])
     logits = model(mx.array(rows))[:, -3:]
     found = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

@@ -56,7 +56,7 @@ Figures = dict[str, list[float]]
 
 
 class Size(NamedTuple):
-    """A model's geometry, by its short name or in a folder, and how it is exported."""
+    """A model's short name or folder, and the options of its export."""
 
     model: str
     seq_len: int = 256
@@ -66,8 +66,8 @@ class Size(NamedTuple):
 
 
 class Bundles:
-    """Bundles without weights in a folder: their weight files are holes, which planning and
-    counting do not read."""
+    """Bundles without weights. Their weight files are sparse, because planning and counting do not
+    read them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.geometries = folder / "bundles", folder / "geometries"
@@ -77,7 +77,6 @@ class Bundles:
         self.rows = cache(self._rows)
 
     def _write(self, size: Size) -> tuple[Path, Manifest]:
-        """The bundle and its manifest."""
         folder = self.folder / f"{len(list(self.folder.iterdir()))}.mesp"
         job = prepare_export(
             size.model, folder, data=None, data_options=None, seq_len=size.seq_len, rank=size.rank,
@@ -102,14 +101,14 @@ class Bundles:
         return folder, manifest
 
     def _plan(self, size: Size, threads: int, **settings: Any) -> dict[str, Any]:
-        """Returns the engine's plan of a run, with SGD unless `settings` have another optimizer."""
+        """Returns the engine's plan of a run. The default optimizer is SGD."""
         folder, _ = self.find(size)
         asked = {"bundle": str(folder), "seq_len": size.seq_len, "rank": size.rank}
         os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
         return find_plan(find_engine(), {**asked, "optimizer": "sgd", **settings})
 
     def _rows(self, table: str, model: str, *lengths: int) -> list[Row]:
-        """Returns the rows of a table of tools/bench.py that counts steps and runs nothing."""
+        """Returns the rows of a table of tools/bench.py that only counts steps."""
         bench = HollowBench(self, table, (model,), lengths)
         return list(KINDS[table].rows(bench))
 
@@ -121,21 +120,19 @@ class Bundles:
         return str(write_pairs(cell, 8, folder / ("pairs" if labelled else "records"), labelled))
 
     def peak(self, size: Size, threads: int = 2, **settings: Any) -> float:
-        """The predicted peak in MB."""
+        """Returns the predicted peak in MB."""
         return self.plan(size, threads, **settings)["predicted_peak_bytes"] / 1e6
 
     def mapped(self, size: Size) -> float:
-        """The mapped weights in MB."""
+        """Returns the size of the mapped weights in MB."""
         return self.plan(size, 2)["mapped_bytes"] / 1e6
 
     def parameters(self, size: Size, dora: bool = False) -> int:
-        """The number of trained parameters."""
+        """Returns the number of trained parameters."""
         return parameters(self.find(size)[1].architecture, size.rank, dora)
 
 
 class HollowBench(Bench):
-    """A table of tools/bench.py over bundles without weights."""
-
     def __init__(
         self, bundles: Bundles, table: str, models: tuple[str, ...], lengths: tuple[int, ...]
     ) -> None:
@@ -154,7 +151,7 @@ class HollowBench(Bench):
 
 
 class Table(NamedTuple):
-    """A table of a document, with a function that computes a row's figures from its first cells."""
+    """A table in a document, with a function that computes a row's figures."""
 
     page: str
     heading: str
@@ -166,7 +163,7 @@ class Table(NamedTuple):
 
 
 def short_name(text: str) -> str:
-    """Returns the short name of a row's model. Of Qwen2.5's models, a row has only the size."""
+    """Returns the short name of a row's model. Rows of Qwen2.5 have only the size."""
     name = text.partition(",")[0]
     return name if name in KNOWN or name == "demo" else f"Qwen2.5-{name}"
 
@@ -176,7 +173,7 @@ def number(text: str) -> int:
 
 
 def blocks(text: str) -> int | None:
-    """Returns the number of blocks in a row's name; None if the row has the whole model."""
+    """Returns the number of blocks in a row's name, or None for the whole model."""
     found = re.search(r"(\w+) blocks", text)
     return found and (4 if found[1] == "four" else int(found[1]))
 
@@ -311,7 +308,7 @@ PACKED = ("records_per_second", "to_alone", "evals", "kernels", "tflop", "ledger
 
 
 def columns(row: Row, names: tuple[str, ...], first: int) -> Figures:
-    """Returns the entries `names` of a row of tools/bench.py, a column each from `first` on."""
+    """Returns values of a row of tools/bench.py by column, from the column `first` on."""
     values = [row[name] / 1e6 if name.endswith("bytes") else row[name] for name in names]
     return {column: [value] for column, value in enumerate(values, start=first)}
 
@@ -371,7 +368,7 @@ DOCUMENTED = (
 
 
 def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
-    """Returns the figure that an entry of docs/measurements.json describes, in the entry's unit."""
+    """Computes the figure of an entry of docs/measurements.json, in the entry's unit."""
     names = {name: computed[name] for name in Size._fields if name in computed}
     settings = {name: value for name, value in computed.items()
                 if name not in ("figure", *Size._fields)}  # fmt: skip
@@ -386,7 +383,7 @@ def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
 
 
 def restated(stated: float | int, value: float) -> float | int:
-    """Returns the computed value, with as many decimals as the stated one."""
+    """Rounds the computed value to the decimals of the stated one."""
     decimals = len(str(stated).partition(".")[2])
     return round(value, decimals) if decimals else round(value)
 
@@ -395,8 +392,9 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def rewritten(cell: str, values: list[float | None]) -> str:
-    """Returns the cell with these values in place of its numbers, each with as many decimals as
-    before. A dash stays, and so does a number whose new value is None.
+    """Replaces the numbers in a table's cell by these values, and keeps the numbers of decimals.
+
+    A number whose value is None stays unchanged.
     """
     parts = re.split(r"( / )", cell)
     for index, value in zip(range(0, len(parts), 2), values, strict=True):
@@ -412,7 +410,7 @@ def split_row(line: str) -> list[str]:
 
 
 def table_lines(lines: list[str], table: Table) -> Iterator[int]:
-    """Yields the indices of a table's rows among a page's lines, without the two heading lines."""
+    """Yields the indices of the lines with a table's rows, without its two heading lines."""
     headings = [
         i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(table.heading)}", line)
     ]
@@ -432,8 +430,8 @@ def table_lines(lines: list[str], table: Table) -> Iterator[int]:
 def compare_tables(
     bundles: Bundles, tables: tuple[Table, ...], root: Path, write: bool
 ) -> Iterator[str]:
-    """Yields a sentence for each cell that states another figure than is computed. With `write`,
-    the cell is corrected.
+    """Yields a sentence for each cell that differs from the computed figure. With `write`, corrects
+    the cell.
     """
     for table in tables:
         page = root / table.page
@@ -462,8 +460,10 @@ def compare_tables(
 
 
 def compare_sentences(bundles: Bundles, root: Path, has_counts: bool, write: bool) -> Iterator[str]:
-    """Yields a sentence for each entry of docs/measurements.json with another value than is
-    computed. With `write`, the entry and the sentences that state its value are corrected.
+    """Yields a sentence for each entry of docs/measurements.json that differs from the computed
+    figure.
+
+    With `write`, corrects the entry and the sentences with its value.
     """
     file = root / "docs" / "measurements.json"
     entries = json.loads(file.read_text(encoding="utf-8"))
@@ -487,9 +487,7 @@ def compare_sentences(bundles: Bundles, root: Path, has_counts: bool, write: boo
 
 
 def restate(text: str, parts: list[str], old: float, new: float) -> str:
-    """Returns the text with the new value in place of the old one, in the sentence that has these
-    parts around the value.
-    """
+    """Replaces the old value by the new one between these parts of a sentence."""
     pattern = re.escape(f"{old:,}").join(f"({part})" for part in parts)
     return re.sub(pattern, lambda m: f"{new:,}".join(m.groups()), text)
 

@@ -2,10 +2,10 @@
 
     python tools/studies/dora.py                 the demo model and SmolLM2-135M-Instruct
 
-DoRA trains A, B and one number for each output of a linear layer. In these models, one more rank
-would add about twice as many parameters as these numbers. So DoRA of rank 8 has more parameters
-than LoRA of rank 8, and fewer than LoRA of rank 9. All runs learn the same sequences, with the
-default optimizer and learning rate. Runs of one seed and rank begin with the same A.
+DoRA trains A, B and one magnitude for each output of a linear layer. DoRA of rank 8 has more
+parameters than LoRA of rank 8, and fewer than LoRA of rank 9 in these models. All runs train on the
+same sequences with the default optimizer and learning rate. Runs of one seed and rank begin with
+the same A.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def main(models: tuple[str, ...], names: tuple[str, ...], steps: int, seeds: int
 
 
 def parameters(arch: Architecture, rank: int, dora: bool) -> int:
-    """Returns the number of trained parameters."""
     outputs = sum(out for block in arch.blocks for out, _ in block.sizes().values())
     return sum(block.lora_size(rank) for block in arch.blocks) + dora * outputs
 

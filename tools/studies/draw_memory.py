@@ -18,7 +18,7 @@ from studies.benchmarks.paper import PEAK_MB
 from studies.benchmarks.plot import check_plot, write
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# The figures of measurements.json by the label of their bar, from the lowest to the highest.
+# For each bar's label, the name of its figure in measurements.json. The figures ascend.
 BARS = {
     "MeSP": "peak of a step, Qwen2.5-0.5B, 256 tokens, SGD",
     "the paper's method": "peak of the paper's way",
@@ -47,7 +47,7 @@ def main(out: Path) -> None:
     check_plot(out)
     from matplotlib.figure import Figure
 
-    bars = dict(reversed(peaks().items()))  # the first label at the top
+    bars = dict(reversed(peaks().items()))  # puts the first label at the top
     colors = ["#c8c8c8" if label == PAPER else "#9db4d0" for label in bars]
     colors[-1] = "#2a6fbb"
     figure = Figure(figsize=(8, 3.4), layout="constrained")

@@ -2,10 +2,10 @@
 
     python tools/studies/federations.py --plot federation.png
 
-Each of the demo's six people has requests of one kind, and the held-out requests are of all kinds.
-All runs start from the same matrices and use the same update, which starts again in each round. The
-run with all data takes as many steps as the six people together. mlx-lm's model measures all
-adapters. Needs Flower.
+Each of the demo's six clients has requests of one kind, and the held-out requests are of all kinds.
+All runs start from the same matrices. The optimizer's state is reset in each round. The run on all
+data takes as many steps as the six clients together. All adapters are evaluated in mlx-lm. Needs
+Flower.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from studies.tasks.house_requests import DO
 HELD_OUT_CASES = 100
 CLIP, NOISES = 2.0, (0.1, 1.0)
 DELTA = 1e-5
-# Options of a federation.
+# Federations, with their options for `mesp federate`.
 FEDERATED = "federated"
 FEDERATIONS = {
     FEDERATED: (),
@@ -53,7 +53,7 @@ FEDERATIONS = {
 
 
 class Round(NamedTuple):
-    """The held-out result of a round's adapters: nats a token, and the share of exact answers."""
+    """A round's held-out loss in nats per token, and its share of exact answers."""
 
     loss: float
     exact: float
@@ -127,7 +127,7 @@ def main(
 
 
 def in_one_place(data: Path, folder: Path) -> Path:
-    """Writes and returns the data of all people in one file, for a bundle."""
+    """Writes the training data of all clients into one file, and returns the folder."""
     folder.mkdir()
     files = sorted(file for file in data.iterdir() if file.stem != "valid")
     text = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -137,8 +137,9 @@ def in_one_place(data: Path, folder: Path) -> Path:
 
 
 def by_oneself(federation: Federation, client: Client, people: int = 1) -> Rounds:
-    """Returns the rounds of a federation with one client. The client takes as many steps in a round
-    as `people` clients of `federation` together.
+    """Trains one client alone with the same rounds as the federation.
+
+    In each round, the client takes as many steps as `people` clients of the federation.
     """
     folder = federation.folder / "by-oneself" / client.name
     rounds = Rounds(folder, federation.training, federation.rounds.evaluation)
@@ -152,7 +153,7 @@ def by_oneself(federation: Federation, client: Client, people: int = 1) -> Round
 
 
 def measure_round(bundle: Bundle, task: Task, runs: list[Rounds], number: int) -> Round:
-    """Returns the result of a round, the mean of several runs."""
+    """Returns the mean held-out result of several runs after a round."""
     adapters = [run.path(number) / "adapters" for run in runs]
     scores = [score(model_with(bundle, each), bundle, task) for each in adapters]
     return Round(mean(each.loss for each in scores), mean(each.exact.mean() for each in scores))
@@ -163,7 +164,7 @@ def shown(round: Round) -> tuple[str, str]:
 
 
 def cells(name: str, federation: Federation) -> dict[str, str]:
-    """Returns the bytes sent, the distance between clients, and the privacy of the noise."""
+    """Returns a row of the table: bytes sent, distance between clients, and privacy."""
     records = federation.rounds.records()[1:]
     clients = sum(len(record["clients"]) for record in records)
     ways = (sum(r[f"bytes_{way}"] for r in records) / clients for way in ("down", "up"))
@@ -176,7 +177,6 @@ def cells(name: str, federation: Federation) -> dict[str, str]:
 
 
 def draw(path: Path, found: dict[str, list[Round]]) -> None:
-    """Draws the held-out loss and the share of exact answers, by round."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 

@@ -2,7 +2,7 @@
 
     python tools/studies/footprint_growth.py [--steps 2000] [--out FOLDER]
 
-Fails if the line rises by more than 1 MB over the run, because then some memory is never released.
+Fails if the line rises by more than 1 MB over the run, which indicates a memory leak.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from mesp.errors import MespError
 from mesp.runs.log import RunLog
 
 MOST = 1.0  # MB over the whole run
-# The share of the first steps that is left out, because the trainer allocates lasting memory in
-# them
+# The share of steps left out at the start, in which the trainer allocates lasting memory.
 START = 0.05
 
 

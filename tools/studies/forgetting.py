@@ -1,15 +1,13 @@
 """Measures forgetting of other texts while a model learns a task, and the ways to limit it.
 
     python tools/studies/forgetting.py            two tasks, three seeds
-    python tools/studies/forgetting.py --after    five tasks one after the other, each from the
-                                                  adapters of the one before
+    python tools/studies/forgetting.py --after    five tasks one after the other
 
-Each run is made with the defaults, with --max-forgetting, and with both --max-forgetting and
---replay. A run with --replay gets more steps, so that all have as many sequences of the task. The
-gain is the decrease of the task's held-out loss. Forgetting is the rise of perplexity on texts that
-neither the task nor the choice of the adapters' strength has seen: the prose of Python's language
-reference, code of Python's library, answers of the untuned model to questions, and the texts of
---text.
+Each task is trained with the defaults, with --max-forgetting, and with --max-forgetting and
+--replay. A run with --replay has more steps, so that each run has equally many sequences of the
+task. Gain is the decrease of the task's held-out loss. Forgetting is the rise of perplexity on
+other texts: Python's documentation, code of Python's library, the untuned model's answers to
+questions, and the texts of --text.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from studies.tasks import house_requests, spoken_notes
 
 LIMIT = 3.0  # percent
 STEPS = 120
-SHARE = 0.1  # the replayed share
+SHARE = 0.1  # the share of replayed sequences
 SEQ_LENS = (64, 112, 128)
 HELD_OUT = 24
 TEXT_CHARACTERS = 6000  # of each text
@@ -80,9 +78,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run: the held-out loss of its task before and after, in nats a token, the
-    adapters' strength, the perplexity of each text, and the run's peak and time.
-    """
+    """A run's result. `before` and `after` are held-out losses in nats per token."""
 
     before: float
     after: float
@@ -147,7 +143,6 @@ def main(
 
 
 def export(model: str, name: str, steps: int) -> Bundle:
-    """Writes and returns the bundle of the model with a task's data."""
     data = OUT / name
     write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
     return mesp.export(
@@ -170,7 +165,7 @@ def of_house(name: str, count: int, held_out: bool) -> list[dict]:
 
 
 def of_initials(count: int, held_out: bool) -> list[dict]:
-    """Returns records that ask for the initials of the words of a note."""
+    """Returns records whose answer is the initials of a note's words."""
     prompts = [
         each.note for each in spoken_notes.cases(count, seed=int(held_out), held_out=held_out)
     ]
@@ -195,7 +190,9 @@ TASKS = {
 
 
 def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
-    """Writes the texts to be remembered, as data for `mesp evaluate`; returns them by name."""
+    """Writes the texts that measure forgetting as data for `mesp evaluate`, and returns their
+    paths by name.
+    """
     texts = {
         "docs": "\n".join(each.content["text"] for each in python_docs()["valid"]),
         "code": inspect.getsource(argparse)[20_000:],
@@ -210,9 +207,7 @@ def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def ask(bundle: Bundle) -> Answers:
-    """Returns the untuned model's answers to questions: the tokens of each prompt, and of its
-    answer.
-    """
+    """Returns the token ids of the questions' prompts and of the untuned model's answers."""
     tokenizer = load_bundle_tokenizer(bundle.path)
     found = []
     for question in QUESTIONS:
@@ -225,7 +220,6 @@ def ask(bundle: Bundle) -> Answers:
 def perplexities(
     bundle: Bundle, texts: dict[str, Path], answers: Answers, adapters: Path | None
 ) -> dict[str, float]:
-    """Returns the perplexity of each text, and of the answers after their prompts."""
     found = {}
     for name, file in texts.items():
         folders = () if adapters is None else (adapters,)
@@ -240,7 +234,7 @@ def perplexities(
 
 
 def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> RunLog:
-    """Returns a run with `steps` sequences of the task; a finished run is not repeated."""
+    """Trains on `steps` sequences of the task, unless the run is finished. Returns the run."""
     if not (out / "metrics.jsonl").exists() or RunLog.load(out).state() != "finished":
         shutil.rmtree(out, ignore_errors=True)
         steps = round(steps / (1 - options.get("replay", 0)))
@@ -253,8 +247,8 @@ def result(run: RunLog, perplexity: dict[str, float]) -> Result:
     before, after = run.held_out
     assert before is not None and after is not None
     kept = {"strength": 1.0, "loss_after": after} | run.strength
-    # The times of two files include sampling texts and choosing the strength: settings.json is
-    # written before the sampling, and metrics.jsonl after the choice.
+    # The time includes sampling texts and choosing the strength. settings.json is written before
+    # the sampling, and metrics.jsonl after the choice.
     began, ended = (
         (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
     )

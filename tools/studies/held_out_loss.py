@@ -1,4 +1,4 @@
-"""The held-out loss of a model that is trained for some steps, as several studies compare it."""
+"""Trains a model for some steps and returns its held-out losses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HELD_OUT = 32
 
 
 def learn(bundle: Bundle, out: Path, steps: int, seed: int, **settings: Any) -> tuple[float, float]:
-    """Trains; returns the loss on HELD_OUT sequences before and after, in nats a token.
+    """Trains with further `settings` of `mesp.train`, and replaces a run in the folder `out`.
 
-    A run in the folder `out` is replaced. Other `settings` are those of `mesp.train`.
+    Returns the loss on HELD_OUT sequences before and after, in nats per token.
     """
     shutil.rmtree(out, ignore_errors=True)
     mesp.train(

@@ -3,13 +3,12 @@
     python tools/studies/parity.py            the study
     python tools/studies/parity.py --quick    MeSP against mlx-lm's trainer, in half a minute
     python tools/studies/parity.py --plans    MeSP's plans against each other
-    python tools/studies/parity.py --packed   records packed into sequences against one a step
+    python tools/studies/parity.py --packed   packed records against one record per step
 
-All trainers use the same frozen 4-bit weights, the same initial adapters, the same sequences in the
-same order, and the same update. Only QLoRA has other weights. Two results are equivalent if the 95%
-interval of their paired difference, by bootstrap over held-out sequences, lies within the margins
-below. The table's last column tells. Exits with 1 if two trainers that compute the same gradients
-in float32 are not equivalent.
+All trainers use the same initial adapters, sequences and update. All but QLoRA use the same 4-bit
+weights. Two results are equivalent if the 95% bootstrap interval of their paired difference lies
+within LOSS_MARGIN and EXACT_MARGIN. Exits with 1 if two trainers that compute the same gradients in
+float32 are not equivalent.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ from studies.comparison.trainers import (
 )
 from studies.tasks.bundles import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, TEXT, Task, command, export
 
-# The margins, which were fixed before any run: nats a token of held-out loss, and the share of
-# right answers. A smaller difference is no reason to choose a trainer.
+# Margins of equivalence, fixed before any run: held-out loss in nats per token, and share of right
+# answers. A smaller difference is no reason to choose a trainer.
 LOSS_MARGIN = 0.01
 EXACT_MARGIN = 0.02
-# The most that a plan may change a training step's loss, in float32.
+# The maximum change of a training step's float32 loss by a plan.
 PLAN_MARGIN = 1e-5
 
-PACKED = 4  # sequences of packed records are this many times as long as a task's sequences
+PACKED = 4  # the length of packed sequences, as a multiple of the task's sequence length
 
 QUICK = dataclasses.replace(EXTRACTION, steps=8, held_out=20)
 OPTIMIZERS = ("adamw", "sgd")
@@ -75,10 +74,11 @@ OPTIMIZERS = ("adamw", "sgd")
 class Trainer(NamedTuple):
     """A trainer in the comparison.
 
-    `train` is the function that trains, and `optimizers` are those to compare the trainer with.
-    `is_exact` is whether it should be equivalent to the first trainer. With `every_seed` it runs
-    with every seed, otherwise with the first. If it is exact, a step's loss may differ from the
-    first trainer's by at most `apart`.
+    - `train`: the function that trains.
+    - `optimizers`: the optimizers to compare the trainer with.
+    - `is_exact`: whether the trainer should be equivalent to the first one.
+    - `every_seed`: whether the trainer runs with all seeds or only with the first.
+    - `apart`: the maximum difference of a step's loss from the first trainer's, if `is_exact`.
     """
 
     train: Callable[[Path, Task, str, int, Path], Trained]
@@ -88,7 +88,7 @@ class Trainer(NamedTuple):
     apart: float = float("inf")
 
 
-# The trainers by name. All others are compared with the first one.
+# Trainers by name. The others are compared with the first one.
 QUICK_TRAINERS = {
     "mlx-lm": Trainer(with_mlx_lm, OPTIMIZERS, every_seed=True),
     "MeSP": Trainer(with_mesp, OPTIMIZERS, every_seed=True),
@@ -218,7 +218,7 @@ def main(
 def choose(
     trainers: dict[str, Trainer], optimizer: str, only: tuple[str, ...]
 ) -> dict[str, Trainer]:
-    """Returns the trainers for an optimizer: the first, and those in `only`, or all.
+    """Returns the trainers for an optimizer: the first one, and those in `only` or all others.
 
     Raises MespError if a trainer in `only` does not exist.
     """
@@ -241,8 +241,9 @@ def compare(
     seeds: int,
     text: Path | None,
 ) -> bool:
-    """Trains with each trainer, and prints a table. Returns whether the trainers that should be
-    equivalent are.
+    """Trains with each trainer and prints a table.
+
+    Returns whether all trainers that should be equivalent are equivalent.
     """
 
     def train(name: str, seed: int) -> Trained:
@@ -259,8 +260,9 @@ def compare(
 
 
 def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
-    """Returns PEFT's trainers in the Python `peft`, and QLoRA's if it has bitsandbytes. Otherwise
-    prints a note.
+    """Returns PEFT's trainers, which run in the Python `peft`.
+
+    Prints a note and leaves QLoRA out if `peft` has no bitsandbytes.
     """
     found = {
         f"PEFT, {dtype}": Trainer(partial(with_peft, peft, dtype), is_exact=dtype == "float32")
@@ -275,7 +277,6 @@ def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
 
 
 def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
-    """Returns MeSP with each plan, the default one first, and mlx-lm's trainer."""
     is_exact = dtype == "float32"
     found = {
         f"MeSP, {name}": Trainer(
@@ -290,11 +291,11 @@ def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
 
 
 def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
-    """Returns trainers by MeSP on the same records: one a step, packed, and several in a batch.
+    """Returns MeSP's trainers on the same records: one record per step, packed, and several in a
+    batch.
 
-    For packed records there is also a trainer with a learning rate √n times as high for n records a
-    step, because larger batches have less noise under AdamW. Raises MespError for a task that is
-    text.
+    One of the trainers on packed records has a learning rate √n times as high for n records per
+    step. Raises MespError for the task text, which is always packed.
     """
     if task.name == TEXT.name:
         raise MespError("Text is always packed: name another --task.")
@@ -328,7 +329,7 @@ def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
 
 
 class Measured(NamedTuple):
-    """The scores of one run, and its loss on the other text, nats a token."""
+    """The scores of a run, and its loss on the other text in nats per token."""
 
     scores: Scores
     other: float | None
@@ -342,8 +343,9 @@ def report(
     found: dict[str, list[Trained]],
     text: Path | None,
 ) -> dict[str, bool]:
-    """Prints a table of a task's trainers. Returns, by name, whether each trainer but the first is
-    equivalent to the first.
+    """Prints a table of a task's trainers.
+
+    Returns for each trainer but the first whether it is equivalent to the first.
     """
     ids = other_text(bundle, task, text)
     asks = task.answers is not None
@@ -351,9 +353,7 @@ def report(
     seen: dict[tuple[bytes, bool], Measured] = {}
 
     def measure(adapters: Path | None, base: Path | None = None) -> Measured:
-        """Returns the scores of adapters. Adapters that are equal to the last bit are measured
-        once.
-        """
+        """Returns the scores of adapters. Identical adapters are measured once."""
         file = adapters and adapters / WEIGHTS
         key = (hashlib.sha256(file.read_bytes() if file else b"").digest(), base is None)
         if key not in seen:
@@ -363,7 +363,9 @@ def report(
         return seen[key]
 
     def cells(runs: list[Measured]) -> list[str]:
-        """Returns the held-out loss, the right answers, and the perplexity of the other text."""
+        """Returns the formatted means of the held-out loss, the right answers and the other text's
+        perplexity.
+        """
         row = [decimal(mean(each.scores.loss for each in runs), 4)]
         row += [f"{mean(each.scores.exact.mean() for each in runs):.1%}"] * asks
         if ids is not None:
@@ -420,7 +422,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def interval(difference: Difference, digits: int) -> str:
-    """Returns both ends, or one number if the ends are rounded to the same number."""
+    """Formats both ends of the interval, or one number if they round to the same number."""
     low, high = (round(end, digits) + 0.0 for end in (difference.low, difference.high))
     if low == high:
         return f"{low:+.{digits}f}" if low else f"{0:.{digits}f}"

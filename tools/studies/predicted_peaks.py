@@ -100,9 +100,7 @@ def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run
 
 
 def margin(rows: list[Row]) -> str:
-    """Returns the MB by which the machine's constant may change with every row still within the
-    bounds.
-    """
+    """Returns a sentence with the MB by which the machine's margin may change within the bounds."""
     least = max(row.measured / MOST - row.predicted for row in rows) / 1e6
     most = min(row.measured / LEAST - row.predicted for row in rows) / 1e6
     if least > most:

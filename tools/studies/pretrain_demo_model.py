@@ -37,7 +37,7 @@ from studies.pretraining.text import (
 
 HELD_OUT_FRACTION = 0.03
 MAX_GRADIENT_NORM = 1.0
-LOG_INTERVAL_SECONDS = 30.0  # between progress lines if the output is not a terminal
+LOG_INTERVAL_SECONDS = 30.0  # between progress lines without a terminal
 
 
 def mean_loss(model: Model, batch: mx.array) -> mx.array:
@@ -58,7 +58,8 @@ def held_out_loss(model: Model, tokens: np.ndarray, batch_size: int, seq_len: in
 
 
 def make_optimizer(steps: int, learning_rate: float, weight_decay: float) -> optim.MultiOptimizer:
-    """Returns AdamW, with warm-up and then cosine decay to a tenth; only weight matrices decay."""
+    """Returns AdamW with warm-up and cosine decay to a tenth. Only weight matrices have weight
+    decay."""
     warmup = max(1, min(200, steps // 10))
     schedule = optim.join_schedules(
         [
@@ -84,7 +85,7 @@ def train(
     evaluate_every: int,
     evaluate: Callable[[int], str],
 ) -> None:
-    """Trains for `steps` steps. Calls `evaluate(step)` now and then, and shows its result."""
+    """Trains for `steps` steps. Calls `evaluate(step)` at intervals, and shows its result."""
     loss_and_grad = nn.value_and_grad(model, mean_loss)
     bar = tqdm(total=steps, unit="step", disable=not sys.stderr.isatty())
     last_line = time.monotonic()

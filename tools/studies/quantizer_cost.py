@@ -1,11 +1,10 @@
-"""Prints a table of the CPU time that ways of quantizing a model take.
+"""Prints a table of the CPU time of several ways to quantize a model.
 
     python tools/studies/quantizer_cost.py --model Qwen2.5-3B --calibrate TEXT
 
-Makes three exports from files of random weights with the model's widths: one block and two blocks
-with a part of the vocabulary, and one block with twice that part. Time is linear in the blocks and
-in the rows of the vocabulary. So the difference between two exports is the time of a block, or of
-some rows. The last column has the time of the whole model. Nothing is downloaded.
+Measures exports of random weights with the model's widths: one block, two blocks, and one block
+with twice the vocabulary. Time is linear in the blocks and in the vocabulary, so the whole model's
+time is extrapolated. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN
 
-DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"  # for its tokenizer
-ROWS = 8192  # of the vocabulary
-PLAIN = ("Qwen2.5", "Qwen3-", "Llama", "SmolLM")  # models whose layers are all alike
+DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"  # contains the tokenizer
+ROWS = 8192  # rows of the vocabulary
+PLAIN = ("Qwen2.5", "Qwen3-", "Llama", "SmolLM")  # models whose blocks are all alike
 
 
 def write_model(folder: Path, config: dict[str, Any], rows: int) -> None:
-    """Writes a model of two blocks and a vocabulary of `rows`, with random weights in bfloat16."""
+    """Writes a random bfloat16 model with two blocks and a vocabulary of `rows` tokens."""
     config = config | {"num_hidden_layers": 2, "vocab_size": rows}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

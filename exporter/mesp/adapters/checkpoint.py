@@ -13,15 +13,14 @@ from mlx.utils import tree_flatten
 from mesp.bundle.reader import Bundle
 from mesp.models.families import FAMILIES
 
-# The model_type of the text part of a larger model -> the model_type of the same text part when it
-# is saved as a model of its own.
+# The model_type of a larger model's text part -> the model_type of that part when saved alone.
 _ALONE = {"qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
     """Returns the tensors of `model` with the names and shapes of Hugging Face's checkpoints.
 
-    `model` is the bundle's model as mlx-lm has it, with no matrix quantized.
+    `model` is the bundle's model in mlx-lm, without quantization.
     """
     arch = bundle.architecture
     family = FAMILIES[arch.model_type]
@@ -33,8 +32,8 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
         if part in ("scales", "biases"):
             continue
         its = fused[prefix + name]
-        # An array that is not quantized in the bundle may have another shape in mlx-lm's model than
-        # in checkpoints. So the bundle's array is taken.
+        # mlx-lm changes the shapes of some arrays. An array that the bundle does not quantize is
+        # copied from the bundle, in the checkpoint's shape.
         found[name] = its if f"{stem}.scales" in stored else array.astype(its.dtype)
     for index, block in enumerate(arch.blocks):
         layer = f"model.layers.{index}."
@@ -44,8 +43,7 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
                 found[f"{layer}{theirs}.weight"] = mx.concatenate(rows)
         stacked = {name: found.pop(f"{layer}{name}.weight") for name in block.stacked()}
         for theirs, parts in family.hf_experts if stacked else ():
-            # In Qwen's checkpoints, the experts' matrices are parameters, whose names have no
-            # `.weight`.
+            # Qwen's checkpoints name the experts' matrices without `.weight`.
             suffix = "" if theirs.endswith("_proj") else ".weight"
             matrices = [stacked.pop(part) for part in parts]
             found[f"{layer}{theirs}{suffix}"] = mx.concatenate(matrices, axis=1)
@@ -65,15 +63,16 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
 
 
 def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a bundle's config.json. If the bundle's model is the text part of a larger model, the
-    config.json describes that part as a model of its own.
+    """Returns a bundle's config.json. For the text part of a larger model, the result describes
+    that part as a model of its own.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     if alone := _alone(config):
         config = {**config, **config["text_config"], "model_type": alone}
         del config["text_config"]
-        for key in ("rope_scaling", "rope_parameters"):  # its three positions are equal in text
+        # M-RoPE's three positions are equal in text
+        for key in ("rope_scaling", "rope_parameters"):
             if (config.get(key) or {}).get("rope_type") == "mrope":
                 kept = {"rope_theta": config["rope_theta"], "rope_type": "default"}
                 config[key] = None if key == "rope_scaling" else kept
@@ -86,7 +85,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
-    """Writes tensors, divided into files as by mlx-lm, and the index of the files."""
+    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files."""
     from mlx_lm.utils import make_shards
 
     shards = make_shards(tensors)
@@ -104,9 +103,7 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _alone(config: dict[str, Any]) -> str | None:
-    """Returns the model_type that the text part of a larger model has as a model of its own. None
-    if there is no such model_type, or if the model is not part of a larger one.
-    """
+    """Returns the model_type that a larger model's text part has as a model of its own, or None."""
     text = (config.get("text_config") or {}).get("model_type")
     text = _ALONE.get(text, text)
     return text if text in FAMILIES and not FAMILIES[text].texts else None

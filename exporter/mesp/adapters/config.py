@@ -1,7 +1,7 @@
 """Reads adapter_config.json, as mlx-lm and PEFT write it.
 
-fields.json lists the keys: each is used, changes nothing, or must have a certain value. Any other
-key is refused by name.
+fields.json lists the keys that are used, the keys that are ignored, and the keys that must have a
+certain value. Any other key is refused unless its value is null.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FIELDS = read_object(Path(__file__).with_name("fields.json"))
 class AdapterConfig:
     """The properties of an adapter_config.json that the readers use.
 
-    `is_dora`: whether layers have magnitudes. `joins`: whether a linear layer of PEFT that stands
-    for n layers of mlx-lm has n times the rank.
+    `is_dora` tells whether layers have magnitudes. `joins` tells whether a PEFT layer that joins n
+    layers of mlx-lm has n times the rank.
     """
 
     is_peft: bool
@@ -37,14 +37,12 @@ class AdapterConfig:
     fields: dict[str, Any]
 
     def adapts(self, layer: str, index: int, count: int) -> bool:
-        """Returns whether mlx-lm or PEFT, with this configuration, would give a block's linear
-        layer adapters.
+        """Returns whether this configuration gives a block's linear layer adapters.
 
-        If `target_modules` is a pattern, every layer counts as a match, because the tensors tell
-        which layers have adapters.
+        If `target_modules` is a pattern, every layer counts as a match.
 
         Args:
-            layer: the whole name, without PEFT's prefix
+            layer: the layer's full name, without PEFT's prefix
             index: the number of the block
             count: the model's number of blocks
         """
@@ -64,15 +62,17 @@ class AdapterConfig:
         return _ends(layer, targets or []) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
-        """Returns whether PEFT would give a parameter of experts, named in full, adapters."""
+        """Returns whether PEFT would give the experts' parameter `name` adapters. `name` is a full
+        name.
+        """
         return _ends(name, self.fields.get("target_parameters") or [])
 
 
 def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
     """Reads a folder's adapter_config.json.
 
-    Raises ValueError with the end of a sentence that says what is wrong, and OSError if the file
-    cannot be read.
+    Raises ValueError if the file is missing, invalid or unsupported, and OSError if the file cannot
+    be read. The text of a ValueError is the end of a sentence.
     """
     try:
         config = read_object(folder / CONFIG)
@@ -129,8 +129,8 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
 def check_ranks(is_supported: bool) -> None:
     """Raises ValueError unless the ranks and alphas of a configuration are supported.
 
-    The readers support two cases: all layers have the rank and alpha of the folder, or exactly the
-    layers that join n modules have n times this rank and n times this alpha.
+    Two cases are supported. Either all layers have the configuration's rank and alpha, or exactly
+    the layers that join n modules have n times that rank and alpha.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")
@@ -141,7 +141,6 @@ def unsupported(what: str) -> ValueError:
 
 
 def _joins(config: dict[str, Any], arch: Architecture) -> bool:
-    """Returns whether `rank_pattern` gives n times the rank to each layer that joins n modules."""
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     if not ranks and not alphas:
         return False

@@ -15,8 +15,8 @@ from mesp.files import read_object
 from mesp.models.config_json import for_mlx_lm
 from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
 
-BFLOAT16 = 16  # bits: not quantized
-GROUPS = (64, 32)  # the numbers of weights that share a scale; the first that divides a row is used
+BFLOAT16 = 16  # the value of `bits` that means "not quantized"
+GROUPS = (64, 32)  # quantization group sizes; the first that divides the row length is used
 
 
 def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
@@ -45,7 +45,8 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
     model.update_modules(tree_unflatten(fused))
     if bits == BFLOAT16:
         dequantize_model(model)
-    keeps = getattr(model, "cast_predicate", lambda path: True)  # paths that may be cast
+    # whether the array at `path` may be cast
+    keeps = getattr(model, "cast_predicate", lambda path: True)
     model.update(
         tree_map_with_path(
             lambda path, a: (
@@ -61,10 +62,10 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 def save(
     folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
 ) -> None:
-    """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and terms.
+    """Writes a fused model into `folder`: weights, config.json, the tokenizer and the licence.
 
-    The end tokens include those of the bundle's data. No file contains code or names code. If
-    nothing is quantized, tensors have names and shapes that both transformers and mlx-lm read.
+    The end tokens include those of the bundle's data. If nothing is quantized, both transformers
+    and mlx-lm can read the tensors.
     """
     from mlx_lm.utils import save_model
 

@@ -1,4 +1,4 @@
-"""Writes adapters for llama.cpp: as a GGUF file beside a model's, and fused into a GGUF file."""
+"""Writes adapters for llama.cpp: as a GGUF adapter file, or fused into a model's GGUF file."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def write_gguf(
 
 
 def read_base(path: Path, bundle: Bundle) -> GGUF:
-    """Returns the GGUF file that a bundle was exported from.
+    """Reads `path`, the GGUF file that a bundle was exported from.
 
-    Raises MespError if `path` is another file, or if the file has a tensor of unknown size.
+    Raises MespError if `path` is another file, or if a tensor in the file has an unknown type.
     """
     _package()
     from mesp.source_model.gguf.blocks import CARRIED
@@ -85,7 +85,7 @@ def read_base(path: Path, bundle: Bundle) -> GGUF:
                 same = same and bool(mx.array_equal(found, expected[rows]))
     if not same:
         raise MespError(f"{path} is not the file that {bundle.path} was exported from; name that.")
-    for name, tensor in file.tensors.items():  # includes tensors of blocks that the bundle lacks
+    for name, tensor in file.tensors.items():
         if tensor.data is None:
             raise MespError(
                 f"{path} has {name!r:.80} in blocks of an unknown type ({tensor.type}), which "
@@ -117,14 +117,14 @@ def write_fused_gguf(
     copy(base, path, changed, GGMLQuantizationType[TYPES[bits]])
 
 
-# The scale, Aᵀ [rank, in], Bᵀ [out, rank], and G [out]; None if G is 1.
+# (scale, Aᵀ [rank, in], Bᵀ [out, rank], G [out] or None). None stands for G = 1.
 _Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
-    """Returns the changes of each matrix by its name in the GGUF file.
+    """Returns each matrix's adapters, by the matrix's name in the GGUF file.
 
-    Columns and rows are in that file's order, and the matrices of experts are stacked.
+    Columns and rows are in the GGUF file's order. Experts' matrices are stacked.
     """
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():

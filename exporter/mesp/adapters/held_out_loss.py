@@ -20,8 +20,9 @@ def measure_held_out_loss(
     count: int,
     advance: Callable[[], None] = lambda: None,
 ) -> float:
-    """Returns the mean loss, in nats a token, over all targets in the loss of the first `count`
-    sequences of `valid`. The trainer's evaluation computes this mean too.
+    """Returns the mean loss per target, in nats, over the first `count` sequences of `valid`.
+
+    Only targets in the loss count, as in the trainer's evaluation.
     """
     total, tokens = 0.0, 0
     for ids, counted in islice(read_sequences(bundle, "valid", seq_len), count):

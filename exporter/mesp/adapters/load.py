@@ -24,8 +24,8 @@ from mesp.source_model.safetensors import TENSOR_DTYPES
 
 _FLOATS = {"F32", "F16", "BF16"}
 WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
-_PEFT = "base_model.model."  # before the name of a layer
-# The prefix of layers in adapters from PEFT that trained only the text part of a larger model.
+_PEFT = "base_model.model."  # the prefix of PEFT's layer names
+# The prefix of layer names if PEFT trained only the text part of a larger model.
 _TEXT_PREFIX = "model"
 
 
@@ -34,8 +34,9 @@ class Adapters:
     """The LoRA matrices of a folder, by the modules' paths in the model.
 
     A module has A [in, rank], B [rank, out] and, with DoRA, m [out], in float32. Experts have A
-    [experts, rank, in] and B [experts, out, rank]. `scale` multiplies the product of A and B. It is
-    mlx-lm's scale or PEFT's alpha / rank, with rsLoRA alpha / √rank.
+    [experts, rank, in] and B [experts, out, rank]. `scale` multiplies the product of A and B. From
+    mlx-lm, `scale` is the configuration's scale. From PEFT, `scale` is alpha / rank or, with
+    rsLoRA, alpha / √rank.
     """
 
     folder: Path
@@ -62,9 +63,8 @@ class AdapterSum:
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
     """Reads a folder of adapters that mlx-lm or PEFT wrote.
 
-    Raises MespError if the folder has a key, a value or a tensor that would not be used (see
-    fields.json), or matrices that are not finite, are not the architecture's, or do not have the
-    configuration's rank. Each file's header is checked before its content is read.
+    Raises MespError if the folder has an unsupported key, value or tensor, or if a matrix is not
+    finite or has a wrong shape.
     """
     try:
         config = read_config(folder, arch)
@@ -89,10 +89,9 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
 def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module) -> AdapterSum:
     """Returns the weighted sum of the changes that adapters make to a model of mlx-lm.
 
-    Adapters of weight 0 are left out. Several adapters become one set. Its scale is 1, its rank is
-    the sum of the adapters' ranks, and it has zeros for a module that some of the adapters lack.
-    DoRA's m becomes g = m / ‖W + s (A B)ᵀ‖ for each row of W, because adapters with DoRA add
-    (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
+    Adapters of weight 0 are left out. The sum of several adapters has scale 1, and its rank is the
+    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. Adapters
+    with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
 
     Raises MespError naming the folder if the model has no layer for a matrix.
     """
@@ -111,9 +110,7 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
 
 
 def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum:
-    """Returns adapters with gains g in place of m, and with B ∘ g in place of B. g is computed from
-    m and the model's weights.
-    """
+    """Returns adapters with DoRA's m replaced by the gains g, and B replaced by g ∘ B."""
     matrices, gains = {}, {}
     for path, (a, b, *m) in adapters.matrices.items():
         linear = _linear(modules, path, a, b, adapters.folder)
@@ -121,7 +118,7 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
             whole = dequantized(linear) + adapters.scale * (a @ b).T
             gains[path] = m[0] / mx.linalg.norm(whole, axis=1)
             b = gains[path] * b
-            # Evaluates here, so that one whole matrix at a time is in memory.
+            # Evaluated here, so that only one whole matrix is in memory at a time.
             mx.eval(gains[path], b)
         matrices[path] = a, b
     return AdapterSum(matrices, adapters.rank, adapters.scale, gains)
@@ -130,9 +127,6 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
 def _linear(
     modules: dict[str, nn.Module], path: str, a: mx.array, b: mx.array, folder: Path
 ) -> nn.Module:
-    """Returns the linear layer at `path`. Raises MespError unless there is one whose sizes are
-    those of A and B.
-    """
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     stacked, linear = a.ndim == 3, modules.get(path)
@@ -162,7 +156,6 @@ def dequantized(linear: nn.Module) -> mx.array:
 
 
 def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.array, mx.array]:
-    """Returns A and B of a module in the sum of several adapters."""
     one = next(each.matrices[path] for each, _ in kept if path in each.matrices)
     down, up = (-2, -1) if one[0].ndim == 3 else (-1, -2)  # the axes of the rank
 
@@ -183,9 +176,9 @@ def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.arra
 class _Layer:
     """A linear layer, or a parameter of experts' matrices, that may have adapters.
 
-    In PEFT's form, one layer may stand for several layers of mlx-lm, with their outputs one after
-    another. `names` are the tensors of A, B and DoRA's m, and `paths` are mlx-lm's layers. `stack`
-    is empty, or has the number of experts.
+    One PEFT layer may stand for several layers of mlx-lm, with concatenated outputs. `names` are
+    the tensors of A, B and DoRA's m. `paths` are mlx-lm's layers. `stack` is empty, or has the
+    number of experts.
     """
 
     names: tuple[str, ...]
@@ -233,8 +226,10 @@ class _Layer:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Returns the shape of each tensor of a file. Raises ValueError if the file is missing or
-    damaged, or has a tensor of numbers that are not F32, F16 or BF16.
+    """Returns the shape of each tensor of a file.
+
+    Raises ValueError if the file is missing or damaged, or if a tensor's dtype is not F32, F16 or
+    BF16.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):
@@ -257,7 +252,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 def _layers(
     arch: Architecture, config: AdapterConfig, shapes: dict[str, list[int]]
 ) -> list[_Layer]:
-    """Returns all layers of the model that may have adapters, in the configuration's form."""
+    """Returns all layers of the model that may have adapters."""
     prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
     if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
         prefix = _TEXT_PREFIX
@@ -276,15 +271,14 @@ def _layers(
             magnitudes = f"{layer}.m"
             if config.is_peft:
                 # PEFT wraps a parameter in a layer with the name of the parameter's module. If two
-                # parameters of a module are wrapped, the first one's wrapper is inside the second
-                # one's.
+                # parameters of a module are wrapped, the second wrapper contains the first.
                 others = (blocks + other for other, _ in joined if other != name)
                 is_nested = any(map(config.adapts_parameter, others))
                 inside = ".base_layer" if len(parts) > 1 and is_nested else ""
                 place = f"{layer.rpartition('.')[0]}{inside}" if stack else layer
                 names = (f"{_PEFT}{place}.lora_A.weight", f"{_PEFT}{place}.lora_B.weight")
                 magnitudes = f"{_PEFT}{place}.lora_magnitude_vector"
-                if f"{magnitudes}.weight" in shapes:  # PEFT reads both names, too
+                if f"{magnitudes}.weight" in shapes:  # PEFT reads both names of the magnitudes
                     magnitudes += ".weight"
             if config.is_dora and not stack:
                 names += (magnitudes,)
@@ -305,9 +299,6 @@ def _layers(
 
 
 def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterConfig) -> None:
-    """Raises ValueError naming a tensor that belongs to no layer, is missing in a layer, or has a
-    wrong shape.
-    """
     known = {name for layer in layers for name in layer.names}
     for name in sorted(shapes.keys() - known):
         raise ValueError(
@@ -338,10 +329,10 @@ def _array(tensor: dict[str, Any]) -> mx.array:
 
 
 def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
-    """Adds a sum, made for this model, to the model's linear layers.
+    """Adds `adapters` to the model's linear layers.
 
-    These layers become mlx-lm's `LoRALinear` or, with gains, `LoRALinearWithGains`. Stacked layers
-    of experts become mlx-lm's `LoRASwitchLinear`.
+    A linear layer becomes mlx-lm's `LoRALinear` or, with gains, `LoRALinearWithGains`. Stacked
+    layers of experts become mlx-lm's `LoRASwitchLinear`.
     """
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 

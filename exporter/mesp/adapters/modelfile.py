@@ -1,7 +1,4 @@
-"""Writes a Modelfile for Ollama beside a GGUF file with fused adapters.
-
-The Modelfile has no TEMPLATE, because Ollama uses the chat template in the GGUF file.
-"""
+"""Writes a Modelfile for Ollama beside a GGUF file with fused adapters."""
 
 from __future__ import annotations
 
@@ -19,9 +16,10 @@ _QUOTES = '"""'
 
 
 def write_modelfile(folder: Path, gguf: str, bundle: Bundle) -> None:
-    """Writes the Modelfile of the file `gguf` in a folder that already has the model's terms.
+    """Writes the Modelfile of the GGUF file named `gguf`.
 
-    The Modelfile names the texts at which the answers in the bundle's data end, and the licence.
+    The Modelfile names the licence and the texts at which answers in the bundle's data end. The
+    model's licence files must already be in `folder`.
     """
     lines = [f"FROM ./{gguf}"]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in _ends(bundle)]
@@ -41,7 +39,6 @@ def _ends(bundle: Bundle) -> list[str]:
 
 
 def _terms(folder: Path, bundle: Bundle) -> list[str]:
-    """Returns the texts of the model's terms or, if there are none, the name of its licence."""
     names = sorted(filter(is_terms, (entry.path for entry in bundle.manifest.files)))
     if names:
         return [_text(folder / name) for name in names]
@@ -52,8 +49,8 @@ def _terms(folder: Path, bundle: Bundle) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    """Returns the text of a file, or a reference to the file if the text is empty or cannot stand
-    in a Modelfile.
+    """Returns a file's text. Returns a reference to the file if the text is empty, is not UTF-8, or
+    cannot stand in a Modelfile.
     """
     try:
         text = read_bytes(file).decode()
@@ -63,10 +60,9 @@ def _text(file: Path) -> str:
 
 
 def _can_be_quoted(text: str) -> bool:
-    """Returns whether a text can stand between quotes in a Modelfile: no quotes in the text would
-    end it early.
+    """Returns whether `text` can stand between quotes in a Modelfile.
 
-    Ollama removes characters that it cannot print, which may join quotes.
+    Ollama removes characters that it cannot print. The removal may create a closing quote.
     """
     return _QUOTES not in re.sub(r"[^\t\n\r -~]", "", text)
 

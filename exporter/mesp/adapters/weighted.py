@@ -1,5 +1,3 @@
-"""Folders of adapters and their weights."""
-
 from __future__ import annotations
 
 import os
@@ -16,7 +14,7 @@ StrPath = str | os.PathLike[str]
 
 
 class WeightedAdapters(NamedTuple):
-    """A folder of adapters, and the factor of the adapters' change to the model; 0 leaves the
+    """A folder of adapters, and the factor of their change to the model. The factor 0 leaves the
     folder out.
     """
 
@@ -41,7 +39,7 @@ def weigh(
             "give a weight for each folder."
         )
     for weight in given:
-        if not 0 <= weight <= MOST_WEIGHT:  # false for NaN
+        if not 0 <= weight <= MOST_WEIGHT:
             raise MespError(f"--weights has {weight:g}; give numbers from 0 to {MOST_WEIGHT:g}.")
     for folder in folders:
         check_folder(folder)
@@ -49,9 +47,8 @@ def weigh(
 
 
 def check_folder(folder: Path) -> None:
-    """Raises MespError if there is no such folder, or if it is a run's folder, whose subfolder has
-    the adapters.
-    """
+    """Raises MespError if there is no such folder, or if the adapters are in its subfolder
+    `adapters`."""
     if not folder.is_dir():
         raise MespError(f"There is no folder {folder}; name one with adapters.")
     if not (folder / CONFIG).exists() and (folder / "adapters" / CONFIG).exists():
@@ -61,7 +58,7 @@ def check_folder(folder: Path) -> None:
 
 
 def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
-    """Returns the folders of adapters that a function was given: none, one or several."""
+    """Returns a list of folders from None, one folder or a sequence of folders."""
     if adapters is None:
         return []
     given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters

@@ -1,4 +1,4 @@
-"""Attention: for a GPU with MLX's fused primitive or in tiles, and in plain operations."""
+"""Attention in three forms: MLX's fused primitive, tiles, and plain operations."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ from mesp.block_function.parts import Parts
 from mesp.block_function.rope import Turn, fast_rope, rope
 from mesp.models.mixers import AttentionMixer
 
-# The values of head_dim for which MLX's fused attention is used. For a head_dim without a kernel in
-# Metal, fused attention holds all heads·T·T scores, rounded to the dtype. MLX 0.32.2 has kernels
-# for 72 and 96 too.
+# The values of head_dim for which MLX's fused attention is used. For a head_dim without a Metal
+# kernel, fused attention holds all heads·T·T scores.
 FUSED_HEADS = (64, 80, 128)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The score of a query and a key: soft_cap(scale · q·k), or -inf for a key that the query can't
-    see.
-    """
+    """The score of a query and a key: soft_cap(scale · q·k), or -inf if the key is not visible."""
 
     scale: float
     cap: float | None
-    # The most keys that a query sees, including the key of its own token. None: the query sees all
-    # keys up to the key of its own token.
+    # The largest number of keys that a query sees, including its own token's key. None means no
+    # limit.
     window: int | None
-    starts: mx.array | None = None  # see `Parts`
+    starts: mx.array | None = None
 
 
 def mix_by_attention(
     mixer: AttentionMixer, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """Returns [q, k, v, attn_out] of x [1, T, hidden], and the input of o: attn_out, gated if there
-    are gates. In q, the gate of a head follows the head's query.
+    """Returns [q, k, v, attn_out] of x [1, T, hidden], and the input of the output projection.
+
+    The input of the output projection is attn_out, or gated attn_out if there are gates. In q, the
+    gate of a head follows the head's query.
     """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
@@ -48,7 +47,6 @@ def mix_by_attention(
         return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
 
     def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
-        """Returns some rows of q or k, after the norm and RoPE."""
         return place_rows(mixer, parts, turn, name, x, rows)
 
     q = heads(parts.project("q", x), mixer.num_attention_heads)
@@ -79,7 +77,8 @@ def mix_by_attention(
 def place_rows(
     mixer: AttentionMixer, parts: Parts, turn: Turn, name: str, x: mx.array, rows: slice
 ) -> mx.array:
-    """Returns some rows of q or k after the norm, if there is one, and RoPE, float32."""
+    """Returns rows of q or k after RoPE, in float32. The QK-norm, if there is one, is applied
+    first."""
     x = x.astype(mx.float32)
     return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
 
@@ -87,7 +86,7 @@ def place_rows(
 def keys_and_values(
     mixer: AttentionMixer, parts: Parts, turn: Turn, k: mx.array, v: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Returns k after the norm and RoPE, and v. Other blocks may use the returned arrays too."""
+    """Returns k after the norm and RoPE, and v after its norm if it has one."""
     k = place_rows(mixer, parts, turn, "k", k, slice(0, k.shape[2]))
     if mixer.v_norm:
         v = v.astype(mx.float32)
@@ -96,7 +95,7 @@ def keys_and_values(
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
-    """Returns cap · tanh(scores / cap); the scores if there is no cap."""
+    """Returns cap · tanh(scores / cap). Without a cap, returns the scores."""
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 
@@ -112,9 +111,9 @@ def visible(rows: slice, keys: slice, scoring: Scoring) -> mx.array:
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring) -> mx.array:
-    """Returns causal grouped-query attention, in tiles of query rows with the keys that they see.
+    """Returns causal grouped-query attention, computed in tiles of query rows.
 
-    `k` is given after QK-norm and RoPE; `place` applies them to each tile of `q`.
+    `k` is given after QK-norm and RoPE. `place` applies both to each tile of `q`.
 
     q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim] -> float32 [1, T, heads·head_dim]
     """
@@ -141,9 +140,10 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
 def fused_attention(
     fast: ModuleType, q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """Returns the result of `attention` by the fused primitive of `fast`, which has no soft cap.
-    The primitive gets float32, because the backward pass recomputes the scores in float32. If q and
-    k were rounded to bfloat16 here, the forward pass would have other scores.
+    """Returns the result of `attention`, computed by the fused primitive of `fast`.
+
+    The primitive has no soft cap. The primitive gets float32, because the backward pass recomputes
+    the scores in float32.
     """
     everything = slice(0, q.shape[2])
     causal = scoring.window is None and scoring.starts is None
@@ -156,7 +156,7 @@ def fused_attention(
 def plain_attention(
     q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """Returns the result of `attention`, without tiles."""
+    """Returns the result of `attention`, computed without tiles."""
     _, heads, length, head_dim = q.shape
     everything = slice(0, length)
     q, k, v = place(q, everything), k.astype(mx.float32), v.astype(mx.float32)

@@ -1,9 +1,8 @@
 """Checks a file of functions against `allowed_primitives.json`, before MLX reads it.
 
-MLX trusts such a file. It takes the shapes of a primitive's outputs from the file, and when it
-computes, it checks neither these shapes nor the indices of a `Gather`. If a file passes the check
-here, its functions read and write only within their arrays. The check does not tell what the
-functions compute, or how long they take.
+MLX does not check output shapes or `Gather` indices in a file. A function that passes the check
+here reads and writes only within its arrays. The check does not tell what a function computes, or
+how long it takes.
 """
 
 from __future__ import annotations
@@ -63,12 +62,11 @@ def check_block_functions(
     ranks: list[int],
     packed: bool = False,
 ) -> None:
-    """Checks that a file has one function of `block` for each rank and sequence length, in this
+    """Raises ValueError unless a file has one function of `block` for each rank and length, in this
     order.
 
-    The functions must have the inputs and outputs that the architecture implies, for packed records
-    or not. Otherwise ValueError is raised. Errors of `check_functions` are raised too. `words` is
-    the length of the block's weight file.
+    The functions must have the inputs and outputs that the architecture implies. Errors of
+    `check_functions` are raised too. `words` is the number of uint32 words in the block's weights.
     """
     found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
     expected = [
@@ -90,7 +88,6 @@ def _outputs(function: Function) -> list[Array]:
 def _signature(
     block: Block, dtype: mx.Dtype, words: int, length: int, rank: int, packed: bool
 ) -> tuple[list[Array], list[Array]]:
-    """Returns the inputs and outputs of a block's function."""
     arch, mixer, listed = block.arch, block.mixer, ALLOWED["signature"]
     sizes = {
         "1": 1,
@@ -179,7 +176,6 @@ def _require(holds: bool, what: str) -> None:
 
 
 def _check_primitive(primitive: Primitive, inputs: list[Array], outputs: list[Array]) -> None:
-    """Raises ValueError or IndexError unless a primitive's rule holds."""
     allowed = ALLOWED["primitives"][primitive.name]
     _require(primitive.device == allowed.get("device", primitive.device), "it is for a GPU only")
     for value, values in zip(primitive.state, allowed.get("allowed", ()), strict=False):
@@ -367,9 +363,7 @@ def _gather(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int, int]) -> None:
-    """Raises ValueError unless the indices of a `Gather` are known to be within the array that it
-    reads.
-    """
+    """Raises ValueError unless a `Gather`'s indices are certain to be within bounds."""
     (place,), _ = primitive.state
     size, kind = inputs[0].shape[place], _TYPES[inputs[1].dtype]
     top = greatest.get(primitive.inputs[1], 255 if kind == "uint8" else None)
@@ -377,9 +371,6 @@ def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int
 
 
 def _greatest(function: Function, id: int) -> int | None:
-    """Returns the greatest value of a constant of integers. None if the constant holds no integers,
-    is empty, or has a negative value.
-    """
     array, data = function.constants[id]
     kind = _TYPES[array.dtype]
     if not data or "int" not in kind:
@@ -466,7 +457,7 @@ def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
-    """Returns whether Metal has an attention kernel for these sizes; ALLOWED lists the kernels."""
+    """Returns whether Metal has an attention kernel for these sizes."""
     kernels = ALLOWED["attention"]
     if length > kernels["short"]:
         return head_dim in kernels["long_dims"]

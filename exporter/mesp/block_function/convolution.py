@@ -1,4 +1,4 @@
-"""Causal convolutions of each channel, and the short-convolution mixer."""
+"""Causal depthwise convolutions, and the short-convolution mixer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from mesp.models.mixers import ShortConvolution
 
 
 def convolution(x: mx.array, w: mx.array, starts: mx.array | None) -> mx.array:
-    """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j}, float32: x [1, T, channels], w [channels, K] float32.
+    """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j} in float32, for x [1, T, channels] and w [channels, K].
 
-    The record of the token t begins at starts_t. Inputs before this position count as 0.
+    `w` is float32. The record of token t begins at position starts_t. Inputs before that position
+    count as 0.
     """
     length, kernel = x.shape[1], w.shape[1]
     before = mx.zeros((1, kernel - 1, x.shape[2]))
@@ -36,7 +37,8 @@ def mix_by_short_convolution(
 ) -> tuple[list[mx.array], mx.array]:
     """Returns [b, c, u, conv(b ∘ u)] of x [1, T, hidden], and the output projection's input.
 
-    in(x) is b, c and u side by side. The output projection's input is c ∘ conv(b ∘ u).
+    The input projection's output is b, c and u, concatenated. The output projection's input is c ∘
+    conv(b ∘ u).
     """
     b, c, u = mx.split(parts.project("in", x).astype(parts.dtype), 3, axis=-1)
     gated = b.astype(mx.float32) * u

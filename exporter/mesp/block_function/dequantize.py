@@ -1,4 +1,4 @@
-"""Dequantizes packed weights to float32, in operations that can be exported in every mode."""
+"""Dequantizes packed weights to float32, with operations that MLX can export."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from mesp.models.quantization_formats import Quantization
 def dequantize(
     weight: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization
 ) -> mx.array:
-    """Returns W [out, in], float32, from its packed words.
+    """Returns W [out, in] in float32 from its packed words.
 
-    Unlike `mx.dequantize`, this function can be exported in every mode, and does not round to
-    bfloat16 if the scales are bfloat16. On the CPU this function also takes less memory and makes
-    fewer nodes in the graph.
+    Unlike `mx.dequantize`, this function can be exported in every quantization mode, and does not
+    round to the scales' dtype.
     """
     codes = unpack(weight, quantization.bits)
     by_group = partial(mx.reshape, shape=(*scales.shape, -1))
@@ -27,15 +26,16 @@ def dequantize(
     values = e2m1(codes) if quantization.bits == 4 else E4M3[codes]
     if quantization.mode == "nvfp4":
         factors = E4M3[scales]
-    else:  # E8M0: an exponent
+    else:
         factors = mx.power(2.0, scales.astype(mx.float32) - 127)
     return (by_group(values) * factors[..., None]).flatten(1)
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
-    """Returns the codes in packed words, lowest bits first: uint32 [out, n] as [out, n·32/bits]."""
+    """Unpacks codes from words, lowest bits first: uint32 [out, n] -> [out, n·32/bits]."""
     length = 32
-    # Some codes lie in two words, so this reads units of the fewest bytes that hold whole codes.
+    # Some codes span two words. So the words are split into units of whole bytes that hold whole
+    # codes.
     if 32 % bits:
         length = math.lcm(8, bits)
         dtype = mx.uint32 if length <= 32 else mx.uint64
@@ -46,7 +46,7 @@ def unpack(words: mx.array, bits: int) -> mx.array:
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """Returns codes in packed words, the inverse of `unpack`."""
+    """Packs codes into uint32 words. The inverse of `unpack`."""
     length = math.lcm(8, bits) if 32 % bits else 32
     dtype = mx.uint32 if length <= 32 else mx.uint64
     shifts = mx.arange(0, length, bits, dtype=dtype)
@@ -56,22 +56,19 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 
 
 def e2m1(codes: mx.array) -> mx.array:
-    """Returns the float32 values of 4-bit floating-point numbers: ±0, ½, 1, 1½, 2, 3, 4, 6.
+    """Returns the float32 values of 4-bit floating-point codes: ±0, ½, 1, 1½, 2, 3, 4, 6.
 
-    The nibbles of the integer 0xC8643210 are twice the absolute values. Looking the values up by a
-    gather would take about three times as long on the CPU. Reading the codes' bits as a float32 and
-    multiplying it would depend on subnormal numbers.
+    The nibbles of 0xC8643210 are twice the absolute values. A gather takes about three times as
+    long on the CPU.
     """
     halves = (mx.array(0xC8643210, mx.uint32) >> ((codes & 7) << 2)) & 15
     return halves.astype(mx.float32) * (0.5 - (codes >> 3).astype(mx.float32))
 
 
 def _e4m3() -> mx.array:
-    """Returns the values of 8-bit floating-point numbers by code (4 bits of exponent, 3 of
-    mantissa).
+    """Returns the float32 values [256] of all FP8 codes (E4M3: 4 exponent bits, 3 mantissa bits).
 
-    float32 [256]. `mx.from_fp8` cannot be exported. The codes of NaN, 0x7F and 0xFF, are ±480 here,
-    as in MLX 0.32.2; no quantizer writes these codes.
+    `mx.from_fp8` cannot be exported. The NaN codes, 0x7F and 0xFF, are ±480 here, as in MLX 0.32.2.
     """
     values = []
     for code in range(256):

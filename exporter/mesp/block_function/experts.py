@@ -1,4 +1,4 @@
-"""A mixture of experts. This code cannot be traced, because the router's choice decides what is
+"""A mixture of experts. MLX cannot trace this code, because the router's output decides what is
 computed.
 """
 
@@ -16,9 +16,9 @@ from mesp.models.mlps import Experts
 def mix_by_experts(
     experts: Experts, parts: Parts, x: mx.array, act: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    """Returns the weighted sum of the outputs of each token's experts; x and y are [1, T, hidden].
+    """Returns the weighted sum of the outputs of each token's experts, in float32.
 
-    The result is float32.
+    `x` and the result are [1, T, hidden].
     """
     assert parts.expert
     x = x[0].astype(mx.float32)

@@ -2,28 +2,24 @@
 
     f(x, lora, scale, weights) -> [y, mixer_in, q, k, v, attn_out, x_mid, gate, up]
 
-With post norms there are two more outputs, ``mixer_out`` and ``mlp_out``: the inputs of these
-norms. Mixers other than attention have four other arrays in place of q, k, v and attn_out.
+With post norms there are two more outputs, ``mixer_out`` and ``mlp_out``, which are the inputs of
+the post norms. Mixers other than attention return four other arrays in place of q, k, v and
+attn_out.
 
-A block of a model with embeddings for each layer has one more input, ``per_layer``. A block of
-attention without keys and values has two more inputs, the keys and values of another block. The
-function returns these two inputs as k and v.
+A block of a model with per-layer embeddings has one more input, ``per_layer``. An attention block
+that shares another block's keys and values takes them as two more inputs, and returns them as k and
+v.
 
-The function for packed records takes one more array, ``starts``: for each token the position at
-which its record begins. Attention sees no key before that position, a convolution takes zeros
-there, and a recurrent mixer forgets its state. Positions continue from record to record, because
-with RoPE scores depend only on the difference of two positions.
+The function for packed records takes one more array, ``starts``: the position at which each token's
+record begins. Attention sees no earlier key, a convolution takes zeros, and a recurrent mixer
+resets its state.
 
-On a CPU the function is made of plain, differentiable operations: MeBP differentiates it, and the
-self-check compares the trainer's forward pass with it. Weights are dequantized and multiplied,
-because `quantized_matmul` is about 50 times slower on a CPU.
+On a CPU, the function consists of plain, differentiable operations. Weights are dequantized before
+they are multiplied, because `quantized_matmul` is about 50 times slower on a CPU.
 
-A GPU trains with another function, and its plain function is ``block.plain.T.mlxfn``. The rest is
-about the function that a GPU trains with. MLX is lazy: evaluating only ``y`` computes, and holds,
-only what ``y`` needs. `quantized_matmul` and the fused attention make no large arrays. The MLP is
-cut into tiles of tokens, and so is attention that cannot be fused: attention with a soft cap, or
-with heads of a size that is not in `FUSED_HEADS`. `mx.depends` makes each tile wait for the one
-before.
+A GPU trains with fused primitives, `quantized_matmul` and tiles of tokens. The GPU's plain function
+is ``block.plain.T.mlxfn``. MLX is lazy, so evaluating only ``y`` computes only what ``y`` needs.
+`mx.depends` makes each tile wait for the tile before it.
 
 Arithmetic between the outputs is float32; the GPU's fused primitives accumulate in float32.
 """
@@ -49,8 +45,7 @@ from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, Short
 
 BlockFunction = Callable[..., list[mx.array]]
 
-# For each mixer, a function that returns its four intermediates in the dtype, and the input of the
-# output projection.
+# For each mixer, a function that returns four intermediates and the output projection's input.
 MIX = {
     AttentionMixer: mix_by_attention,
     GatedDeltaNet: mix_by_gated_delta_net,
@@ -62,15 +57,14 @@ MIX = {
 def block_function(
     block: Block, layout: Layout, device: str, plain: bool = False, fast: ModuleType = mx.fast
 ) -> BlockFunction:
-    """Returns the block function for `device` ("cpu" or "gpu"). For a GPU there are two functions,
-    a plain one and one to train with.
+    """Returns the block function for `device` ("cpu" or "gpu"). On a CPU or with `plain`, the
+    function has no fused primitives.
 
     The function takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words]
-    uint32, the inputs in `Block.given_shapes` and, for packed records, starts [T] int32. The
-    arguments tell T, the LoRA rank and the dtype, which is that of x. docs/formats.md has the
-    outputs' shapes. The fused primitives are those of the module `fast`: of `mx.fast`, which
-    computes plain operations on a CPU, or of `mesp.block_function.fused`, which a CPU can only
-    trace.
+    uint32, the inputs in `Block.given_shapes` and, for packed records, starts [T] int32. T, the
+    LoRA rank and the dtype follow from the arguments. docs/formats.md has the outputs' shapes.
+    `fast` is the module with the fused primitives: `mx.fast`, or `mesp.block_function.fused` to
+    trace them on a CPU.
     """
     plain = plain or device == "cpu"
 
@@ -88,7 +82,6 @@ def block_function(
 
 
 def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
-    """Returns the outputs of the block function for these parts."""
     arch, mixer, p, norm, dtype = block.arch, block.mixer, parts.p, parts.norm, parts.dtype
     mix, act = MIX[type(mixer)], ACTIVATIONS[arch.hidden_act]
     mlp = plain_mlp if parts.plain else mlp_by_tokens

@@ -1,8 +1,7 @@
 """The fused primitives of `mx.fast` for Metal, which any machine can trace.
 
-On a CPU, `mx.fast` traces plain operations. A function that is imported from a file keeps its
-primitives. So each function here imports a file with one primitive, and gives the primitive the
-inputs that `mx.fast` would give it. The results cannot be evaluated on a CPU.
+On a CPU, `mx.fast` traces plain operations instead. An imported function keeps its primitives. So
+each function here imports a file with one primitive. The results cannot be evaluated on a CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ def rope(
     x: mx.array, dims: int, *, traditional: bool, base: None, scale: float, offset: int,
     freqs: mx.array,
 ) -> mx.array:  # fmt: skip
-    """Returns `mx.fast.rope` with periods in place of a base; freqs float32 [dims / 2]."""
-    # MLX does not use the base, 1.0, because it gets periods. The last item, True, means to rotate
-    # forwards.
+    """Returns `mx.fast.rope` with `freqs` in place of a base. `freqs` has float32 periods [dims
+    / 2]."""
+    # MLX ignores the base, 1.0, because it gets periods. The last item, True, means forward
+    # rotation.
     state = (dims, traditional, 1.0, scale, True)
     return _trace("RoPE", state, [x, mx.array(offset, mx.int32), freqs], x.shape)
 
@@ -35,21 +35,20 @@ def rope(
 def scaled_dot_product_attention(
     q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | mx.array
 ) -> mx.array:
-    """Returns `mx.fast.scaled_dot_product_attention` of arrays of one dtype; the mask is bool or
-    "causal".
+    """Returns `mx.fast.scaled_dot_product_attention` of arrays of one dtype. The mask is a bool
+    array or "causal".
     """
     _, heads, length, head_dim = q.shape
     if not has_attention(heads, k.shape[1], length, head_dim):
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     causal = isinstance(mask, str)
     masks = [] if causal else [mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))]
-    # No sinks, no logarithms of sums for a derivative, and fusing is not forced.
+    # The last three items are: no sinks, no log-sum-exp output, no forced fusion.
     state = (scale, causal, False, False, False)
     return _trace("ScaledDotProductAttention", state, [q, k, v, *masks], q.shape)
 
 
 def _trace(name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...]) -> mx.array:
-    """Returns a primitive's output, of the dtype of its first input."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "function.mlxfn")
         path.write_bytes(mlxfn.one_primitive(name, state, inputs, shape, inputs[0].dtype))

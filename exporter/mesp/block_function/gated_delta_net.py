@@ -11,17 +11,15 @@ from mesp.block_function.mlp import silu
 from mesp.block_function.parts import Parts
 from mesp.models.mixers import GatedDeltaNet
 
-UNIT_EPS = 1e-6  # The norms of q and k add this to the sum of squares. They have no weights.
+UNIT_EPS = 1e-6  # added to the sum of squares in the norms of q and k
 
 
 def mix_by_gated_delta_net(
     mixer: GatedDeltaNet, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """Returns [qkv, z, ba, o] of x [1, T, hidden], and the input of out. ba is b and a side by
-    side.
+    """Returns [qkv, z, ba, o] of x [1, T, hidden], and the output projection's input.
 
-    Heads don't depend on each other, so they are computed in tiles. A tile consists of some key
-    heads and their value heads.
+    `ba` is b and a, concatenated. Heads do not depend on each other, so they are computed in tiles.
     """
     dtype = parts.dtype
     qkv = parts.project("qkv", x).astype(dtype)
@@ -38,7 +36,6 @@ def mix_by_gated_delta_net(
 
 
 def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
-    """Returns the key heads of each tile."""
     if plain:
         return [slice(0, mixer.num_key_heads)]
     value_heads = max(tiles.HEADS_BY_TOKENS // length, tiles.FEWEST_HEADS)
@@ -49,18 +46,13 @@ def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
 def _recurrence(
     mixer: GatedDeltaNet, parts: Parts, qkv: mx.array, ba: mx.array, heads: slice
 ) -> mx.array:
-    """Returns o of the value heads of some key heads, side by side: float32 [1, T,
-    values·value_dim].
-    """
+    """Returns o of the value heads of `heads` (key heads): float32 [1, T, values·value_dim]."""
     Hk, Hv = mixer.num_key_heads, mixer.num_value_heads
     key_dim, value_dim = mixer.key_head_dim, mixer.value_head_dim
     values = slice(heads.start * Hv // Hk, heads.stop * Hv // Hk)
     w = parts.vector("linear_attn.conv1d.weight")
 
     def convolved(of: slice, first: int, size: int) -> mx.array:
-        """Returns silu(conv) of some heads, [heads, T, size]; `first` is the first channel of all
-        heads.
-        """
         channels = slice(first + of.start * size, first + of.stop * size)
         y = silu(convolution(qkv[..., channels], w[channels], parts.starts))
         return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
@@ -75,20 +67,20 @@ def _recurrence(
     A_log, dt_bias = (
         parts.vector(f"linear_attn.{name}")[values, None] for name in ("A_log", "dt_bias")
     )
-    # The logarithm of the decay. The decay itself may underflow to 0 in float32, and the logarithm
-    # of 0 is infinite.
+    # The logarithm of the decay. In float32, the decay may underflow to 0, whose logarithm is
+    # infinite.
     log_g = -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.array(0.0))
     o = delta_rule(q, k, v, forgetting(log_g, parts.starts), mx.sigmoid(b))
     return o.swapaxes(0, 1).reshape(1, o.shape[1], -1)
 
 
 def _unit(x: mx.array) -> mx.array:
-    """Returns an RMSNorm without weights."""
+    """Returns RMSNorm(x), without weights."""
     return x * mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + UNIT_EPS / x.shape[-1])
 
 
 def _gated_norm(mixer: GatedDeltaNet, parts: Parts, o: mx.array, z: mx.array) -> mx.array:
-    """Returns RMSNorm(o) ∘ silu(z), with a norm for each head: float32 [1, T, Hv·value_dim]."""
+    """Returns RMSNorm(o) ∘ silu(z), normalized for each head: float32 [1, T, Hv·value_dim]."""
     by_head = o.astype(mx.float32).reshape(1, o.shape[1], -1, mixer.value_head_dim)
     return parts.norm("linear_attn.norm", by_head).reshape(o.shape) * silu(z.astype(mx.float32))
 
@@ -97,12 +89,12 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
     """Returns O, of v's shape, for q, k [Hk, T, key_dim], v [Hv, T, value_dim], log g and β [Hv,
     T].
 
-    All are float32. The terms without a state are computed for all chunks at once:
+    All arrays are float32. The terms without a state are computed for all chunks at once:
 
         A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
         U = M β V        W = M β γ K
 
-    Then, one chunk after another, from a state S = 0:
+    Then the chunks are computed in order, from a state S = 0:
 
         D = U - W S        O = γ Q S + P D        S ← γ_C S + (δ K)ᵀ D
     """
@@ -131,10 +123,10 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
 
 
 def unit_inverse(E: mx.array) -> mx.array:
-    """Returns (I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves.
+    """Returns (I + E)⁻¹ of a strictly lower triangular E [..., n, n], for n a power of two.
 
-    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]. (The usual series, by squaring,
-    overflows for near-equal keys.)
+    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]. The series by repeated squaring
+    would overflow for near-equal keys.
     """
     half = E.shape[-1] // 2
     if half == 0:

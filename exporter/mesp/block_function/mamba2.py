@@ -13,10 +13,11 @@ from mesp.models.mixers import Mamba2Mixer
 
 
 def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[mx.array], mx.array]:
-    """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the input of out.
+    """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the output
+    projection's input.
 
-    in(x) is z, xBC and dt side by side. Heads don't depend on each other, so they are computed in
-    tiles.
+    The input projection's output is z, xBC and dt, concatenated. Heads do not depend on each other,
+    so they are computed in tiles.
     """
     values, dtype = mixer.values, parts.dtype
     projected = parts.project("in", x).astype(dtype)
@@ -38,7 +39,6 @@ def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[m
 
 
 def _tiles(mixer: Mamba2Mixer, length: int, plain: bool) -> list[slice]:
-    """Returns the heads of each tile: either all heads, or some heads of one group."""
     if plain:
         return [slice(0, mixer.num_heads)]
     of_group = mixer.num_heads // mixer.num_groups
@@ -53,7 +53,8 @@ def _tiles(mixer: Mamba2Mixer, length: int, plain: bool) -> list[slice]:
 def _convolved(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, channels: slice, size: int
 ) -> mx.array:
-    """Returns silu(conv(xBC) + bias) of some channels, `size` a head: float32 [n, T, size]."""
+    """Returns silu(conv(xBC) + bias) of `channels`, in heads of `size` channels: float32 [n, T,
+    size]."""
     w, bias = (parts.vector(f"mamba.conv1d.{name}")[channels] for name in ("weight", "bias"))
     y = silu(convolution(xBC[..., channels], w, parts.starts) + bias)
     return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
@@ -63,9 +64,8 @@ def _heads_output(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, dt: mx.array, B: mx.array, C: mx.array,
     heads: slice,
 ) -> mx.array:  # fmt: skip
-    """Returns o of some heads, side by side: [1, T, heads·head_dim]. B and C are those of these
-    heads' groups.
-    """
+    """Returns o of `heads`, concatenated: [1, T, heads·head_dim]. B and C belong to the heads'
+    groups."""
     size = mixer.head_dim
     x = _convolved(mixer, parts, xBC, slice(heads.start * size, heads.stop * size), size)
     A_log, dt_bias, D = (
@@ -80,8 +80,8 @@ def _heads_output(
 def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> mx.array:
     """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], κ [heads, T], B and C [groups, T, N].
 
-    All are float32. Y is computed in chunks. S is the state before a chunk, and S₊ the state after
-    it:
+    All arrays are float32. Y is computed in chunks. S is the state before a chunk, and S₊ the state
+    after the chunk:
 
         Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ_C S + (δ ∘ U)ᵀ B
     """
@@ -90,7 +90,7 @@ def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> m
     u, log_decay = (
         by_chunk(each.reshape(groups, -1, length, last))
         for each, last in ((u, u.shape[-1]), (log_decay, 1))
-    )  # [groups, heads of each, chunks, C, …]
+    )  # [groups, heads per group, chunks, C, …]
     Gamma, gamma, delta = decays(log_decay)
     written, last = (delta * u).swapaxes(-1, -2) @ B, gamma[..., -1:, :]
 

@@ -12,12 +12,11 @@ from mesp.block_function.projection import Projection
 
 
 def silu(x: mx.array) -> mx.array:
-    """Returns x · sigmoid(x)."""
     return x * mx.sigmoid(x)
 
 
 def gelu(x: mx.array) -> mx.array:
-    """Returns GELU's approximation by tanh, `nn.gelu_approx`."""
+    """Returns GELU(x) by the tanh approximation."""
     return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -28,8 +27,9 @@ def mlp_by_tokens(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """Returns the result of `plain_mlp`, computed in tiles of tokens. This is for a GPU, whose
-    products read packed weights: tiles need not unpack the weights again.
+    """Returns the result of `plain_mlp`, computed in tiles of tokens.
+
+    The tiles are for a GPU, which multiplies by packed weights without unpacking them.
     """
     length, features = x.shape[1], down.a.shape[0]
     ys, gates, ups = [], [], []
@@ -46,8 +46,6 @@ def plain_mlp(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """Returns [plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32, for x [1, T,
-    hidden].
-    """
+    """Returns [plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32; x is [1, T, hidden]."""
     gates, ups = gate(x), up(x)
     return [down(act(gates) * ups, plus), gates, ups]

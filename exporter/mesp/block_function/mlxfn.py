@@ -1,15 +1,16 @@
-"""Files of functions, ``.mlxfn``, as export.cpp of MLX 0.32.2 writes them, little-endian.
+"""Reads and writes ``.mlxfn`` files in the little-endian layout of MLX 0.32.2's export.cpp.
 
-    file      version (text), traces i32, shapeless u8, metadata (text), and each trace:
+    file      version (text), traces i32, shapeless u8, metadata (text), and each trace
     trace     names of keyword inputs (list of text), inputs' ids, inputs (list of array),
               outputs' ids, tape (list of nodes)
-    node      id u64, computed u8; computed: ids of what it takes, stream, primitive (text), state,
-              siblings u64, array, or with siblings the ids, shapes and dtypes of all outputs;
-              else: constant u8, and a constant that no trace before has: array, its data
+    node      id u64, computed u8, and:
+              computed: inputs' ids, stream, primitive (text), state, siblings u64, and array,
+              or with siblings the ids, shapes and dtypes of all outputs
+              not computed: constant u8 and, where a constant first occurs, array and its data
     stream    index i32, type of device i32 (0 is the CPU, 1 the GPU), device i32
-    array     shape, dtype; a shape is a list of i32, a dtype i32 and the bytes of an element u8
+    array     shape, dtype; a shape is a list of i32, a dtype i32 and the element size u8
 
-A list is its length u64 and its items, ids are a list of u64, a text a list of bytes.
+A list is its length u64 and its items. Ids are a list of u64. A text is a list of bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ import mlx.core as mx
 from mesp.errors import MespError
 from mesp.files import read_object
 
-# The primitives of block functions; `mesp.block_function.check` checks files with them.
 ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
-# The first MLX with this layout. Phones have this version.
+# The first version of MLX with this layout.
 MLX = ALLOWED["mlx"]
 DEVICES = {"cpu": 0, "gpu": 1}
 # MLX's dtypes, in the order of their codes.
@@ -39,15 +39,13 @@ DTYPES = (
 )
 
 STREAM = "<iii"
-SHAPE = "S"  # a shape, among the codes of `struct`
-# The layout of the state of each primitive in block functions.
+SHAPE = "S"  # stands for a shape among the codes of `struct`
 STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
 def has_layout(version: str) -> bool:
-    """Returns whether MLX `version` is known to use this layout. Another version can crash on a
-    file.
-    """
+    """Returns whether MLX `version` is known to use this layout. Other versions can crash on a
+    file."""
     release = re.fullmatch(r"0\.32\.(\d{1,9})", version)
     return release is not None and int(release[1]) >= 2
 
@@ -64,10 +62,10 @@ def check_mlx() -> None:
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """Returns a file with one function: a primitive, on the CPU, of arrays like `inputs`.
+    """Returns a file with one function: the primitive `name` on the CPU, with inputs like `inputs`.
 
-    The function returns one array. `state` has the items that `STATES` lists for the primitive,
-    without shapes.
+    The function returns one array, of `shape` and `dtype`. `state` has the items that `STATES`
+    lists for the primitive, without shapes.
     """
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids
@@ -83,9 +81,9 @@ def one_primitive(
 
 
 def on_device(file: bytes, device: str) -> bytes:
-    """Returns the file with every primitive on the first stream of `device`, "cpu" or "gpu".
+    """Returns the file with every primitive moved to the first stream of `device`, "cpu" or "gpu".
 
-    Raises what `primitives` does.
+    Raises what `primitives` raises.
     """
     moved = bytearray(file)
     for primitive in primitives(file):
@@ -94,7 +92,6 @@ def on_device(file: bytes, device: str) -> bytes:
 
 
 def _header(traces: int) -> bytes:
-    """Returns the header before the traces, with empty metadata."""
     return _text(MLX) + _pack("i?", traces, False) + _text("")
 
 
@@ -116,7 +113,7 @@ def _array(shape: tuple[int, ...], dtype: mx.Dtype) -> bytes:
 
 @dataclass(frozen=True)
 class Array:
-    """An array in a file; its type is MLX's code and the bytes of an element."""
+    """An array in a file. `dtype` is MLX's code of the dtype and the element size in bytes."""
 
     shape: tuple[int, ...]
     dtype: tuple[int, int]
@@ -128,21 +125,19 @@ class Array:
 
 @dataclass(frozen=True)
 class Primitive:
-    """A primitive in a file, and the place of its stream in bytes from the start."""
+    """A primitive in a file. `stream` is the byte offset of its stream."""
 
     stream: int
     device: int
     name: str
-    state: tuple  # in `state`, a shape is one element and a dtype two
+    state: tuple  # a shape takes one item, a dtype two
     inputs: tuple[int, ...]  # ids
     outputs: dict[int, Array]
 
 
 @dataclass(frozen=True)
 class Function:
-    """A trace: its inputs and constants by id, its primitives in order of computation, and the ids
-    of its outputs.
-    """
+    """A trace: inputs and constants by id, primitives in order of computation, and outputs' ids."""
 
     keywords: list[str]
     inputs: dict[int, Array]
@@ -212,12 +207,12 @@ class _Reader:
 
 
 def functions(file: bytes) -> list[Function]:
-    """Returns the functions in a file. All their primitives must be in `STATES`.
+    """Returns the functions in a file.
 
     Raises ValueError if the file is not valid, and KeyError for a primitive that `STATES` lacks.
     """
     reader = _Reader(file)
-    # The constants of all traces, because MLX writes each constant once
+    # Shared by all traces, because MLX writes each constant once.
     constants: dict[int, tuple[Array, bytes]] = {}
 
     def function() -> Function:
@@ -266,5 +261,5 @@ def functions(file: bytes) -> list[Function]:
 
 
 def primitives(file: bytes) -> list[Primitive]:
-    """Returns the primitives of all functions, in file order. Raises what `functions` does."""
+    """Returns the primitives of all functions, in file order. Raises what `functions` raises."""
     return [each for function in functions(file) for each in function.primitives]

@@ -13,7 +13,7 @@ from mesp.block_function.projection import Projection
 
 @dataclass(frozen=True)
 class Parts:
-    """A block's projections and vectors, and the way to compute with them."""
+    """A block's projections and weights, and how to compute with them."""
 
     p: dict[str, Projection]
     arrays: dict[str, mx.array]
@@ -21,33 +21,32 @@ class Parts:
     dtype: mx.Dtype
     plain: bool
     fast: ModuleType
-    # For each token of packed records, the position at which the token's record begins: int32 [T].
+    # The position at which each token's record begins, int32 [T]. None without packed records.
     starts: mx.array | None = None
-    # This layer's part of the tokens' embeddings for each layer [1, T, size]; None if the model has
-    # no such embeddings.
+    # The tokens' embeddings for this layer [1, T, size]. None if the model has no per-layer
+    # embeddings.
     per_layer: mx.array | None = None
-    # For a block without keys and values: the keys, after norm and RoPE, and the values of another
-    # block, [1, kv_heads, T, D] each.
+    # The keys (after norm and RoPE) and values of another block, [1, kv_heads, T, D] each. None if
+    # the block computes its own.
     shared: tuple[mx.array, mx.array] | None = None
-    # Returns gate, up and down of an expert, by its number; None in a block without experts.
+    # Returns an expert's gate, up and down projections. None in a block without experts.
     expert: Callable[[int], Sequence[Projection]] | None = None
 
     def norm(self, name: str, x: mx.array, eps: float | None = None) -> mx.array:
-        """Returns the RMSNorm `name` of x, in x's dtype. `eps` replaces the blocks' ε."""
+        """Returns the RMSNorm `name` of x, in x's dtype. `eps` replaces the block's ε."""
         function = rms_norm if self.plain else self.fast.rms_norm
         return function(x, self.arrays[f"{name}.weight"], eps or self.eps)
 
     def vector(self, name: str) -> mx.array:
-        """Returns a weight outside of linear layers, float32."""
+        """Returns the array `name` in float32."""
         return self.arrays[name].astype(mx.float32)
 
     def project(
         self, name: str, x: mx.array, after: mx.array | None = None, plus: mx.array | None = None
     ) -> mx.array:
-        """Returns the projection `name` of x, plus `plus` if it is given, float32.
+        """Returns the projection `name` of x in float32, plus `plus` if given.
 
-        The projection is computed after the array `after`. In plain operations MLX chooses the
-        order.
+        Unless `plain` is set, the projection is computed after the array `after`.
         """
         projection = self.p[name]
         if after is not None and not self.plain:
@@ -56,9 +55,7 @@ class Parts:
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Returns `mx.fast.rms_norm` in plain operations: computed in float32, returned in x's
-    dtype.
-    """
+    """Returns RMSNorm(x) in plain operations, computed in float32 and returned in x's dtype."""
     wide = x.astype(mx.float32)
     wide = wide * mx.rsqrt(mx.mean(mx.square(wide), axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight

@@ -26,7 +26,7 @@ class Projection:
     scale: mx.array
     quantization: Quantization
     device: str
-    dtype: mx.Dtype  # the dtype of x when a GPU multiplies it by W
+    dtype: mx.Dtype  # x's dtype in a GPU's product with W
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         """Returns y, or y + plus: x [1, T, in] -> float32 [1, T, out]."""
@@ -35,8 +35,8 @@ class Projection:
         addends = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
         total = reduce(mx.add, addends) if addends else None
         if self.device == "gpu":
-            # MLX fuses the sums below with the operations after them. `addmm` would need its addend
-            # as a whole array in memory.
+            # MLX fuses these sums with the operations after them. `addmm` would need its addend in
+            # memory.
             product = mx.quantized_matmul(
                 x.astype(self.dtype), *packed, **asdict(self.quantization)
             )
@@ -47,7 +47,7 @@ class Projection:
         return mx.addmm(total, self.scale * (wide @ self.a), self.b)
 
     def outputs(self, rows: slice) -> Projection:
-        """Returns the projection to some of the outputs."""
+        """Returns the projection to the outputs `rows`."""
         return replace(
             self,
             weight=self.weight[rows],
@@ -58,7 +58,7 @@ class Projection:
         )
 
     def after(self, done: mx.array) -> Projection:
-        """Returns the projection, to be computed after `done`."""
+        """Returns a projection that MLX computes after `done`."""
         return replace(self, weight=mx.depends([self.weight], [done])[0])
 
 

@@ -13,20 +13,19 @@ Turn = Callable[[mx.array, slice], mx.array]  # rotates rows of [1, heads, T, he
 
 
 def _periods(mixer: AttentionMixer) -> mx.array:
-    """Returns the frequencies in MLX's form, as positions a radian. A pair that is not rotated has
-    the largest number.
+    """Returns 1 / frequency, as MLX expects. A pair that is not rotated has the largest float32.
 
-    Infinity is not used, because a kernel under fast math does not define its inverse. The largest
-    number rotates a pair by less than 1e-32, which changes none of the pair's bits.
+    Infinity is not used, because its reciprocal is undefined under fast math. The largest float32
+    rotates a pair by an angle too small to change any bit.
     """
     most = float(mx.finfo(mx.float32).max)
     return mx.array([min(1 / f, most) if f else most for f in mixer.frequencies])
 
 
 def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
-    """Returns RoPE of the first dimensions in float32, by the fused primitive of `fast`.
+    """Returns RoPE by the fused primitive of `fast`, in float32.
 
-    The other dimensions stay unchanged.
+    RoPE rotates the first dimensions, and leaves the other dimensions unchanged.
     """
     if not mixer.frequencies:
         return lambda x, rows: x
@@ -42,7 +41,7 @@ def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
 
 
 def rope(mixer: AttentionMixer, everywhere: slice) -> Turn:
-    """Returns RoPE in plain operations, which compute the angles once."""
+    """Returns RoPE in plain operations. The angles are computed once."""
     half = len(mixer.frequencies)
     if not half:
         return lambda x, rows: x

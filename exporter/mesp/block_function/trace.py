@@ -24,17 +24,18 @@ def export_block(
     ranks: list[int],
     packed: bool = False,
 ) -> None:
-    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank.
+    """Writes `function` to `path` (``….mlxfn``), with a trace for each rank and sequence length.
 
-    `packed` tells whether `function` takes packed records. Traces for both devices are made on the
-    CPU, which every machine has; a file for the GPU differs only in the device of its primitives.
+    `packed` tells whether `function` takes packed records. The traces are made on the CPU, for
+    either device.
+
     Raises RuntimeError or OSError if the file cannot be written, ValueError if
-    `check_block_functions` refuses the file, and MespError if no phone could read the files of this
-    MLX.
+    `check_block_functions` refuses the file, and MespError if the installed MLX has another file
+    layout.
     """
     mlxfn.check_mlx()
     with mx.stream(mx.cpu), mx.exporter(path, function) as trace:
-        weights = mx.zeros(layout.words, mx.uint32)  # only its shape is used
+        weights = mx.zeros(layout.words, mx.uint32)
         for rank in ranks:
             lora = mx.zeros(block.lora_size(rank))
             for seq_len in seq_lens:

@@ -25,12 +25,12 @@ from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.quantization_loss import QuantizationLoss, compute_head_inputs, measure_loss
 from mesp.source_model.safetensors import SafetensorsWeights
 
-# The most tokens of the text. The text is also no longer than a sliding window, because mlx-lm
-# ignores windows for some families.
+# The largest number of tokens to compare. mlx-lm ignores sliding windows for some families, so the
+# text is also no longer than a window.
 LENGTH = 64
-# The largest relative error of logits that rounding in float32 may explain. Rounding depends on the
-# order of sums. The errors are 1e-6 in tiny models, and about 1e-5 after dozens of blocks. A wrong
-# ε of a norm or a wrong angle of a position changes more.
+# The largest relative error of logits that float32 rounding may explain. The errors are 1e-6 in
+# tiny models, and about 1e-5 after dozens of blocks. A wrong norm ε or a wrong RoPE angle changes
+# more.
 TOLERANCE = 1e-3
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
@@ -40,10 +40,8 @@ _ROPE = (
 
 @dataclass(frozen=True)
 class SourceComparison:
-    """The relative errors of logits in float32, and the loss of quantization."""
-
-    read: float  # of the source's weights in the bundle's architecture, against the source
-    written: float  # of the bundle's weights in its architecture, against the bundle in mlx-lm
+    read: float  # error of MeSP's forward pass with the source's weights, against mlx-lm's
+    written: float  # error of MeSP's forward pass with the bundle's weights, against mlx-lm's
     loss: QuantizationLoss
 
     def check(self) -> None:
@@ -52,7 +50,7 @@ class SourceComparison:
             (self.read, "With the source's weights, its logits differ from the source's in mlx-lm"),
             (self.written, "Its logits differ from those of its config.json in mlx-lm"),
         ):
-            if not error <= TOLERANCE:  # or if it is NaN
+            if not error <= TOLERANCE:
                 raise MespError(
                     f"The bundle does not compute what its source does. {sentence} by {error:.2g} "
                     "of their norm, which quantization does not explain; export the model again."
@@ -60,10 +58,10 @@ class SourceComparison:
 
 
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
-    """Compares logits of a short text; see `SourceComparison`.
+    """Compares the logits of a short text.
 
-    Memory holds the source's whole model, in float32, and about one block of each other model.
-    Raises MespError if the bundle is not of this source, or mlx-lm does not run it.
+    Memory holds the source's whole model in float32, and about one block of each other model.
+    Raises MespError if the bundle is not of this source, or if mlx-lm cannot load the source.
     """
     if source.gguf or source.folder is None:
         raise MespError(
@@ -101,7 +99,7 @@ def _error(found: mx.array, model: nn.Module, tokens: list[int]) -> float:
     with mx.stream(mx.cpu):  # GPUs may round the factors of products
         model.set_dtype(mx.float32)
         modules: list[Any] = model.modules()
-        for module in modules:  # Gemma 4 is published in bfloat16, which rounds its scale
+        for module in modules:  # Gemma 4's embedding scale is rounded to bfloat16
             if hasattr(module, "embed_scale"):
                 module.embed_scale = mx.array(module.embed_scale, mx.bfloat16).item()
         expected = model(mx.array([tokens]))[0, :, : found.shape[1]]
@@ -115,7 +113,7 @@ def _bundled(bundle: Bundle, source: Source) -> nn.Module:
 
 def _own_model(bundle: Bundle, source: Source) -> nn.Module:
     """Returns the source's model as mlx-lm loads it, without running code from its folder."""
-    from mlx_lm.utils import load_model  # imported here, because it takes tens of MB
+    from mlx_lm.utils import load_model
 
     assert source.folder is not None
     told = _for_mlx_lm(source.config, max(bundle.manifest.seq_lens))
@@ -131,9 +129,8 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """Returns the source's config.json as mlx-lm reads it. If RoPE is in the keys of transformers
-    5, or has long factors, RoPE is converted to mlx-lm's keys.
-    """
+    """Returns the source's config.json for mlx-lm, with RoPE converted to mlx-lm's keys if
+    necessary."""
     read = for_mlx_lm(complete(config), length)
     rope = {key: read[key] for key in _ROPE if key in read}
     is_long = (read.get("rope_scaling") or {}).get("type") == "longrope"

@@ -22,9 +22,8 @@ FOLDERS = ("data", "data.2")
 
 
 def check_packing(splits: Mapping[str, Split], bundle: Path, manifest: Manifest) -> None:
-    """Raises MespError if examples are to share sequences, but the bundle's GPU functions do not
-    allow that.
-    """
+    """Raises MespError if examples are packed, but the bundle's GPU functions take no packed
+    records."""
     if any(split.pack for split in splits.values()) and not manifest.takes_packed:
         raise MespError(
             f"The block functions of {bundle} take one record a sequence: leave out --pack, or "
@@ -33,7 +32,7 @@ def check_packing(splits: Mapping[str, Split], bundle: Path, manifest: Manifest)
 
 
 def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, DataSplit]:
-    """Writes the splits to a new `folder` of the bundle; returns their entries in the manifest."""
+    """Writes the splits to `folder` in the bundle, and returns their manifest entries."""
     if splits:
         remove_link(bundle / folder)
         (bundle / folder).mkdir(exist_ok=True)
@@ -62,26 +61,26 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
 
 
 def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
-    """Returns the tokens at which generation stops, of all splits, ascending."""
+    """Returns the end tokens of all splits, ascending."""
     return tuple(sorted({token for split in splits.values() for token in split.ends}))
 
 
 def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, bool]:
-    """Returns the options that changed how the text of the splits was encoded."""
+    """Returns the encoding options of the first split. All splits have the same options."""
     return next((split.encoding for split in splits.values()), {})
 
 
 def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
-    """Writes data.json, the list of the splits' files in a folder, which mesp-engine reads."""
+    """Writes data.json, which lists the splits' files for mesp-engine."""
     with create(folder / "data.json") as file:
         file.write(json.dumps({name: split.to_json() for name, split in data.items()}).encode())
 
 
 def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
-    """Replaces the data of a finished bundle; returns its new manifest.
+    """Replaces the data of a finished bundle, and returns the bundle's new manifest.
 
-    One rename puts the new manifest in place, and with it the new data. So the bundle is whole
-    whenever the process ends. The next call removes the files that an interrupted call has left.
+    One rename switches to the new manifest and the new data. So an interruption leaves the bundle
+    whole. The next call removes files that an interrupted call has left.
     """
     with (
         plain_os_errors(f"Cannot write the data to {bundle}"),
@@ -109,9 +108,6 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
 
 
 def _remove_unused(bundle: Path) -> str:
-    """Removes the data folder that the manifest does not use, if there is such a folder. Returns
-    the folder's name.
-    """
     files = read_object(bundle / "manifest.json")["files"]
     used = {file["path"].split("/")[0] for file in files}
     unused = next((folder for folder in FOLDERS if folder not in used), None)
@@ -123,7 +119,7 @@ def _remove_unused(bundle: Path) -> str:
 
 
 def describe_data(data: Mapping[str, DataSplit]) -> str:
-    """Returns a description of the manifest's ``data``; empty if there is none."""
+    """Returns a description of the manifest's ``data``."""
 
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:

@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 StrPath = str | os.PathLike[str]
 
 QUANTIZERS = ("least-squares", "nearest")
-MEASURE_SEQUENCES = 8  # sequences that `ExportJob.measure` reads, of `MEASURE_LENGTH` tokens each
+MEASURE_SEQUENCES = 8  # sequences that `ExportJob.measure` reads
 MEASURE_LENGTH = 256
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """An export that is ready to run: the model that was found, and the checked options."""
+    """A checked export that is ready to run."""
 
     source: Source
     weights: Weights
@@ -49,7 +49,7 @@ class ExportJob:
     options: ExportOptions
 
     def run(self, progress: ProgressCallback | None = None) -> Manifest:
-        """Writes the bundle `options.out` and returns its manifest; see `export`."""
+        """Writes the bundle to `options.out`, and returns its manifest."""
         manifest = write_bundle(
             self.source, self.weights, self.architecture, self.options, progress
         )
@@ -68,7 +68,9 @@ class ExportJob:
         return manifest
 
     def describe_gguf(self) -> str | None:
-        """Returns a sentence on the matrices of a GGUF file; None for another source."""
+        """Returns a sentence on a GGUF file's matrices. None without a GGUF file or with random
+        weights.
+        """
         if self.source.gguf is None or isinstance(self.weights, RandomWeights):
             return None
         from mesp.source_model.gguf.weights import GGUFWeights
@@ -77,9 +79,9 @@ class ExportJob:
         return self.weights.describe(self.options.dtype)
 
     def sequences_to_measure(self, data: str) -> list[list[int]]:
-        """Returns some sequences of a text.
+        """Returns sequences of the text `data` for `measure`.
 
-        Raises MespError if there is no tokenizer or no text, and for random weights.
+        Raises MespError if there is no tokenizer or no text, or if the weights are random.
         """
         if isinstance(self.weights, RandomWeights):
             raise MespError("Random weights predict nothing; leave out --measure.")
@@ -91,7 +93,7 @@ class ExportJob:
         return choose_excerpts(split.tokens, self.source, self.architecture, count, length)
 
     def measure(self, sequences: list[list[int]]) -> QuantizationLoss:
-        """Returns the distance between the predictions of the written bundle and of the model."""
+        """Returns how far the bundle's predictions are from the model's predictions."""
         model = SourceModel(self.weights, self.architecture, self.options.quantizations)
         bundle = Bundle(self.options.out, to_run=False)
         return measure_loss(model, to_source_model(bundle), sequences)
@@ -118,10 +120,10 @@ def prepare_export(
     seed: int,
     overwrite: bool,
 ) -> ExportJob:
-    """Finds or downloads the model, checks the options and returns the export. Writes no bundle.
+    """Finds or downloads the model, and checks the options. Writes no bundle.
 
-    The arguments are those of `export`, but without defaults. Raises MespError if an argument
-    cannot be used.
+    The arguments are those of `export`, without defaults. Raises MespError if an argument cannot be
+    used.
     """
     device = DEVICE if device in (None, "auto") else device
     _check_choices(
@@ -151,13 +153,13 @@ def prepare_export(
         source = replace(source, name=f"{source.name}-random", revision=None)
         weights = RandomWeights(seed, norm=1 - arch.norm_offset)
     elif source.gguf:
-        from mesp.source_model.gguf.weights import GGUFWeights  # this needs the gguf package
+        from mesp.source_model.gguf.weights import GGUFWeights
 
         weights = GGUFWeights(source.gguf, arch)
     else:
         assert source.folder is not None
         weights = SafetensorsWeights(source.folder, arch)
-        arch = weights.arch  # the architecture has a separate head if the source stores one
+        arch = weights.arch
         if weights.left_out:
             log.warning(
                 "Note: %s tensors are left out: the text alone is trained, without layers that "
@@ -227,18 +229,18 @@ def export(
         head_bits: Bits of the output head, and of an embedding tied to it: 6, or `bits` if that
             is more.
         quantize: ``least-squares``, which changes the outputs of matrices least, or ``nearest``.
-        calibrate: Data on which the outputs are to change least; None for random tokens.
+        calibrate: Data for ``least-squares``; None for random tokens.
         dtype: The dtype of activations, ``float32`` or ``bfloat16``; the device's by default.
         device: ``cpu`` or ``gpu``, for an iPhone ``gpu``; None for this machine's.
-        random_weights: Whether to give the model's geometry random weights.
+        random_weights: Whether to replace the model's weights by random ones.
         layers: The number of blocks, from the first; all by default.
         seed: The seed of random weights.
         overwrite: Whether to replace an existing bundle.
         progress: Called with the progress of the export.
 
     Raises:
-        MespError: The model, the data, an argument or the disk does not allow the bundle; then
-            nothing of it is left.
+        MespError: The model, the data or an argument is unsuitable, or the disk is full. Then no
+            part of the bundle is left.
     """
     job = prepare_export(
         model, out, data=data, data_options=data_options, seq_len=seq_len, rank=rank, mode=mode,
@@ -261,11 +263,11 @@ def rewrite(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Bundle:
-    """Writes a bundle again with other functions and the same weights and data, and returns it.
+    """Rewrites a bundle with other functions and the same weights and data, and returns the new
+    bundle.
 
-    Arguments that are not given are the bundle's. `out` may be the bundle itself, with `overwrite`.
-    Raises MespError if the bundle, its data or the disk does not allow the new bundle; then
-    `bundle` is unchanged.
+    Arguments that are not given keep the bundle's values. With `overwrite`, `out` may be the bundle
+    itself. Raises MespError if the new bundle cannot be written. Then `bundle` is unchanged.
     """
     old = Path(bundle)
     has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
@@ -287,7 +289,7 @@ def rewrite(
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
-    """Returns the different numbers, ascending. Raises MespError if a number is below 1."""
+    """Returns the distinct numbers, ascending. Raises MespError if a number is below 1."""
     found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")
@@ -295,7 +297,6 @@ def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
 
 
 def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:
-    """Raises MespError for a value that is neither None nor one of its choices."""
     for name, (value, choices) in given.items():
         if value is not None and value not in choices:
             raise MespError(
@@ -304,7 +305,6 @@ def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:
 
 
 def _check_calibrate(quantizations: Quantizations, quantize: str, random_weights: bool) -> None:
-    """Raises MespError if --calibrate would change nothing."""
     if quantizations.config is not None:
         raise MespError(
             "The model is quantized already, and stays unchanged; leave out --calibrate."

@@ -1,5 +1,3 @@
-"""The options of an export."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,13 +8,13 @@ import mlx.core as mx
 from mesp.data.load import DataOptions
 from mesp.quantization.choose import Quantizations
 
-DEVICE = "gpu" if mx.metal.is_available() else "cpu"  # the default
+DEVICE = "gpu" if mx.metal.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """The bundle to write, and its functions' lengths, ranks and device. With `pack`, a GPU's
-    functions take packed records too.
+    """The options of the bundle to write. With `pack`, GPU functions for packed records are written
+    too.
     """
 
     out: Path
@@ -30,11 +28,9 @@ class BundleOptions:
 
 @dataclass(frozen=True)
 class ExportOptions(BundleOptions):
-    """The checked options of a model's export."""
-
     data: str | None
     data_options: DataOptions
     quantizations: Quantizations
     seed: int
     quantize: str = "least-squares"  # or "nearest"
-    calibrate: str | None = None  # the data that moments are computed from; None: random tokens
+    calibrate: str | None = None  # data for least-squares quantization; None: random tokens

@@ -1,4 +1,4 @@
-"""The files of a bundle's block functions, and which blocks share them."""
+"""Writes a bundle's block functions, and finds which blocks share them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def write_functions(
 ) -> list[BlockGroup]:
     """Writes the block functions, a file for each sequence length.
 
-    For a GPU it writes plain functions too and, with `options.pack`, functions for packed records.
-    Blocks of one layout, mixer and MLP are a group. Two groups whose functions for a length would
-    be equal share one file. For example, a group with a sliding window and a group that only lacks
-    the window share functions for sequences no longer than the window.
+    For a GPU, also writes plain functions and, with `options.pack`, functions for packed records.
+    Blocks with the same layout, mixer and MLP form a group. Two groups share a file if their
+    functions for that sequence length are equal. For example, a sliding window changes nothing in a
+    sequence that is no longer than the window.
     """
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):
@@ -39,11 +39,10 @@ def write_functions(
         kinds = {"": group.functions, "plain.": group.plain_functions}
         kinds |= {"packed.": group.packed_functions} if options.pack and on_gpu else {}
         if block.mlp.experts:
-            # Blocks with experts have no functions, because a function cannot choose the experts of
-            # each token.
+            # A block function cannot choose the experts of each token.
             kinds = {}
         for kind, files in kinds.items():
-            # On a CPU, the functions to train with are the plain functions.
+            # On a CPU, training uses the plain functions.
             kind = kind if on_gpu else ""
             plain = kind == "plain." or not on_gpu
             function = block_function(block, layout, options.device, plain, fast)

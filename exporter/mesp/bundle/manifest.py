@@ -1,4 +1,4 @@
-"""A bundle's manifest.json: reads and checks it, and writes it."""
+"""Reads, checks and writes a bundle's manifest.json."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from mesp.models.layout import Layout
 from mesp.models.quantization_formats import Quantization
 
 FORMAT = 6
-# The formats of bundles that `mesp-export --from` reads. Bundles of these formats differ only in
-# their functions.
+# The formats that `mesp-export --from` reads. They differ only in the block functions.
 OF_SAME_WEIGHTS = (5, FORMAT)
 PER_LAYER = {
     "per_layer_embedding": PER_LAYER_EMBEDDING,
@@ -32,13 +31,12 @@ PER_LAYER = {
 }
 MODEL = ("id", "revision", "license")
 MORE_OF_MODEL = ("license_name", "license_link")  # these keys may be absent
-ENCODING = ("chat", "split_special_tokens")  # each may be absent
+ENCODING = ("chat", "split_special_tokens")  # these keys may be absent
 
 _PACKED = {
     "words": int,
     "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
 }
-# The fields that a manifest.json must have, with their types.
 READ = {
     "name": str,
     "model": {"id": str},
@@ -56,7 +54,9 @@ READ = {
 
 
 def fits(value: Any, wanted: Any) -> bool:
-    """Returns whether a JSON value has the keys and types `wanted`, and no negative number."""
+    """Returns whether a JSON value has the keys and types of `wanted`. Integers must be from 0 to
+    2⁵³ - 1.
+    """
     if isinstance(wanted, dict):
         return isinstance(value, dict) and all(fits(value.get(k), wanted[k]) for k in wanted)
     if isinstance(wanted, list):
@@ -65,9 +65,6 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def _is_line(value: Any) -> bool:
-    """Returns whether a value is None or a line of text, which may go to terminals and model
-    cards.
-    """
     return value is None or (isinstance(value, str) and value.isprintable())
 
 
@@ -83,9 +80,7 @@ def _is_split(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModelName:
-    """The model that a bundle was exported from; `revision` is None if the model came from a
-    folder.
-    """
+    """The model that a bundle was exported from. `revision` is None for a model from a folder."""
 
     id: str
     revision: str | None = None
@@ -98,17 +93,16 @@ class ModelName:
         return {k: v for k, v in entries.items() if k in MODEL or v is not None}
 
     def __str__(self) -> str:
-        """Returns `ID` or `ID@REVISION`."""
         return f"{self.id}@{self.revision}" if self.revision else self.id
 
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks of one layout, one mixer and one MLP, and their functions' files by length.
+    """Blocks with the same layout, mixer and MLP, and the files of their functions by sequence
+    length.
 
-    A GPU trains packed records with `packed_functions`, if there are any. Blocks with experts have
-    no functions, and neither have the blocks of a bundle that mesp-export did not write. The
-    trainer computes blocks without functions by its formulas.
+    Blocks with experts have no functions. The trainer computes blocks without functions by its own
+    formulas. A GPU trains packed records with `packed_functions`.
     """
 
     layers: tuple[int, ...]
@@ -127,7 +121,7 @@ class BlockGroup:
 
     @property
     def files(self) -> list[dict[str, str]]:
-        """The functions of each kind that exists. Functions and plain functions exist together."""
+        """The files of each kind of functions. Empty if the blocks have no functions."""
         packed = [self.packed_functions] if self.packed_functions else []
         kinds = [self.functions, self.plain_functions, *packed]
         return kinds if any(kinds) else []
@@ -140,7 +134,7 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class Table:
-    """The file of the embedding or the head."""
+    """The weight file of the embedding, the head or a per-layer embedding."""
 
     file: str
     layout: Layout
@@ -155,11 +149,10 @@ class Table:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The files of a split of the data. The split has `tokens` ids, which are a packed stream or
-    `count` examples.
+    """The files of a split. The split's `tokens` ids are a packed stream or `count` examples.
 
-    `begin` is a token that replaces the first token of each window of a packed stream. None: the
-    first token stays. With `pack`, short examples share a sequence in training.
+    `begin` replaces the first token of each window of a packed stream, unless it is None. With
+    `pack`, short examples share a sequence in training.
     """
 
     file: str
@@ -213,7 +206,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A bundle's manifest: docs/formats.md describes each field."""
+    """A bundle's manifest. docs/formats.md describes each field."""
 
     name: str
     model: ModelName
@@ -226,20 +219,22 @@ class Manifest:
     blocks: tuple[BlockGroup, ...]
     embedding: Table
     head: Table
-    # The files with the matrices of embeddings for each layer, by the matrices' names.
+    # The weight files of the per-layer embeddings, by matrix name.
     per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
-    # The tokens at which generation stops, ascending: the model's end tokens, and those that end
-    # answers in the data.
+    # The tokens at which generation stops, ascending. They are the model's end tokens, and the
+    # tokens that end answers in the data.
     end_tokens: tuple[int, ...] = ()
-    # The options, of `ENCODING`, that changed how the text of the data was encoded.
+    # The options that changed how the data's text was encoded; their names are in `ENCODING`.
     encoding: Mapping[str, bool] = field(default_factory=dict)
     files: tuple[File, ...] = ()
 
     @property
     def takes_packed(self) -> bool:
-        """Whether several records may share a sequence. The trainer's formulas allow this; the
-        trainer uses them on a CPU, and for blocks without functions.
+        """Whether several records may share a sequence.
+
+        Without functions, or on a CPU, the trainer computes by formulas, which allow packed
+        records.
         """
         return self.device == "cpu" or all(
             group.packed_functions or not group.files for group in self.blocks
@@ -294,7 +289,6 @@ class Manifest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the object that `of` reads."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -320,7 +314,6 @@ class Manifest:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes ``manifest.json`` into a folder."""
         text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
         with create(folder / "manifest.json") as file:
             file.write(f"{text}\n".encode())
@@ -331,9 +324,10 @@ def read_manifest(
 ) -> Manifest:
     """Returns the manifest of the bundle at `path`, after checks.
 
-    Raises MespError if the folder is not a bundle, is of none of the `formats`, or lacks a file or
-    part of one. With `to_run`, raises it also if this MLX does not read the bundle's functions, or
-    if the bundle needs a GPU that this machine lacks. `Bundle.verify` checks the contents.
+    Raises MespError if the folder is not a bundle, has a format that is not in `formats`, or lacks
+    a file or a part of a file. With `to_run`, also raises MespError if the installed MLX does not
+    read the bundle's functions, or if the bundle needs a missing GPU. `Bundle.verify` checks the
+    contents.
     """
     try:
         entries = read_object(path / "manifest.json")
@@ -387,7 +381,7 @@ def damaged(path: Path) -> MespError:
 
 
 def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
-    """Returns an entry for every file in the bundle, or in a folder of it."""
+    """Returns an entry for every file in the bundle's `folder`."""
     files = sorted(path for path in (bundle / folder).rglob("*") if path.is_file())
     return tuple(
         File(file.relative_to(bundle).as_posix(), file.stat().st_size, sha256(file))
@@ -396,6 +390,6 @@ def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
 
 
 def sha256(path: Path) -> str:
-    """Returns the digest of a file, in hexadecimal digits."""
+    """Returns a file's SHA-256 as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Writes a model's terms and a model card beside everything that is made from its bundle."""
+"""Writes licence files and a model card beside files that are made from a bundle."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mesp.source_model.copied_files import copy_files
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:
-    """Returns the front matter of a model card on the Hub, with `others` first."""
+    """Returns a model card's YAML front matter, with `others` first. Empty if nothing is known."""
     model = manifest.model
     entries: dict[str, Any] = {**others}
-    if model.revision:  # otherwise it came from a folder
-        entries["base_model"] = "/".join(model.id.split("/")[:2])  # without the name of a GGUF file
+    if model.revision:
+        entries["base_model"] = "/".join(model.id.split("/")[:2])  # drops the name of a GGUF file
     licence = (model.license, model.license_name, model.license_link)
     for name, value in zip(("license", "license_name", "license_link"), licence, strict=True):
         if value:
@@ -32,8 +32,9 @@ def front_matter(manifest: Manifest, **others: str) -> str:
 
 
 def write_card(manifest: Manifest, folder: Path) -> None:
-    """Writes a README.md with the model and its licence, if the model or its licence is known, and
-    if there is no README.md.
+    """Writes a README.md with the model and its licence.
+
+    Writes nothing if a README.md exists, or if neither the model nor its licence is known.
     """
     path, head = folder / "README.md", front_matter(manifest)
     if not head or os.path.lexists(path):
@@ -48,7 +49,7 @@ Made with MeSP. The terms of {manifest.name} apply to it too.
 
 
 def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
-    """Copies the files with a bundle's terms into a folder, and writes a card there.
+    """Copies a bundle's licence files into `folder`, and writes a model card there.
 
     Raises MespError if a file is a link that leads out of the bundle, and OSError if a file cannot
     be written.
@@ -58,8 +59,8 @@ def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
 
 
 def write_terms_of_run(bundle: Path, manifest: Manifest, run: Path) -> None:
-    """Writes the terms beside each of a run's adapters, because people share adapters without the
-    run.
+    """Writes the licence files beside each of a run's adapters, because people share adapters
+    without the run.
     """
     for name in ("adapters", "adapters/peft", "best", "best/peft"):
         if (run / name).is_dir():

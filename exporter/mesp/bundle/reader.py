@@ -37,8 +37,7 @@ from mesp.models.layout import (
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import CONVOLUTIONS, name_there
 
-# The maximum size of a file of functions in bytes. The largest such files that mesp-export writes
-# have about a hundredth of this size.
+# The maximum size of a function file in bytes, about 100 times the largest that mesp-export writes.
 FUNCTIONS = 64 << 20
 
 
@@ -48,7 +47,6 @@ def block_file(index: int) -> str:
 
 
 def _check_arrays(found: Layout, expected: Layout) -> None:
-    """Raises ValueError unless both layouts hold the same arrays."""
     described = [
         {a.name: (a.shape, a.dtype, a.stride is None) for a in layout.arrays}
         for layout in (found, expected)
@@ -58,9 +56,8 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
 
 
 class Bundle:
-    """A bundle, read from its folder. Files of weights are mapped into memory, and copied when MLX
-    arrays are made from them.
-    """
+    """A bundle, read from its folder. Weight files are memory-mapped. MLX arrays copy the
+    mapped data."""
 
     def __init__(
         self,
@@ -68,7 +65,6 @@ class Bundle:
         to_run: bool = True,
         formats: tuple[int, ...] = (FORMAT,),
     ):
-        """Raises MespError if the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
         self.manifest = read_manifest(self.path, to_run, formats)
         self.architecture = self.manifest.architecture
@@ -84,9 +80,6 @@ class Bundle:
             raise damaged(self.path) from error
 
     def _check_groups(self) -> None:
-        """Raises ValueError unless each block is in one group, of one mixer and MLP, and every
-        layout holds the architecture's arrays.
-        """
         arch, dtype = self.architecture, self.manifest.dtype
         layers = [layer for group in self.manifest.blocks for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):
@@ -108,9 +101,6 @@ class Bundle:
         ]  # fmt: skip
 
     def _check_files(self) -> None:
-        """Raises ValueError unless the manifest lists each file that it names, and each array lies
-        within its file.
-        """
         manifest = self.manifest
         sizes = {entry.path: entry.size for entry in manifest.files}
         data = {
@@ -142,8 +132,7 @@ class Bundle:
         return files
 
     def layouts_in(self, dtype: str) -> dict[str, Layout]:
-        """Returns the layouts that the weight files would have in `dtype`, with the same
-        architecture and quantization.
+        """Returns the layouts of the weight files if the bundle had the dtype `dtype`.
 
         Raises ValueError or KeyError if a matrix is missing, or has no known quantization.
         """
@@ -170,12 +159,11 @@ class Bundle:
         return files
 
     def function_files(self) -> set[str]:
-        """Returns the paths of the functions' files."""
+        """Returns the paths of the block functions' files."""
         named = [each for group in self.manifest.blocks for each in group.files]
         return {file for functions in named for file in functions.values()}
 
     def group(self, index: int) -> BlockGroup:
-        """Returns the group that block `index` is in."""
         return next(group for group in self.manifest.blocks if index in group.layers)
 
     def words(self, name: str) -> mx.array:
@@ -183,7 +171,7 @@ class Bundle:
         return mx.array(self._map(name))
 
     def block_words(self, index: int) -> mx.array:
-        """Returns the words of a block's file, uint32 [words], an input of the block function."""
+        """Returns the uint32 words of a block's weight file, an input of the block function."""
         return self.words(block_file(index))
 
     def block(self, index: int) -> dict[str, mx.array]:
@@ -197,14 +185,14 @@ class Bundle:
         return self._table(self.manifest.embedding)
 
     def head(self) -> dict[str, mx.array]:
-        """Returns the head's arrays, with the names that `embedding` uses, and ``norm``, the weight
-        of the final RMSNorm.
+        """Returns the head's arrays, named as in `embedding`, and ``norm``, the final RMSNorm's
+        weight.
         """
         return self._table(self.manifest.head)
 
     def per_layer(self) -> dict[str, mx.array]:
-        """Returns the arrays of the embeddings for each layer, by mlx-lm's names. The result is
-        empty if the model has no such embeddings.
+        """Returns the arrays of the per-layer embeddings, by mlx-lm's names. Empty without such
+        embeddings.
         """
         arrays = {}
         for name, table in self.manifest.per_layer.items():
@@ -219,7 +207,7 @@ class Bundle:
         Raises MespError if mlx-lm does not have the model's family, or computes the model
         differently.
         """
-        from mlx_lm.utils import _get_classes  # imported here, because it takes tens of MB
+        from mlx_lm.utils import _get_classes
 
         arch = self.architecture
         config = for_mlx_lm(self.config(), max(self.manifest.seq_lens))
@@ -263,7 +251,7 @@ class Bundle:
     def checkpoint(self) -> dict[str, mx.array]:
         """Returns the weights with the names and shapes of Hugging Face's checkpoints.
 
-        Matrices stay quantized. Matrices that some checkpoints store as one are separate here.
+        Matrices stay quantized, and joined matrices are stored separately.
         """
         arch = self.architecture
         head = self.head()
@@ -287,7 +275,8 @@ class Bundle:
     def config(self) -> dict[str, Any]:
         """Returns the model's config.json for mlx-lm.
 
-        Raises MespError if the manifest does not list config.json, or if that is of another model.
+        Raises MespError if the manifest does not list config.json, or if config.json describes
+        another model.
         """
         arch = self.architecture
         wanted = {
@@ -323,11 +312,11 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Returns the function of block `index`, or its plain function. A function takes (x, lora,
-        scale, weights) and returns the block's arrays.
+        """Returns the block function of block `index`.
 
-        The function for packed records also takes starts. Raises MespError if there is no such
-        function, or if `check_block_functions` refuses its file.
+        The function takes (x, lora, scale, weights), and starts if `packed`, and returns the
+        block's arrays. With `plain`, returns the plain function. Raises MespError if there is no
+        such function, or if `check_block_functions` refuses its file.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -358,39 +347,40 @@ class Bundle:
         return mx.import_function(str(path))
 
     def tokens(self, split: str) -> np.ndarray:
-        """Returns the token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
+        """Returns the tokens of a split (``train``, ``valid`` or ``test``): uint32 [N],
+        memory-mapped."""
         return self._map(self._data(split).file)
 
     def examples(self, split: str) -> np.ndarray | None:
-        """Returns the range of each example in `tokens`: uint32 [M, 2], mapped; None for a packed
-        stream.
+        """Returns the range of each example in `tokens`: uint32 [M, 2], memory-mapped.
 
-        A row is (start, length): the tokens [start, start + length).
+        A row is (start, length). The result is None for a packed stream.
         """
         file = self._data(split).examples
         return None if file is None else self._map(file).reshape(-1, 2)
 
     def pack(self, split: str) -> bool:
-        """Returns whether short examples share a sequence in training."""
+        """Returns whether short examples of the split share a sequence in training."""
         return self._data(split).pack
 
     def begin(self, split: str) -> int | None:
-        """Returns the token that replaces the first token of each window of a packed stream. None:
-        the first token stays.
+        """Returns the token that replaces the first token of each window of a packed stream.
+
+        None: the first token stays.
         """
         return self._data(split).begin
 
     def mask(self, split: str) -> np.ndarray | None:
         """Returns 1 for each token of `tokens` whose prediction is in the loss, else 0: uint8 [N],
-        mapped.
+        memory-mapped.
 
-        None: all are in the loss.
+        None: all predictions are in the loss.
         """
         return self._bytes(self._data(split).mask)
 
     def labels(self, split: str) -> np.ndarray | None:
-        """Returns the label of each example, with the numbers of `mesp.data.preferences`: uint8
-        [M], mapped.
+        """Returns each example's label, as numbered in `mesp.data.preferences`: uint8 [M],
+        memory-mapped.
 
         None: the data has no labels.
         """
@@ -423,9 +413,10 @@ class Bundle:
 
 
 def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
-    """Opens the bundle in a folder. `Bundle.verify` checks its contents.
+    """Opens the bundle at `path`.
 
-    Raises MespError if the bundle is invalid or damaged. With `to_run`, raises it also if this MLX
-    does not read the bundle's functions, or if the bundle is for a GPU that this machine lacks.
+    Raises MespError if the bundle is invalid. With `to_run`, also raises MespError if the installed
+    MLX does not read the bundle's functions, or if the bundle needs a missing GPU. `Bundle.verify`
+    checks the contents of the files.
     """
     return Bundle(path, to_run)

@@ -1,4 +1,4 @@
-"""Writes an existing bundle again, with the same weights and data."""
+"""Rewrites an existing bundle with the same weights and data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced again. Weights are written again if the dtype changes, and configurations
-    are written without the code that they name. Other files are hard links, or copies if links are
-    not possible. Raises MespError if the bundle, its data or the disk does not allow the new
-    bundle; then nothing of it is left, and `source` is whole.
+    Functions are traced again. Weights are written again if the dtype changes. Other files are hard
+    links or, if links are not possible, copies. Raises MespError if the new bundle cannot be
+    written. Then nothing of the new bundle is left, and `source` is unchanged.
     """
     in_place = options.out.resolve() == source.resolve()
     another = f"mesp-export or mesp data is writing to {source}"
@@ -92,7 +91,7 @@ def rewrite_bundle(
 
 
 def check_data(bundle: Bundle, seq_len: int) -> None:
-    """Raises MespError if a packed split is shorter than one sequence of `seq_len`."""
+    """Raises MespError if a packed split has fewer than `seq_len` + 1 tokens."""
     for split, entry in bundle.manifest.data.items():
         if entry.examples is None and entry.tokens < seq_len + 1:
             raise MespError(
@@ -107,5 +106,5 @@ def link(file: Path, new: Path) -> None:
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file, new)
-    except OSError:  # for example on another disk, or on a file system without links
+    except OSError:  # for example on another disk
         shutil.copyfile(file, new)

@@ -1,4 +1,4 @@
-"""A bundle's weights in the form of a source model's."""
+"""Reads a bundle as a source model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mesp.source_model.forward_pass import SourceModel
 
 
 class BundleWeights:
-    """The arrays of a bundle, mapped, and read by rows; see `Weights`."""
+    """A bundle's memory-mapped arrays, read by rows, as a `Weights`."""
 
     has_float16_scales = False
-    is_converted = True  # norms are stored as the formulas use them, with the family's offset added
+    is_converted = True  # norms include the family's offset
 
     def __init__(self, bundle: Bundle):
         self.bundle = bundle
@@ -76,6 +76,6 @@ class BundleWeights:
 
 
 def to_source_model(bundle: Bundle) -> SourceModel:
-    """Returns the model of a bundle, whose blocks run one after another."""
+    """Returns a source model with a bundle's weights."""
     weights = BundleWeights(bundle)
     return SourceModel(weights, bundle.architecture, weights.quantizations())

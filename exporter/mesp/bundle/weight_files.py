@@ -1,4 +1,4 @@
-"""The weight files of a bundle: their arrays, and how they are written."""
+"""The arrays of a bundle's weight files, and how the files are written."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
 from mesp.source_model.calibration import Moments
 
-# The files of the matrices of embeddings for each layer. A GPU keeps a whole file in memory even if
-# it reads only a part. Only some rows of the table are read, so the table has a separate file.
+# The files of the per-layer embeddings. A GPU keeps a whole file in memory. Only some rows of the
+# embedding table are needed, so the table has a separate file.
 PER_LAYER = {
     PER_LAYER_EMBEDDING: "per_layer_embedding.bin",
     PER_LAYER_PROJECTION: "per_layer_projection.bin",
@@ -46,7 +46,7 @@ def weight_files(
 ) -> WeightFiles:
     """Returns the layout of every weight file and, if `weights` are given, its content.
 
-    With `moments`, matrices are quantized with the least loss. Without moments, each weight becomes
+    With `moments`, matrices are quantized by least squares. Without moments, each weight becomes
     the nearest value. The contents must be read in order.
     """
     quantizations = options.quantizations
@@ -74,7 +74,7 @@ def weight_files(
 
 
 def weight_bytes(files: WeightFiles) -> int:
-    """Returns the size of all weight files together."""
+    """Returns the total size of the weight files in bytes."""
     return sum(layout.words * 4 for layout, _ in files.values())
 
 
@@ -82,7 +82,7 @@ def block_pieces(
     weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the arrays of a block's file."""
+    """Yields the arrays of a block's weight file."""
     prefix = f"model.layers.{index}."
     for name in block.norms():
         yield name, 0, read_norm(weights, prefix + name, layout[name].shape, block.arch)
@@ -97,7 +97,7 @@ def block_pieces(
         yield from matrix_pieces(
             weights, prefix + name, layout, f"{name}.", quantizations, quantize
         )
-    # Few of the tokens for the moments reach each expert, so experts are quantized without moments.
+    # Too few calibration tokens reach each expert, so experts are quantized without moments.
     quantize = least_squares_of(None) if moments else nearest
     for expert in range(block.num_experts):
         for name in block.stacked():
@@ -110,8 +110,8 @@ def table_pieces(
     weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the arrays of the embedding's or the head's file. The file that is used as head also
-    has the final norm.
+    """Yields the arrays of the embedding's or the head's weight file. The head's file includes the
+    final norm.
     """
     is_head = "norm" in layout
     quantize: Quantizer = nearest
@@ -126,7 +126,7 @@ def table_pieces(
 def per_layer_pieces(
     weights: Weights, name: str, layout: Layout, arch: Architecture, quantizations: Quantizations
 ) -> Iterator[Piece]:
-    """Yields the arrays of the file with a matrix of embeddings for each layer."""
+    """Yields the arrays of a weight file of the per-layer embeddings."""
     yield from matrix_pieces(weights, name, layout, "", quantizations, nearest)
     if "norm" in layout:
         its = "model.per_layer_projection_norm.weight"
@@ -136,7 +136,7 @@ def per_layer_pieces(
 def write_weights(
     path: Path, layout: Layout, pieces: Iterable[Piece], progress: Callable[[int], Any]
 ) -> None:
-    """Writes a weight file; calls `progress` with the number of bytes after each piece."""
+    """Writes a weight file. `progress` gets a number of bytes after each piece."""
     with open(path, "xb") as file:
         file.truncate(layout.words * 4)
         for name, row, array in pieces:

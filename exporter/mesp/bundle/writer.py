@@ -45,7 +45,7 @@ from mesp.source_model.random_weights import RandomWeights
 
 log = logging.getLogger(__name__)
 
-# Files that may hold more chat templates, or the template of an image processor.
+# Other files that may hold chat templates.
 OTHER_TEMPLATES = ("additional_chat_templates", "chat_template.json")
 
 
@@ -58,8 +58,7 @@ def write_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out` and returns its manifest.
 
-    Raises MespError if the disk, the weights or the data do not allow the bundle; then nothing of
-    it is left.
+    Raises MespError if the bundle cannot be written. Then nothing of the bundle is left.
     """
     check_quantizations(arch, options.quantizations)
     check_lengths(source.config, options.seq_lens)
@@ -132,7 +131,7 @@ def check_disk(out: Path, folder: Path, size: int) -> None:
 def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions, tokenizer: Any
 ) -> dict[str, Split]:
-    """Returns the tokenized data by split; empty if there is none."""
+    """Returns the tokenized data by split. Empty without data."""
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):
@@ -143,15 +142,17 @@ def tokenize(
             f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
             "--data (random weights then get random tokens), or give a folder with a tokenizer."
         )
-    tokenizer = tokenizer or load_tokenizer(source.folder)  # raises the error that there is none
+    tokenizer = tokenizer or load_tokenizer(source.folder)  # raises an error without a tokenizer
     return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """Returns the moments for quantizing. None with --quantize nearest, for random weights, and for
-    a model that is already quantized.
+    """Returns the moments for quantization by least squares.
+
+    Returns None with --quantize nearest, for random weights, and for a model that is already
+    quantized.
     """
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None
@@ -172,7 +173,8 @@ def find_moments(
 def write_config_and_tokenizer(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
-    """Writes a config.json for the bundle's weights; copies the tokenizer and the terms."""
+    """Writes a config.json for the bundle's weights, and copies the tokenizer and the licence
+    files."""
     family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
         "num_hidden_layers": arch.num_hidden_layers,
@@ -183,11 +185,11 @@ def write_config_and_tokenizer(
     for key in ("quantization", "quantization_config"):
         if config.get(key):
             config[key] = in_2_bits(config[key])
-    for key in ("layer_types", "no_rope_layers"):  # keys with one entry a block
+    for key in ("layer_types", "no_rope_layers"):
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]
-    # mlx-lm reads the keys of the text in `text_config`, and keys such as those of end tokens
-    # outside of it.
+    # mlx-lm reads the text model's keys inside `text_config`, and others, such as end tokens,
+    # outside.
     if family.texts:
         text = source.config.get("text_config", {}).get("model_type", family.texts[0])
         config["text_config"] = config | {"model_type": text}

@@ -16,7 +16,6 @@ from mesp.errors import EngineError
 from mesp.formatting import printable
 from mesp.source_model.find import find_source
 
-# The engine's checks of exactness. tools/check_gpu.py also measures the machine.
 CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume")
 
 

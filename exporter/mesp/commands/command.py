@@ -15,8 +15,6 @@ from mesp.formatting import printable
 
 
 class _Notes(logging.Handler):
-    """A logging handler that writes the package's notes to standard error."""
-
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(printable(record.getMessage()), err=True)
 
@@ -35,14 +33,12 @@ class Failed(click.ClickException):
         self.exit_code = code  # type: ignore[misc]
 
     def format_message(self) -> str:
-        # A stranger may have chosen names and values in the message.
+        # Names and values in the message may come from an untrusted file.
         return printable(self.message)
 
 
 class Command(click.Command):
-    """A command that prints an error of the package, or an error of the system about a path, as a
-    sentence.
-    """
+    """A command that prints MespError and OSError as one sentence."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         settings = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -56,7 +52,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except MespError as error:  # from an option's callback
+        except MespError as error:
             raise Failed(error) from error
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -72,7 +68,7 @@ class Command(click.Command):
                 raise
             said = f"{error.filename!s:.200} cannot be used: {error.strerror}."
             raise Failed(MespError(said)) from error
-        except RuntimeError as error:  # from Path.resolve before Python 3.13
+        except RuntimeError as error:  # raised by Path.resolve before Python 3.13
             if not str(error).startswith("Symlink loop"):
                 raise
             raise Failed(MespError(f"{error}; name another path.")) from error
@@ -80,7 +76,6 @@ class Command(click.Command):
             logger.removeHandler(notes)
 
 
-# The metavars in the help, by type.
 _METAVARS: dict[type, str] = {
     type(click.INT): "N",
     click.IntRange: "N",
@@ -92,9 +87,7 @@ _METAVARS: dict[type, str] = {
 
 
 class Several(click.ParamType[list[Any]]):
-    """The type of an option with several values of one kind, separated by commas. The option may
-    also be repeated.
-    """
+    """The type of an option with several values, separated by commas."""
 
     name = "list"
 
@@ -107,7 +100,7 @@ class Several(click.ParamType[list[Any]]):
         if isinstance(value, list):
             return value
         parts = [part for part in map(str.strip, re.split(self.comma, str(value))) if part]
-        if not parts and param is not None:  # for example from an unset variable of the shell
+        if not parts and param is not None:  # for example from an unset shell variable
             raise MespError(f"{param.opts[0]} has no value; give one, or leave it out.")
         return [self.kind.convert(part, param, ctx) for part in parts]
 
@@ -119,9 +112,10 @@ def several(
     then: Callable[[click.Option, list[Any]], Any] = lambda _, values: tuple(values),
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns an option that takes several values, separated by commas or by repeating the option.
+    """Returns an option that takes several values, separated by commas or given by repeating the
+    option.
 
-    The command gets the result of `then`.
+    The command gets the result of `then(option, values)`.
     """
 
     def flat(_: click.Context, option: click.Parameter, given: tuple[list[Any], ...]) -> Any:
@@ -132,7 +126,7 @@ def several(
 
 
 def pairs(keys: tuple[str, ...]) -> Callable[[click.Option, list[str]], dict[str, str]]:
-    """Returns a function that makes a dictionary of several texts KEY=VALUE."""
+    """Returns a function that parses KEY=VALUE texts into a dictionary, with a KEY from `keys`."""
 
     def made(option: click.Option, given: list[str]) -> dict[str, str]:
         found = dict(pair.partition("=")[::2] for pair in given)

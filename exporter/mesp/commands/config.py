@@ -12,11 +12,11 @@ from mesp.files import parse_yaml, read_bytes
 
 
 def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
-    """Reads the file of an eager `--config`. An option that is typed takes precedence over the
+    """Reads the file of an eager `--config`. Options on the command line take precedence over the
     file.
 
-    A key is the name of an option or argument, with `_` or `-`; `null` leaves the default. Raises
-    MespError with a sentence that names the file and the key.
+    A key is the name of an option or argument, with `_` or `-`. The value `null` keeps the default.
+    Raises MespError naming the file and the key.
     """
     if path is None:
         return
@@ -54,8 +54,8 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
             )
         if value is None:
             continue
-        # Values become text, as if typed. click refuses the text 2.5 for a count, but would round
-        # the number 2.5 down to 2.
+        # Values become text, as if typed. click refuses the text 2.5 for an integer, but rounds the
+        # number 2.5 down.
         listed = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int | float) for each in listed):
             raise MespError(f"{path} sets {key} to {value}, which must be a plain value or a list.")

@@ -1,5 +1,3 @@
-"""The options for data."""
-
 from __future__ import annotations
 
 import functools
@@ -25,7 +23,8 @@ OPTIONS = (
 
 
 def given_data_options(context: click.Context) -> list[str]:
-    """Returns the names, such as --loss-on, of the typed data options and of those in --config."""
+    """Returns the data options given on the command line or in --config, with names such as
+    --loss-on."""
     return [
         f"--{name.replace('_', '-')}"
         for name in OPTIONS
@@ -34,7 +33,7 @@ def given_data_options(context: click.Context) -> list[str]:
 
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options for data to a command, which gets them as `data_options`."""
+    """Adds the options for data to a command. The command gets them as `data_options`."""
 
     @click.option(
         "--pack/--no-pack", default=None, show_default="--pack for text, --no-pack otherwise",
@@ -87,8 +86,8 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def data_options_of(options: Mapping[str, Any]) -> DataOptions:
-    """Returns the data options in a command's options. Raises MespError if two contradict each
-    other.
+    """Returns the data options in a command's options. Raises MespError if two options contradict
+    each other.
     """
     loss_on = options["loss_on"]
     if options["mask_prompt"]:

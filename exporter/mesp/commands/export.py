@@ -26,8 +26,8 @@ from mesp.source_model.quantization_loss import QuantizationLoss
 
 
 def list_and_exit(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Prints the list of --list-models and exits: the option's callback."""
-    if wanted and not context.resilient_parsing:  # not while click only looks for completions
+    """Implements --list-models: prints the list and exits."""
+    if wanted and not context.resilient_parsing:  # skipped during shell completion
         from mesp.commands.models import show_models
 
         show_models()
@@ -166,7 +166,7 @@ def main(
 
 
 def describe_loss(loss: QuantizationLoss) -> str:
-    """Returns a description of the distance between a bundle's predictions and its source's."""
+    """Returns a description of the difference between a bundle's predictions and its source's."""
     before, after = loss.perplexities
     return (
         f"KL to the source {loss.kl.mean():.4f} nats, perplexity {before:.2f} -> {after:.2f}, on "
@@ -175,8 +175,9 @@ def describe_loss(loss: QuantizationLoss) -> str:
 
 
 def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = None) -> None:
-    """Prints a summary of the bundle and `gguf`, a description of its GGUF file. Uploads the bundle
-    to `repo`, unless that is None.
+    """Prints a summary of the bundle and, if given, `gguf`.
+
+    Uploads the bundle to `repo`, if given.
     """
     click.echo(summary(out, manifest))
     if gguf is not None:
@@ -188,7 +189,9 @@ def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = Non
 
 
 def check_options_of_from(out: Path | None, overwrite: bool) -> None:
-    """Raises MespError if --from does not take a given option, or has no bundle to write."""
+    """Raises MespError if a given option cannot be used with --from, or if there is no bundle to
+    write.
+    """
     context = click.get_current_context()
     given = [
         parameter.opts[0]
@@ -205,7 +208,7 @@ def check_options_of_from(out: Path | None, overwrite: bool) -> None:
 
 
 def summary(out: Path, manifest: Manifest) -> str:
-    """Returns a summary of an export, for people."""
+    """Returns a human-readable summary of an export."""
     arch = manifest.architecture
     size = sum(file.size for file in manifest.files)
     lora = {r: sum(block.lora_size(r) for block in arch.blocks) for r in manifest.ranks}
@@ -227,8 +230,10 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """Returns a description of the main quantization, and says whether some matrices have another.
-    If only the head has another, its quantization is described too.
+    """Returns a description of the main quantization, and of other quantizations.
+
+    If only the head differs, its quantization is described. Otherwise the description says that
+    some matrices differ.
     """
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {

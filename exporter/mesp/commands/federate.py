@@ -1,7 +1,7 @@
 """`mesp federate`: many people train one bundle's adapters, and their texts stay with them.
 
-The command simulates these people on this machine with Flower, or writes the app that Flower runs
-on real machines.
+The command simulates these people on this machine with Flower, or writes a Flower app for real
+machines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from mesp.settings.declaration import list_settings, refuse_changes
 from mesp.settings.rules import check_use
 from mesp.settings.train_settings import TrainSettings
 
-# The settings of training in a federation.
 TRAINED = {
     name: declared
     for name, declared in list_settings(TrainSettings).items()
@@ -92,7 +91,7 @@ def main(
         click.echo(
             f"Stopped; to resume: mesp federate --resume --out {federation.folder}", err=True
         )
-        # An ordinary exit would wait for Flower's server thread, which waits for its clients.
+        # An ordinary exit would wait forever for Flower's server thread.
         os._exit(128 + (interrupt.number if isinstance(interrupt, Ended) else signal.SIGINT))
     click.echo(summary(federation))
 
@@ -100,8 +99,8 @@ def main(
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
     """Returns a federation with the command's options, or the federation to resume.
 
-    The federation's folder gets its settings, the held-out tokens and, in a simulation, the tokens
-    of all clients. Raises MespError if something cannot be used.
+    Writes the federation's settings, the held-out tokens and, in a simulation, all clients' tokens.
+    Raises MespError if an option, the data or the folder cannot be used.
     """
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
@@ -155,11 +154,11 @@ def read_resumed(
     own: Mapping[str, Any],
     training: Mapping[str, Any],
 ) -> tuple[Path, FederationSettings, TrainSettings]:
-    """Returns the bundle and the settings of the federation in `output`, with the given options in
-    place of the recorded settings.
+    """Returns the bundle, the federation's settings and the training settings of the federation in
+    `output`.
 
-    The settings are the federation's own, and those of its clients' training. Raises MespError if a
-    given option would change the results.
+    Given options replace recorded settings. Raises MespError if a given option would change the
+    results.
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
@@ -175,8 +174,7 @@ def read_resumed(
             f"A resumed run keeps its settings: BUNDLE is {path} and cannot become {bundle}."
         )
     refuse_changes(settings, own, list_settings(FederationSettings))
-    # Unlike in a run, the number of steps may not change in a federation: it is the number in each
-    # round, and the result depends on it.
+    # In a federation, the number of steps may not change: each round has this number of steps.
     fixed = {name: replace(each, may_change=False) for name, each in TRAINED.items()}
     refuse_changes(trained, training, fixed)
     return path, replace(settings, **own), trained
@@ -213,5 +211,5 @@ def write_tokens(
                 write_index(client.data, data)
         federation.held_out.mkdir(parents=True, exist_ok=True)
         data = write_data(federation.held_out, "data", {"valid": tokens["valid"]})
-        # A run of the engine needs data to train on, even if it takes no step.
+        # The engine needs a train split, even if it takes no step.
         write_index(federation.held_out, {"train": data["valid"], **data})

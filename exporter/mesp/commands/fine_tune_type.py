@@ -1,4 +1,4 @@
-"""`--fine-tune-type`, mlx-lm's option for what is trained: lora, dora or full."""
+"""`--fine-tune-type`, mlx-lm's option with the values lora, dora and full."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Command = Callable[..., Any]
 
 
 def fine_tune_type_option(command: Command) -> Command:
-    """Adds the option to a command that can train DoRA. Training all weights is refused."""
+    """Adds --fine-tune-type to a command that can train DoRA. The value `full` is refused."""
     return click.option("--fine-tune-type", hidden=True, callback=_check)(command)
 
 
 def no_dora_options(command: Command) -> Command:
-    """Adds the options for DoRA to a command that refuses DoRA with a sentence."""
+    """Adds DoRA's options to a command, only to refuse them with an error message."""
     hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _refuse_dora}
     for names in (["--dora", "--use-dora"], ["--fine-tune-type"]):
         command = click.option(*names, is_flag="--dora" in names, **hidden)(command)

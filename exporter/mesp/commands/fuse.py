@@ -26,7 +26,8 @@ from mesp.models.quantization_formats import Quantization, describe_quantization
 from mesp.progress import ProgressCallback, Task
 from mesp.settings.train_settings import TrainSettings
 
-MOST_LOST = 0.1  # the part of the adapters' gain in loss that quantizing may undo without a warning
+# the largest part of the adapters' gain that quantization may undo without a warning
+MOST_LOST = 0.1
 FUSED_GGUF = "model.gguf"
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
@@ -103,8 +104,7 @@ def main(
         save(folder, model, opened, quantized)
         if gguf_base is not None:
             write_modelfile(folder, FUSED_GGUF, opened)
-        # The fused model has the weights that were written. It computes in float32, as in the other
-        # two measurements.
+        # The fused model is measured in float32, like the other two models.
         model.set_dtype(mx.float32)
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
@@ -126,7 +126,7 @@ def main(
 def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
-    """Returns the held-out loss; nan if it is not to be measured."""
+    """Returns the held-out loss, or NaN if `count` is 0."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)
@@ -134,7 +134,7 @@ def measure_with_progress(
 
 
 def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:
-    """Returns a description of the matrices' quantization before and now.
+    """Returns a description of the matrices' quantization before and after `fuse`.
 
     `quantized` is the result of `fuse`.
     """
@@ -159,7 +159,7 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
-    """Returns a description of the three losses, and a warning if quantizing loses much."""
+    """Returns a description of the three losses, with a warning if quantization loses much."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."

@@ -57,7 +57,7 @@ def main(bundle: Path, prompt: str, **options: Any) -> None:
     if prompt == "-":
         prompt = read_utf8("Standard input", sys.stdin.buffer.read)
     stream = TextStream(bundle, prompt, **options)
-    # A terminal would execute control characters in a model's text.
+    # Control characters in a model's text could control the terminal.
     shown = printable if sys.stdout.isatty() else str
     for piece in stream:
         click.echo(shown(piece), nl=False)
@@ -69,7 +69,7 @@ def main(bundle: Path, prompt: str, **options: Any) -> None:
 
 
 def summary(end: dict[str, Any], prompt_tokens: int) -> str:
-    """Returns an end record as a line of text."""
+    """Returns a summary of an end record in one line."""
 
     def speed(tokens: int, seconds: float) -> str:
         return f"{tokens} tokens, {decimal(tokens / seconds if seconds else None, 1)} tokens/s"

@@ -30,7 +30,6 @@ from mesp.source_model.find import Source
 
 LISTED_LENGTHS, LISTED_RANK = [256, 1024], 8
 
-# The columns of the list, and the alignment of their text.
 LISTED = {"model": "<", "parameters": ">", "MB on disk": ">", "licence": "<"}
 LISTED |= {f"peak MB, {length:,} tokens": ">" for length in LISTED_LENGTHS}
 
@@ -94,9 +93,8 @@ def show_models() -> None:
 def plans_without_weights(
     source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions
 ) -> dict[int, dict[str, Any]]:
-    """Returns the plans of a bundle with empty weight files, because planning does not read
-    weights.
-    """
+    """Returns the training plans of a bundle with empty weight files. Planning does not read
+    weights."""
     with (
         plain_os_errors("Cannot plan the training"),
         tempfile.TemporaryDirectory(prefix="mesp-") as path,

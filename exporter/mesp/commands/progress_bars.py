@@ -30,10 +30,10 @@ SMOOTHING = 10
 
 
 class TrainingProgress:
-    """Shows a run's records on standard error: a live bar on a terminal.
+    """Shows a run's progress on standard error, as a live bar if standard error is a terminal.
 
-    Elsewhere it prints lines: one for the first step, then one every 10 s, after some minutes every
-    30 s, and one for the last step.
+    Elsewhere, prints a line for the first step, then every 10 s, later every 30 s, and for the last
+    step.
     """
 
     def __init__(self, method: str, steps: int) -> None:
@@ -68,7 +68,7 @@ class TrainingProgress:
         elif kind == "stopping":
             self.task.description = "stopping"
         elif kind == "plan" and not self.recent:
-            # The plan is printed before the first evaluation, which can take as long as many steps.
+            # The first evaluation can take as long as many steps, so the plan is printed first.
             peak = megabytes(record.get("predicted_peak_bytes"))
             self.console.print(f"started, with a predicted peak of {peak} MB")
             if kept := describe_kept(record):
@@ -82,7 +82,7 @@ class TrainingProgress:
             )
         elif (
             kind == "event" and record.get("event") != "error"
-        ):  # an error ends the run, and is printed at its end
+        ):  # an error is printed at the end of the run
             self.console.print(
                 printable(f"{record.get('event')}: {record.get('message')}"),
                 markup=False,
@@ -92,7 +92,7 @@ class TrainingProgress:
     def show_step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
         step = record["step"]
-        # The loss on replayed texts does not fall, so it is left out of the mean.
+        # Replayed texts are left out of the mean loss, because their loss does not fall.
         learning = [each["loss"] for each in self.recent if not each.get("replayed")]
         loss = sum(learning) / len(learning) if learning else record["loss"]
         speed = Speed.of(self.recent).words("tok/s")
@@ -109,7 +109,6 @@ class TrainingProgress:
 
 @contextmanager
 def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
-    """Shows a bar for each reported task on standard error, if that is a terminal."""
     console = Console(stderr=True)
     tasks: dict[str, TaskID] = {}
     with Bars(
@@ -120,7 +119,7 @@ def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
 
         def report(progress: Progress) -> None:
             if progress.task not in tasks:
-                # A stranger may have chosen the name, if it is a bundle's.
+                # A bundle's name may come from an untrusted source.
                 task = bars.add_task(printable(progress.task), total=progress.total)
                 tasks[progress.task] = task
             bars.update(tasks[progress.task], completed=progress.done)

@@ -16,7 +16,7 @@ from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.formatting import printable
 
-LONGEST = 2000  # characters of a record that are shown
+LONGEST = 2000  # characters shown of each record
 OPEN, CLOSE = "⟦", "⟧"  # around the tokens in the loss
 NAMES = {CHOSEN: "chosen", REJECTED: "rejected", GOOD: "good", BAD: "bad"}
 
@@ -25,7 +25,7 @@ def show_records(path: Path, count: int) -> None:
     """Prints the first `count` records of the train split of the bundle at `path`.
 
     The part in the loss is between ⟦ and ⟧, in colour on a terminal. The tokens at which generation
-    stops follow. A packed text is one record, and only its first sequence is shown.
+    stops are printed last. A packed text is one record, cut to its first sequence.
     """
     bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
     tokenizer = load_bundle_tokenizer(path)
@@ -44,7 +44,7 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
     for number, (start, length) in enumerate(examples[:count].tolist(), 1):
         ids = tokens[start : start + length].tolist()
         counted = np.ones(length, bool) if mask is None else mask[start : start + length] == 1
-        counted[0] = False  # nothing predicts the first token
+        counted[0] = False  # no token predicts the first token
         size = f"{longest:,} tokens and the one after" if length > longest else f"{length:,} tokens"
         label = "" if labels is None else f", {NAMES[int(labels[number - 1])]}"
         text = Text(
@@ -55,8 +55,8 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
         edges = [0, *(np.flatnonzero(np.diff(counted)) + 1).tolist(), length]
         shown = 0
         for first, stop in pairwise(edges):
-            # The piece is what these tokens add to the text of all tokens before, because some
-            # tokenizers decode a space only after another token.
+            # Some tokenizers decode a space only after another token. So a piece is the difference
+            # between two decoded prefixes.
             piece = tokenizer.decode(ids[:stop])[len(tokenizer.decode(ids[:first])) :]
             piece = printable(piece)[: LONGEST - shown].replace("\n", "↵\n")
             shown += len(piece)

@@ -76,7 +76,7 @@ def main(
     job = prepare_training(
         bundle, output, resume, paper, settings, not dry_run, may_import=is_typed
     )
-    find_engine()  # builds the engine, if it is missing
+    find_engine()  # builds the engine if it is missing
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:
         plan = find_plan(find_engine(), job.to_json())
@@ -96,8 +96,10 @@ def main(
 
 
 def resume_command(job: TrainingJob) -> str:
-    """Returns the command that continues a stopped run. The command names a reward function again,
-    because the code of a reward that only the run's folder names is not imported.
+    """Returns the command that continues a stopped run.
+
+    The command names the reward function again, because code that only the run's folder names is
+    not imported.
     """
     command = ["mesp", "train", "--resume", "--out", str(job.folder)]
     if job.settings.reward is not None:
@@ -106,22 +108,20 @@ def resume_command(job: TrainingJob) -> str:
 
 
 def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
-    """Prints the plan of a run, and its memory and time."""
+    """Prints a run's plan and, for a GPU, a count of a step's work on a phone."""
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
     click.echo(describe_optimizers(engine, settings))
-    # mesp-count runs only on Linux, and cannot count experts, whose kernels depend on the router's
-    # choice.
+    # mesp-count runs only on Linux, and cannot count experts.
     can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
     if job.manifest.device == "gpu" and can_count:
         try:
             click.echo(describe_count(find_count(settings)))
-        except MespError as error:  # the plan is shown without the counts
+        except MespError as error:  # only the counts are left out
             log.warning("A phone's work is not counted: %s", error.message)
 
 
 def summary(run: RunLog, output: Path) -> str:
-    """Returns a summary of a run, in a few lines."""
     done = "Finished" if run.end["reason"] == "finished" else "Stopped"
     lines = [
         f"{done} after {run.last_step} steps in {duration(run.end['seconds'])}: "

@@ -1,11 +1,11 @@
-"""Renders a conversation with its chat template, and finds each of its texts in the result.
+r"""Renders a conversation with its chat template, and finds each of its texts in the result.
 
-A template is a program: it can reorder messages, rewrite them, or leave them out. So a conversation
-is rendered twice: as it is, and with a mark in place of each of its texts. If the two renderings
-differ only in the marks and their texts, every text is there, and its place is known exactly:
+A template can reorder messages, rewrite them, or leave them out. So a conversation is rendered
+twice: unchanged, and with a mark in place of each text. If the renderings differ only in marks and
+texts, the place of each text is known exactly:
 
-    marked    <|im_start|>user\\nM0<|im_end|>\\n<|im_start|>assistant\\nM1<|im_end|>\\n
-    rendered  <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    marked    <|im_start|>user\nM0<|im_end|>\n<|im_start|>assistant\nM1<|im_end|>\n
+    rendered  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
 
 The texts are the content of messages, an answer's reasoning, and the names and strings in its tool
 calls.
@@ -27,16 +27,14 @@ from mesp.data.records import Conversation
 from mesp.data.special_tokens import special_pattern
 from mesp.errors import MespError
 
-# The tags around a thought that is part of an answer's content. Templates look for these tags, so
-# no mark replaces a tag.
+# The tags around a thought in an answer. Templates look for the tags, so the tags get no marks.
 TAGS = re.compile(r"(</?think>)")
-# The keys of a message that a template may leave unused. The last four keys identify a message
-# and have no text. Other checks look for the texts of the keys before these four.
+# The keys of a message that `_check_others` does not check.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
-# A text without the white space around it and without the flags at its end, such as /no_think. The
-# flags switch reasoning on or off. A template may leave them out of its rendering.
+# A text without white space around it, and without flags such as /no_think at its end. A template
+# may leave out the flags, which switch reasoning on or off.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
-PROBE = "MeSP"  # a text that is put into a conversation to see what its template does
+PROBE = "MeSP"  # text that tests what a template does
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MEANT = {
@@ -58,10 +56,10 @@ class Text(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The number of a text, its mark's bounds in the marked rendering, and the text's bounds in the
+    """The number of a text, its mark's bounds in the marked rendering, and its bounds in the
     rendering.
 
-    A `start` is the first character, a `stop` the one after the last.
+    A `start` is inclusive, and a `stop` is exclusive.
     """
 
     text: int
@@ -73,11 +71,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation in its chat template. With `split_special`, special tokens in its texts become
-    text.
+    """A conversation rendered with its chat template. With `split_special`, special tokens in texts
+    are encoded as ordinary text.
 
-    Raises MespError, without the record's name, if the template leaves something out or refuses the
-    conversation.
+    Raises MespError if the template leaves something out or refuses the conversation.
     """
 
     tokenizer: Any
@@ -89,30 +86,26 @@ class Rendering:
 
     @cached_property
     def text(self) -> str:
-        """The conversation in the template."""
+        """The rendered conversation."""
         return self.render(self.conversation.messages)
 
     @cached_property
     def marked(self) -> str:
-        """The conversation in the template, with marks in place of its texts."""
+        """The rendered conversation, with marks in place of its texts."""
         return self.render(self._marks[0])
 
     @property
     def texts(self) -> list[Text]:
-        """The texts, by the number in their marks."""
+        """The texts. A text's index is the number in its mark."""
         return self._marks[1]
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
-        """Returns these messages in the template. With `asks`, the generation prompt follows, after
-        which an answer begins.
-        """
+        """Returns the rendered messages. With `asks`, the generation prompt follows."""
         return self._render(template_messages(messages, self.with_text), asks)
 
     @cached_property
     def with_text(self) -> bool:
-        """Whether the template takes the arguments of tool calls only as JSON in a string, not as
-        objects.
-        """
+        """Whether the template needs tool calls' arguments as a JSON string, not as objects."""
         messages = self.conversation.messages
         if not any(CALLS in message for message in messages):
             return False
@@ -136,10 +129,10 @@ class Rendering:
         )
 
     def render_marked(self, count: int, asks: bool = False) -> str:
-        """Returns the first `count` messages in the template, with marks in place of texts.
+        """Returns the first `count` messages rendered, with marks in place of texts.
 
-        If the template fails on messages without a question, a question is put before them, but
-        after a system message.
+        If the template fails without a user message, a question is inserted at the beginning, after
+        any system message.
         """
         messages = self._marks[0][:count]
         try:
@@ -156,7 +149,7 @@ class Rendering:
         texts: list[Text] = []
 
         def mark(message: int, kind: str, text: str) -> str:
-            """Returns a mark for the text, with the text's white space and flags around it."""
+            """Returns a mark for the text. White space and flags around the text are kept."""
             found = ENDS.fullmatch(text)
             assert found is not None
             if not found["body"]:
@@ -169,8 +162,8 @@ class Rendering:
     def check(self) -> list[str]:
         """Raises MespError unless the rendering has every text.
 
-        Returns notes on what the template may leave out: the reasoning of answers before the last
-        question.
+        A template may leave out the reasoning of answers before the last question. The returned
+        notes name such omissions.
         """
         seen = {int(number) for number in MARKS.findall(self.marked)}
         messages, notes = self.conversation.messages, []
@@ -206,8 +199,8 @@ class Rendering:
     def _check_tools(self) -> None:
         """Raises MespError if the template leaves out a tool, or a value in a tool call."""
         tools = self.conversation.tools or []
-        # Each tool's name becomes a mark. A text may have the same mark. So a tool is missing if
-        # its mark is not more frequent with the tools renamed.
+        # Each tool's name becomes a mark, which a text may also have. So a tool is missing if
+        # renaming adds no occurrence of its mark.
         renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
         rendered = self._render(template_messages(self._marks[0], self.with_text), False, renamed)
         for number, tool in enumerate(tools):
@@ -229,9 +222,7 @@ class Rendering:
                         )
 
     def _check_others(self) -> None:
-        """Raises MespError if a message has a key or value that changes nothing in the
-        rendering.
-        """
+        """Raises MespError if a key or value of a message has no effect on the rendering."""
         messages = self._marks[0]
         for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
             without = [{k: v for k, v in each.items() if k != key} for each in messages]
@@ -254,15 +245,14 @@ class Rendering:
     def places(self) -> list[Place]:
         """The places of the texts, in the order of the rendering.
 
-        Raises MespError if the rendering is anything else than the marked rendering with texts in
-        place of marks.
+        Raises MespError if the two renderings differ in more than marks and texts.
         """
         return self._places(self.marked, self.text)
 
     def _places(self, marked: str, text: str) -> list[Place]:
-        """Returns the places of texts in the rendering `text`.
+        """Returns the places of the texts in `text`.
 
-        Raises MespError unless it is `marked` with texts in place of marks.
+        Raises MespError unless `text` is `marked` with texts in place of marks.
         """
         found, at = [], 0
         bounds = [(0, 0), *((m.start(), m.end()) for m in MARKS.finditer(marked))]
@@ -288,11 +278,11 @@ class Rendering:
         return found
 
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
-        """Returns the bounds of the special tokens in people's texts, which are to become text.
+        """Returns the bounds of the special tokens in the conversation's texts.
 
-        There are none without `split_special`. `text` is a rendering, and `marked` the same
-        rendering with marks in place of texts. Raises MespError if the tokens in texts cannot be
-        told from the template's.
+        Without `split_special`, the result is empty. `text` is a rendering, and `marked` is the
+        same rendering with marks. Raises MespError if a special token in a text cannot be told from
+        the template's.
         """
         if not self.split_special:
             return []
@@ -320,7 +310,7 @@ class Rendering:
 
     @property
     def _beside_texts(self) -> str:
-        """The parts of a record besides its texts and roles, without the tags around thoughts."""
+        """A record as JSON, without its texts, roles and thought tags."""
         messages = [
             {k: v for k, v in m.items() if k != "role"} for m in template_messages(self._marks[0])
         ]
@@ -335,8 +325,9 @@ class Rendering:
         )
 
     def to_rendered(self, position: int) -> int:
-        """Returns the position in the rendering that corresponds to a `position` in the marked
-        rendering. The position must be outside of marks.
+        """Returns the position in the rendering for a `position` in the marked rendering.
+
+        The position must be outside of marks.
         """
         shift = 0
         for place in self.places:
@@ -347,16 +338,15 @@ class Rendering:
 
 
 def _renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """Returns a tool with another name."""
     if "function" in tool:
         return tool | {"function": tool["function"] | {"name": name}}
     return tool | {"name": name}
 
 
 def template_messages(messages: list[Message], with_text: bool = False) -> list[Message]:
-    """Returns messages in the form for templates, without weights.
+    """Returns messages for a template, without weights.
 
-    With `with_text`, the arguments of tool calls are JSON in a string.
+    With `with_text`, the arguments of tool calls are a JSON string.
     """
     found = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
     for message in found if with_text else []:
@@ -388,14 +378,13 @@ def check_roles(tokenizer: Any, messages: list[Message]) -> None:
 
 
 def _marked(index: int, message: Message, mark: Callable[[int, str, str], str]) -> Message:
-    """Returns a message with marks in place of its texts."""
     changed = dict(message)
     thoughts = [key for key in REASONING if key in message]
     if thoughts:
         changed |= dict.fromkeys(thoughts, mark(index, "reasoning", message[thoughts[0]]))
     content = message["content"]
     pieces = TAGS.split(content) if message["role"] == "assistant" else [content]
-    for at in range(0, len(pieces), 2):  # tags are between texts
+    for at in range(0, len(pieces), 2):  # odd items are tags
         around = (pieces[at - 1] if at else "<think>", *pieces[at + 1 : at + 2])
         kind = "reasoning" if around == ("<think>", "</think>") else "content"
         pieces[at] = mark(index, kind, pieces[at])
@@ -422,10 +411,9 @@ def _marked_call(
 
 
 def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the values in a tool call's arguments that have no mark, each with a copy of the
-    arguments in which only this value differs.
+    """Yields each value without a mark, and a copy of `value` in which only this value differs.
 
-    Such values are numbers, truth values and empty strings.
+    Values without marks are numbers, booleans and empty strings.
     """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -443,9 +431,7 @@ def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """Yields a text in the forms that templates write: unchanged, in JSON, and as Python's repr
-    between either quotes.
-    """
+    """Yields a text in the forms that templates write: unchanged, in JSON, and as Python's repr."""
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]

@@ -20,17 +20,17 @@ from mesp.data.special_tokens import encode_split, special_pattern
 from mesp.errors import MespError, plain_errors
 
 SPLIT = "--split-special-tokens"
-PIECE = 1 << 14  # characters of a text that are tokenized at a time
-LOSS_ON = ("answers", "last", "all")  # the parts that can be in the loss, for records with answers
+PIECE = 1 << 14  # minimum size, in characters, of a piece that is tokenized at once
+LOSS_ON = ("answers", "last", "all")  # the values of --loss-on
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of documents of one kind, which marks the tokens in the loss.
+    """An encoder of documents of one kind. It marks the tokens in the loss.
 
     `loss_on` is ``answers``, ``last`` (the last message) or ``all``. With `chat`, prompts and
-    completions go through the chat template; otherwise they are joined. With `split_special`,
-    special tokens in people's texts become text.
+    completions go through the chat template. Otherwise they are joined. With `split_special`,
+    special tokens in texts are encoded as ordinary text.
     """
 
     kind: str
@@ -40,7 +40,6 @@ class Encoder:
     split_special: bool = False
 
     def __call__(self, document: Document) -> Encoded:
-        """Returns a document's ids. Raises MespError, with the document's name, if that fails."""
         if (
             self.loss_on == "last"
             and self.kind == "messages"
@@ -65,7 +64,9 @@ class Encoder:
             return self.joined(document.content["prompt"], document.content["completion"])
 
     def conversation(self, conversation: Conversation) -> Encoded:
-        """Returns the ids of a conversation. Raises MespError if no training on it is possible."""
+        """Returns the ids of a conversation. Raises MespError if the conversation cannot be trained
+        on.
+        """
         encoded = encode_conversation(
             self.tokenizer, conversation, self.loss_on, self.split_special
         )
@@ -86,10 +87,7 @@ class Encoder:
         return self._noted(Encoded(ids, mask), prompt, answer)
 
     def _noted(self, encoded: Encoded, *texts: str) -> Encoded:
-        """Returns the encoding of these texts, with a note if a text has control tokens inside.
-
-        Control tokens that neither begin nor end a text are seldom intended.
-        """
+        """Returns `encoded`, with a note if a text has control tokens inside."""
         note = f"Records with control tokens in their text, which {SPLIT} encodes as text"
         within = list(texts)
         if not self.split_special:
@@ -117,12 +115,11 @@ def named(document: Document) -> Iterator[None]:
 def encode_joined(
     tokenizer: Any, prompt: str, answer: str, split_special: bool = False
 ) -> tuple[list[int], int]:
-    """Returns the ids of a prompt with the answer and the end-of-text token right after it, and the
-    number of ids that are the prompt's.
+    """Returns the ids of prompt, answer and end-of-text token, and the number of prompt ids.
 
-    With `split_special`, special tokens in prompt and answer become text. The prompt is encoded
-    without the answer, as at inference, so that no token has parts of both. If the ids would not
-    decode to both texts, prompt and answer are encoded as one text.
+    The prompt is encoded without the answer, as at inference, so no token spans both. If the ids
+    would not decode to both texts, prompt and answer are encoded as one text. With `split_special`,
+    special tokens in prompt and answer are encoded as ordinary text.
     """
     end = tokenizer.eos_token or ""
     ends: list[int] = []
@@ -132,9 +129,8 @@ def encode_joined(
     elif not answer.rstrip().endswith(end):
         answer += end
     asked = encode_plain_prompt(tokenizer, prompt, split_special)
-    # The answer is encoded after a line feed, because SentencePiece puts a space before the
-    # beginning of a text. If the answer would share a token with the line feed, or would not decode
-    # to the same text, it is encoded after a colon, and if that fails too, alone.
+    # SentencePiece puts a space before the beginning of a text, so the answer is encoded after a
+    # line feed. If that fails, the answer is encoded after a colon, and then alone.
     for feed in ("\n", ":", ""):
         before, after = (encode(text) for text in (feed, feed + answer))
         if after[: len(before)] == before:
@@ -146,15 +142,14 @@ def encode_joined(
 
 
 def _normal(text: str) -> str:
-    """Returns a text with characters composed, as many tokenizers do."""
     return unicodedata.normalize("NFC", text)
 
 
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """Returns the ids of a text to be continued.
 
-    If the text does not start with the token that begins a text, this token is added. No end token
-    is added. With `split_special`, special tokens in the text become text.
+    The begin token is added if it is missing. No end token is added. With `split_special`, special
+    tokens in the text are encoded as ordinary text.
     """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
@@ -166,10 +161,10 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: bool) -> list[int]:
-    """Returns the ids of a text as mlx-lm's TextDataset does, but accepts an empty text.
+    """Returns the ids of a text, as mlx-lm's TextDataset does. An empty text is accepted.
 
-    A file is encoded in pieces. A text that has the begin or end token gets no second one, unless
-    `split_special` turns the text's token into ordinary text.
+    A file is encoded in pieces. Begin and end tokens in the text are not repeated, unless
+    `split_special` makes them ordinary text.
     """
     text = content if isinstance(content, str) else content["text"]
     if isinstance(content, str):
@@ -190,7 +185,6 @@ def _encode_text(tokenizer: Any, content: str | dict[str, str], split_special: b
 
 
 def _has_end(tokenizer: Any, text: str) -> bool:
-    """Returns whether a text ends with an end token, except for white space after it."""
     last = text.rstrip()[-100:]
     ids = tokenizer.encode(last, add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer)
@@ -203,11 +197,9 @@ def begin_of_text(tokenizer: Any) -> int | None:
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Cuts a long text at starts of lines, because encoding the whole text at once takes much
-    memory.
+    """Cuts a long text at starts of lines. Encoding the whole text at once would take much memory.
 
-    Byte-level BPE cuts at starts of lines too. At most the white space before a cut is encoded
-    differently.
+    Only white space before a cut may be encoded differently.
     """
     start = 0
     while start < len(text):

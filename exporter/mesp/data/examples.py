@@ -13,17 +13,20 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Split:
-    """A tokenized split: `tokens` uint32 [N] and, unless it is a stream, `examples` uint32 [M, 2].
+    """A tokenized split: `tokens` uint32 [N] and, unless the split is a stream, `examples` uint32
+    [M, 2].
 
-    An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 if the
-    prediction of a token is in the loss, else 0. Without a mask, all predictions are in the loss.
-    Nothing predicts the first token of an example, whatever its mask. At least one later token of
-    each example is in the loss. `labels` uint8 [M] are people's labels of the examples, or None.
-    `begin` is a token that replaces the first token of each window, or None. With `pack`, short
-    examples share a sequence in training, but do not see each other's tokens. `ends` are the tokens
-    at which generation stops, ascending: the tokenizer's, and those that end the examples.
-    `encoding` has the options that changed the encoding of texts. `too_long` is the number of
-    records that were cut or split, and `left_out` the number of records with nothing to predict.
+    An example is (start, length): the tokens [start, start + length).
+
+    `mask` uint8 [N] is 1 if the prediction of a token is in the loss, else 0. Without a mask, all
+    predictions are in the loss. No token predicts the first token of an example, whatever its mask.
+    At least one later token of each example is in the loss.
+
+    `labels` uint8 [M] are people's labels of the examples, or None. `begin` replaces the first
+    token of each window, unless it is None. With `pack`, short examples share a sequence in
+    training, but do not see each other's tokens. `ends` are the tokens at which generation stops,
+    ascending. `encoding` has the options that changed the encoding of texts. `too_long` counts
+    records that were cut or split. `left_out` counts records without a token to predict.
     """
 
     tokens: np.ndarray
@@ -39,7 +42,7 @@ class Split:
 
 
 def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
-    """Returns one stream of all texts, one after another; `begin` is as in `Split`."""
+    """Returns one stream of all texts. `begin` is as in `Split`."""
     parts = list(encoded)
     tokens, _ = _joined(parts)
     left_out = sum(not part.ids for part in parts)
@@ -49,12 +52,11 @@ def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
 def as_examples(
     data: str, split: str, encoded: Iterable[Encoded], seq_len: int, long: str, pack: bool = False
 ) -> Split:
-    """Returns examples of at most `seq_len` tokens and the token after; `pack` is as in `Split`.
+    """Returns examples of at most `seq_len` + 1 tokens. `pack` is as in `Split`.
 
-    A longer example is cut, or split into successive examples. Each of these begins with the last
-    token of the one before, because nothing predicts an example's first token. So each token in the
-    loss is predicted once. Examples without a token in the loss are left out. Raises MespError if
-    none is left.
+    A longer example is cut, or split into pieces. A piece begins with the last token of the piece
+    before it, so each token in the loss is predicted once. Examples without a token in the loss are
+    left out. Raises MespError if no example is left.
     """
     longest = seq_len + 1
     parts, examples = [], []
@@ -88,8 +90,8 @@ def as_examples(
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N]. The mask is None if
-    all tokens are in the loss.
+    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], or None if the mask
+    is all ones.
     """
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])

@@ -13,14 +13,14 @@ from mesp.data.examples import Split
 from mesp.data.source_files import read_text
 from mesp.errors import MespError
 
-SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
+SIZE = 1 << 22  # bytes of a text
 
 
 def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:
-    """Returns the tokens of `file`, or of the page that comes with MeSP, as a stream.
+    """Returns the tokens of `file`, or of MeSP's own general.txt, as a stream.
 
-    Raises MespError if the file cannot be read, has fewer than two tokens, or has a token that the
-    model does not know.
+    Raises MespError if the file cannot be read, has fewer than two tokens, or has a token outside
+    the vocabulary.
     """
     if file is None:
         text = (files("mesp.data") / "general.txt").read_text("utf-8")

@@ -8,14 +8,14 @@ from mesp.data.examples import Split
 from mesp.data.records import Document
 from mesp.errors import MespError
 
-HELD_OUT = 0.1  # the default part of the data
+HELD_OUT = 0.1  # the default fraction
 
 
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
-    """Returns how many of `count` records or tokens are held out: the given `fraction`, but no
-    fewer than `least`. If `fraction` is 0, none are.
+    """Returns how many of `count` records or tokens are held out: `fraction` of them, at least
+    `least`. Returns 0 if `fraction` is 0.
 
-    Raises MespError if `fraction` is not a valid fraction.
+    Raises MespError unless 0 ≤ `fraction` < 1.
     """
     if not 0 <= fraction < 1:
         raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
@@ -23,7 +23,9 @@ def held_out_of(count: int, fraction: float, least: int = 1) -> int:
 
 
 def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: float) -> None:
-    """Moves the last records to ``valid``. Raises MespError if there are too few."""
+    """Moves the last records to ``valid``, unless there is a valid split. Raises MespError if there
+    are too few records.
+    """
     if "valid" in documents:
         return
     train = documents["train"]
@@ -38,7 +40,9 @@ def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: 
 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
-    """Moves the end of the stream to ``valid``. Raises MespError if it is too short."""
+    """Moves the end of the stream to ``valid``, unless there is a valid split. Raises MespError if
+    the stream is too short.
+    """
     if "valid" in splits:
         return
     train = splits["train"]

@@ -1,4 +1,4 @@
-"""Datasets with configurations, splits and parts of splits, found by the `datasets` library."""
+"""Reads datasets whose splits the `datasets` library finds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from mesp.errors import MespError
 from mesp.files import root_of
 from mesp.hub_download import download
 
-# The keys of a dataset's configuration that identify it or its files. All other keys say how to
-# read the files.
+# The keys of a dataset's configuration that identify files. Other keys say how to read the files.
 OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 
 
@@ -29,12 +28,12 @@ def read_dataset(
 ) -> dict[str, list[Row]]:
     """Returns the records of a dataset by MeSP's names of splits.
 
-    `data` is a file, a folder or a name on the Hugging Face Hub, and `subset` the name of a
-    configuration. `splits` has the source of each split in the spelling of `datasets`: a name, or
-    part of a split, as in ``train[:1000]``. If `splits` is empty, splits with known names are
-    taken. The library says which files a split has, and `read_file` reads them. Raises MespError if
-    the library is missing or fails, if one of the files `names` is in no split, or if a split has
-    an unknown name.
+    `data` is a file, a folder or a name on the Hugging Face Hub. `subset` is the name of a
+    configuration. `splits` maps MeSP's names to expressions of `datasets`, such as
+    ``train[:1000]``. If `splits` is empty, splits with known names are read.
+
+    Raises MespError if the library is missing or fails, if one of the files `names` is in no split,
+    or if a split has an unknown name.
     """
     try:
         import datasets
@@ -63,7 +62,7 @@ def read_dataset(
         }
     except MespError:
         raise
-    except Exception as error:  # a broken connection or dataset raises various errors
+    except Exception as error:  # the library raises various errors
         reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
         raise MespError(
             f"The datasets library cannot read {data}: {reason}; check its name and the network, "
@@ -72,9 +71,8 @@ def read_dataset(
 
 
 def refuse_scripts(datasets: ModuleType) -> None:
-    """Raises MespError if the library would run the Python scripts of a dataset, as its versions
-    before 4 do.
-    """
+    """Raises MespError for versions of the library below 4, which can run Python scripts of a
+    dataset."""
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise MespError(
             f"The datasets library is {datasets.__version__}, which runs scripts that come with a "
@@ -85,7 +83,6 @@ def refuse_scripts(datasets: ModuleType) -> None:
 def _find_files(
     datasets: ModuleType, data: str, subset: str | None, names: Sequence[str]
 ) -> dict[str, Callable[[], Iterator[Row]]]:
-    """Returns, by the library's name of each split, a function that reads the split."""
     path = Path(data)
     if path.exists() and not path.is_dir():
         if subset is not None:
@@ -109,7 +106,6 @@ def _find_files(
 
 
 def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
-    """Yields the records of files in a folder, or in a revision of a dataset on the Hub."""
     for name, revision in files:
         folder = Path(data)
         if revision is not None:
@@ -120,8 +116,8 @@ def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
 def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
     """Returns a file's name within its dataset and, on the Hub, the revision.
 
-    Raises MespError if the file is outside of the dataset. A dataset's README.md may name a file of
-    this machine, which would then be trained on as if it were the dataset's.
+    Raises MespError if the file is outside of the dataset. A dataset's README.md may name any file
+    of this machine.
     """
     folder = Path(data)
     if folder.is_dir():
@@ -136,8 +132,9 @@ def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
 
 
 def _refuse_ways_of_reading(data: str, config: Any, names: Iterable[str]) -> None:
-    """Raises MespError if a dataset's README.md says how to read its files, because MeSP's readers
-    would ignore that. Only a tab as the separator of .tsv files is accepted.
+    """Raises MespError if a dataset's README.md sets options for reading its files.
+
+    MeSP's readers ignore such options. Only a tab as the separator of .tsv files is accepted.
     """
     usual = type(config)()
     ways = [
@@ -159,10 +156,6 @@ def _is_tsv(name: str) -> bool:
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
-    """Returns the name of the configuration to read.
-
-    Raises MespError if a dataset has several and `subset` names none, or one that does not exist.
-    """
     if subset is None and (len(there) == 1 or "default" in there):
         return "default" if "default" in there else there[0]
     if subset not in there:
@@ -172,11 +165,6 @@ def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
 
 
 def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapping[str, str]:
-    """Returns the source of each split.
-
-    Raises MespError if a source does not exist, if there is nothing to train on, or if there are no
-    `splits` and a split has an unknown name.
-    """
     for expression in splits.values():
         for name in _names_in(expression):
             if name not in there:
@@ -204,5 +192,4 @@ def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapp
 
 
 def _names_in(expression: str) -> list[str]:
-    """Returns the library's splits in an expression such as ``train[:10%]+test``."""
     return [re.split(r"[\[(]", part)[0].strip() for part in expression.split("+")]

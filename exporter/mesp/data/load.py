@@ -1,8 +1,7 @@
 """Loads data in mlx-lm's formats, as token ids and examples.
 
-A split of the data is one stream of token ids. If the text is packed, training takes windows of the
-stream. Otherwise a sequence has one example, or several short ones, and the split has the place of
-each example in the stream.
+A split is one stream of token ids. Training on packed text takes windows of the stream. Other
+splits also have the place of each example in the stream.
 """
 
 from __future__ import annotations
@@ -38,14 +37,17 @@ log = logging.getLogger(__name__)
 class DataOptions:
     """The options for reading data.
 
-    `pack`: whether text becomes one stream, and short records of other kinds share a sequence
-    (None: only text is packed). `loss_on`: the part in the loss, one of `LOSS_ON` (None: ``all``
-    for text, ``answers`` for other kinds). `long`: whether examples longer than the longest
-    sequence are ``cut`` or ``split``. `selection`: the part of a dataset that is read. `chat`:
-    whether prompts and answers that are strings go through the chat template (None: they do if the
-    tokenizer has one). `hold_out`: the fraction to hold out if there is no valid split, 0 for none.
-    `split_special_tokens`: whether special tokens in people's texts become text, as in
-    transformers.
+    - `pack`: whether text becomes one stream, and short records of other kinds share a sequence.
+      None: only text is packed.
+    - `loss_on`: the part in the loss, one of `LOSS_ON`. None: ``all`` for text, ``answers`` for
+      other kinds.
+    - `long`: whether examples longer than the longest sequence are ``cut`` or ``split``.
+    - `selection`: the part of a dataset that is read.
+    - `chat`: whether prompts and answers that are strings go through the chat template. None: yes,
+      if the tokenizer has a template.
+    - `hold_out`: the fraction to hold out if there is no valid split, 0 for none.
+    - `split_special_tokens`: whether special tokens in texts are encoded as ordinary text, as in
+      transformers.
     """
 
     pack: bool | None = None
@@ -58,7 +60,7 @@ class DataOptions:
 
     @property
     def encoding(self) -> dict[str, bool]:
-        """The options that change the encoding of texts, if they differ from the default."""
+        """The options that change the encoding of texts and differ from the default."""
         found = {"chat": False} if self.chat is False else {}
         return found | ({"split_special_tokens": True} if self.split_special_tokens else {})
 
@@ -66,14 +68,15 @@ class DataOptions:
 def load(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None
 ) -> dict[str, Split]:
-    """Returns the splits train and, if they exist, valid and test of `data`, tokenized.
+    """Returns the tokenized splits of `data`: train and, if they exist, valid and test.
 
-    `data` is one of `SOURCES`; an existing file or folder takes precedence over a name. `tokenizer`
-    comes from `load_tokenizer`. Records are encoded as in mlx-lm's datasets; the text of a file
-    ends with the end-of-text token. Without a valid split, the end of the data is held out, as the
-    options say. Logs how many examples were cut, split or left out. Raises MespError if the data
-    cannot be read or used, if a packed split is shorter than one sequence of `seq_len` tokens and
-    the token after, or if ids do not fit the model's `vocab_size`.
+    `data` is one of `SOURCES`. An existing file or folder takes precedence over a name. `tokenizer`
+    comes from `load_tokenizer`. Records are encoded as in mlx-lm's datasets. Without a valid split,
+    the fraction `options.hold_out` of the data is held out. Logs how many examples were cut, split
+    or left out.
+
+    Raises MespError if the data cannot be read or used, if a packed split has fewer than `seq_len`
+    + 1 tokens, or if ids do not fit the model's `vocab_size`.
     """
     options = options or DataOptions()
     documents = read_documents(data, options.selection)
@@ -83,7 +86,7 @@ def load(
 def load_additional(
     data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, bool]
 ) -> Split:
-    """Returns the train split of data that is used beside a bundle's, with nothing held out.
+    """Returns the train split of additional data, with nothing held out.
 
     The data is encoded with the bundle's `encoding` (see `DataOptions.encoding`), but messages
     always go through the chat template. Raises MespError as `load` does.
@@ -106,7 +109,7 @@ def tokenize(
     vocab_size: int,
     options: DataOptions,
 ) -> dict[str, Split]:
-    """Returns the splits of documents from `data`, as `load` does.
+    """Returns the tokenized splits of `documents`, as `load` does.
 
     If one split is called ``valid``, the others may have any names.
     """
@@ -154,7 +157,7 @@ def tokenize(
 
 
 def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens at which a model that was trained on a split stops generating."""
+    """Returns the tokens at which a model that was trained on `split` stops generating."""
     ends = end_tokens(tokenizer)
     if split.examples is not None:
         special = special_tokens(tokenizer)
@@ -170,9 +173,9 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
 def leave_out(
     data: str, documents: dict[str, list[Document]]
 ) -> tuple[dict[str, list[Document]], int]:
-    """Returns the documents without the records of weight 0, and the number of these.
+    """Returns the documents without records of weight 0, and the number of records left out.
 
-    Raises MespError if a split has no other records.
+    Raises MespError if no record of a split is left.
     """
     kept = {
         split: [each for each in those if not each.is_left_out]
@@ -190,10 +193,10 @@ def leave_out(
 def encode_all(
     data: str, documents: dict[str, list[Document]], encoder: Encoder
 ) -> dict[str, list[Any]]:
-    """Returns the encoded documents of each split. In preference data, each answer is encoded as a
-    document of its own.
+    """Returns the encoded documents of each split. In preference data, each answer is encoded
+    separately.
 
-    Raises MespError, which names the first record that cannot be used and counts the others.
+    Raises MespError that names the first unusable record and counts the others.
     """
     encoded: dict[str, list[Any]] = {split: [] for split in documents}
     refused: list[MespError] = []
@@ -215,7 +218,7 @@ def encode_all(
 
 
 def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
-    """Returns streams of random ids for 64 windows each, to time training without a text."""
+    """Returns streams of random ids, 64 windows each, to time training without a text."""
     generator = np.random.default_rng(seed)
     tokens = 64 * seq_len + 1
     return {
@@ -232,7 +235,6 @@ def _check_options(
     loss_on: str,
     options: DataOptions,
 ) -> None:
-    """Raises MespError if the options do not fit the data."""
     if loss_on != "all" and kind == "text":
         raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
     if options.chat and kind == "text":
@@ -255,11 +257,6 @@ def _check_options(
 def _check_chat(
     data: str, documents: dict[str, list[Document]], tokenizer: Any, chat: bool | None
 ) -> None:
-    """Raises MespError if the chat template does not fit the records.
-
-    There are two reasons: the records need a template, but there is none or `chat` forbids it; or
-    `chat` asks for a template, but the records have no place for it.
-    """
     records = [each for split in documents.values() for each in split]
     if any(each.has_messages for each in records):
         if chat is False:
@@ -302,8 +299,6 @@ def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
 
 
 def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
-    """Returns sentences on the data that were changed or left out."""
-
     def counts(of: Callable[[Split], int]) -> str:
         return ", ".join(f"{of(each):,} in {split}" for split, each in splits.items() if of(each))
 
@@ -321,9 +316,6 @@ def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
 def _notes(
     documents: dict[str, list[Document]], encoded: dict[str, Any], weightless: int
 ) -> list[str]:
-    """Returns sentences on records that were left out, columns that were not read, and the notes of
-    the encoder.
-    """
     sentences = []
     if weightless:
         sentences.append(

@@ -20,10 +20,10 @@ from mesp.errors import MespError
 
 
 class Span(NamedTuple):
-    """The characters of an answer in a rendering, from `start` until before `stop`.
+    """The characters [start, stop) of an answer in a rendering.
 
-    `said` is the end of the answer's last text. What follows until `stop` is written by the
-    template.
+    `said` is the end of the answer's last text. The template writes the characters from `said` to
+    `stop`.
     """
 
     start: int
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 class Encoded:
     """The N token ids of a text, and a `mask` [N], true for tokens in the loss.
 
-    `notes` say what a reader of the data would not expect.
+    `notes` are messages for the user.
     """
 
     ids: list[int]
@@ -49,15 +49,13 @@ def encode_conversation(
     """Returns the ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in
     the loss.
 
-    With `split_special`, special tokens in its texts are encoded as text. An answer is what the
-    template writes for an assistant's message after the generation prompt, with the token that ends
-    it, as in TRL's `assistant_only_loss`. Some templates mark answers by `{% generation %}`. With
-    other templates, the conversation is rendered up to each answer to find the answer. If the
-    template ends an answer with no token at which generation could stop, the tokenizer's end token
-    is added.
+    An answer includes its end token, as in TRL's `assistant_only_loss`. Some templates mark answers
+    by `{% generation %}`. With other templates, the conversation is rendered up to each answer to
+    find the answer. If the template writes no end token after an answer, the tokenizer's end token
+    is added. With `split_special`, special tokens in texts are encoded as ordinary text.
 
-    Raises MespError, without the record's name, if the template leaves out part of the
-    conversation, or if an answer cannot be located, is empty or contains an end token.
+    Raises MespError if the template leaves out part of the conversation, or if an answer cannot be
+    located, is empty or contains an end token.
     """
     check_answers(conversation)
     rendering = Rendering(tokenizer, conversation, split_special)
@@ -92,7 +90,7 @@ def encode_conversation(
 
 
 def check_answers(conversation: Conversation) -> None:
-    """Raises MespError if an answer that is trained is empty."""
+    """Raises MespError if an answer in the loss is empty."""
     for index in conversation.answers:
         message = conversation.messages[index]
         if not message["content"].strip() and CALLS not in message:
@@ -102,10 +100,9 @@ def check_answers(conversation: Conversation) -> None:
 
 
 def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
-    """Returns the ids of the first `count` messages and, with `asks`, of the generation prompt
-    after them.
+    """Returns the ids of the first `count` messages. With `asks`, the generation prompt follows.
 
-    Raises MespError if people's special tokens cannot be told from the template's.
+    Raises MespError if special tokens in texts cannot be told from the template's.
     """
     text = rendering.render(rendering.conversation.messages[:count], asks)
     if not rendering.split_special:
@@ -115,10 +112,11 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
 
 
 def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
-    """Returns the ids of a rendering and their bounds; special tokens within `written` become text.
+    """Returns the ids of a rendering and their bounds. Special tokens within `written` are encoded
+    as ordinary text.
 
-    With `split_special`, raises MespError unless the special tokens of the result are those of the
-    `marked` rendering.
+    With `split_special`, raises MespError unless the result has the same special tokens as
+    `marked`.
     """
     encoded = tokens(rendering.tokenizer, text, written)
     if rendering.split_special:
@@ -128,8 +126,8 @@ def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> di
 
 
 def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
-    """Returns the ids of a conversation whose last message is no answer, with that message in the
-    loss.
+    """Returns the ids of a conversation that ends with another role's message. Only the last
+    message is in the loss.
     """
     messages = rendering.conversation.messages
     ids = rendered_tokens(rendering, len(messages))
@@ -143,9 +141,6 @@ def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
 
 
 def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
-    """Raises MespError unless the rendering that asks for the answer in message `index` begins with
-    the tokens `prompt`.
-    """
     if index and rendered_tokens(rendering, index, asks=True)[: len(prompt)] != prompt:
         raise MespError(
             f"the prompt for the answer in message {index + 1} is not the beginning of the "
@@ -158,11 +153,6 @@ def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> Non
 
 
 def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> list[Span]:
-    """Returns the place of each answer in the rendering. `answers` are the indices of their
-    messages.
-
-    Raises MespError if the place of an answer is not clear.
-    """
     said = {
         index: [p for p in rendering.places if rendering.texts[p.text].message == index]
         for index in answers
@@ -182,8 +172,7 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> li
     spans = []
     for index, (start, stop) in zip(answers, bounds, strict=True):
         inside = {p.text for p in rendering.places if p.start < stop and p.stop > start}
-        # A template may write a text elsewhere too, for example a tool's name before the tool's
-        # answer.
+        # A template may repeat a text elsewhere, for example a tool's name.
         if not 0 <= start < stop or inside < {p.text for p in said[index]}:
             raise _not_found(index)
         if any(rendering.texts[text].message != index for text in inside):
@@ -200,9 +189,9 @@ def _not_found(index: int) -> MespError:
 
 
 def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
-    """Returns the bounds of the characters that the template marks by `{% generation %}`.
+    """Returns the bounds of the characters within the template's `{% generation %}` blocks.
 
-    Marks of one answer that touch are joined. Returns None if the template has no such marks.
+    Adjacent bounds of one answer are joined. Returns None if the template has no such blocks.
     """
     tokenizer, conversation = rendering.tokenizer, rendering.conversation
     template = tokenizer.chat_template
@@ -242,7 +231,8 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
     """Returns where the answer in message `index` begins. The answer's first text is at `first`.
 
-    The answer begins where the rendering first differs from the one that asks for the answer.
+    The answer begins where the full rendering first differs from the rendering with a generation
+    prompt in place of the answer.
     """
     marked = rendering.marked
     asked = _asked(rendering, index)
@@ -271,9 +261,9 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
         before = [found.end() for found in MARKS.finditer(marked, 0, first.marked_start)]
         anchor = before[-1] if before else 0
         gap = marked[anchor : first.marked_start]
-    # The turn before the answer ends differently in the two renderings, or there is no such turn.
-    # So the answer's header is looked for: what the template adds to ask for an answer. The
-    # rendering may have only the header's beginning, but at least one of its special tokens.
+    # The two renderings end the turn before the answer differently, or there is no turn before. So
+    # the generation prompt's header is looked for. A beginning of the header is enough if it has a
+    # special token.
     opened = tokens(rendering.tokenizer, header)
     special = special_tokens(rendering.tokenizer)
     for count in range(len(opened["input_ids"]), 0, -1):
@@ -286,10 +276,9 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
 
 
 def _asked(rendering: Rendering, index: int) -> str:
-    """Returns the rendering that asks for the answer in message `index`.
+    """Returns the marked messages before `index`, rendered with the generation prompt.
 
-    The result is empty if there is no such rendering: an answer that begins a conversation cannot
-    be asked for, and some templates need a question first.
+    Returns an empty string for the first message, or if the template fails.
     """
     try:
         return rendering.render_marked(index, asks=True) if index else ""
@@ -298,11 +287,6 @@ def _asked(rendering: Rendering, index: int) -> str:
 
 
 def _stop(rendering: Rendering, index: int) -> int:
-    """Returns where the answer in message `index` ends.
-
-    The answer ends where the rendering first differs from the rendering that has only the messages
-    up to and including the answer.
-    """
     if index == len(rendering.conversation.messages) - 1:
         return len(rendering.text)
     until = rendering.render_marked(index + 1)
@@ -312,15 +296,14 @@ def _stop(rendering: Rendering, index: int) -> int:
 
 
 def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
-    """Finds the last text that is in the whole rendering and in `beginning`, a rendering of the
+    """Finds the last text that is in both the full rendering and `beginning`, a rendering of the
     first messages.
 
-    Returns two numbers: the text's end in the whole rendering, and its end in `beginning`. Both are
-    0 if the two renderings share no text.
+    Returns the text's end in the full rendering, and its end in `beginning`. Both are 0 if the
+    renderings share no text.
     """
     for found in reversed(list(MARKS.finditer(beginning))):
-        # A template may write the name of a tool again before the tool's answer. So a mark may
-        # occur several times, and its occurrences are counted.
+        # A template may repeat a text, such as a tool's name. So occurrences of a mark are counted.
         before = beginning.count(found[0], 0, found.start())
         there = [each.end() for each in re.finditer(found[0], rendering.marked)]
         if len(there) > before:
@@ -329,7 +312,7 @@ def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
 
 
 def _agreed(tokenizer: Any, a: str, b: str) -> int:
-    """Returns the length of the common beginning of two texts, in characters of whole tokens."""
+    """Returns the number of characters in two texts' common beginning, cut to whole tokens."""
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
@@ -346,8 +329,8 @@ def _with_ends(
 ) -> tuple[str, dict[int, Span], Bounds, str]:
     """Returns a rendering in which each answer ends with an end token.
 
-    Also returns the places of the answers and of `written` in the new rendering, and all text that
-    was added.
+    Also returns the places of the answers and of `written` in the new rendering, and the added
+    text.
     """
     pieces, ended, at, shift = [], {}, 0, 0
     moved: list[tuple[int, int]] = []
@@ -357,8 +340,8 @@ def _with_ends(
         if not _ends(tokenizer, tail):
             following = next((start for start, _ in written if start >= stop), len(text))
             after = _next_token(tokenizer, text[stop:following])
-            # An end token right after the answer belongs to the answer. The template's marks may
-            # leave this token out, and the token may also open the next turn.
+            # The template's marks may leave out an end token right after the answer. Such a token
+            # belongs to the answer, even if it also opens the next turn.
             if after:
                 stop += len(after)
             else:
@@ -382,9 +365,6 @@ def _with_ends(
 
 
 def _ends(tokenizer: Any, tail: str) -> bool:
-    """Returns whether the template's text after an answer ends with an end token, apart from white
-    space.
-    """
     ids = tokenizer.encode(tail.rstrip(), add_special_tokens=False)
     return bool(ids) and ids[-1] in end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
 
@@ -392,8 +372,7 @@ def _ends(tokenizer: Any, tail: str) -> bool:
 def _next_token(tokenizer: Any, text: str) -> str:
     """Returns the beginning of a text, up to and including an end token.
 
-    Only white space may come before this token. Returns an empty string if the text begins
-    otherwise.
+    Only white space may precede the end token. Otherwise returns an empty string.
     """
     encoded = tokens(tokenizer, text[:200])
     ends = end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
@@ -406,18 +385,14 @@ def _next_token(tokenizer: Any, text: str) -> str:
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Returns the tokens at which generation stops.
-
-    They are the tokenizer's end tokens, which may come from the model's files, and the tokens that
-    end an answer in the chat template.
-    """
+    """Returns the tokenizer's end tokens and the tokens that end an answer in the chat template."""
     return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
 
 
 def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
     """Returns the special tokens that end an answer in the chat template.
 
-    The answer is the last message or, with `asks_on`, one that is followed by a question.
+    The answer is the last message. With `asks_on`, the answer is followed by a question instead.
     """
     if not tokenizer.has_chat_template:
         return set()
@@ -444,14 +419,14 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
     )
     if not ends:
         return [], []
-    # The first special token after an answer, if it is also the first after a question. It ends
-    # every message, or begins the next one.
+    # The first special token after an answer, if it also comes first after a question. The token
+    # ends every message, or begins the next message.
     turn = others[:1] if others[:1] == after_question[:1] else []
     return [ends[-1], *shared[-1:]], shared[-1:] or turn
 
 
 def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
-    """Returns the ids of the chat template's text between a message and the next one."""
+    """Returns the ids of the template's text between message `number` and the next message."""
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))
@@ -460,7 +435,6 @@ def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]
 def _check_ends(
     tokenizer: Any, ids: Sequence[int], offsets: np.ndarray, span: Span, index: int
 ) -> None:
-    """Raises MespError if an answer contains an end token, at which generation would stop."""
     ends = end_tokens(tokenizer)
     inside = (offsets[:, 0] < span.said) & (offsets[:, 1] > span.start)
     for at in np.flatnonzero(inside).tolist():

@@ -1,9 +1,8 @@
-"""Reads the messages of a record, in the one form that chat templates take.
+"""Converts a record's messages to the form that chat templates take.
 
-OpenAI's, Mistral's, Axolotl's and TRL's forms of a message differ. `read_messages` converts them
-into one: `content` is a string, the `arguments` of a tool call are an object, and `weight` is 0 for
-an answer that is not trained. Every other key is kept, so that the check after rendering can tell
-whether the chat template uses it.
+`content` is a string, the `arguments` of a tool call are an object, and `weight` is 0 for an answer
+that is not trained. Other keys are kept, so that a later check can tell whether the chat template
+uses them.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ PART_KEYS = (
     "annotations",
     "cache_control",
 )  # the last four hold no text
-# Fields that say whether an answer or a record is trained, and the value that means yes: Mistral's
-# and OpenAI's `weight`, Axolotl's `train` and `training`, ms-swift's `loss`, torchtune's `masked`.
+# Fields that say whether an answer or a record is trained, and the value that means yes. They come
+# from Mistral and OpenAI (`weight`), Axolotl (`train`, `training`), ms-swift (`loss`) and torchtune
+# (`masked`).
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names with one meaning in transformers
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
 
 
 def are_messages(value: Any) -> bool:
@@ -95,7 +95,6 @@ def _keys(message: Message) -> str:
 
 
 def _text(where: str, content: Any) -> str:
-    """Returns content as one text: a string, or the joined texts of a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -171,10 +170,9 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def without_null(value: Any) -> Any:
-    """Returns a value without entries of objects that are null.
+    """Returns a value without the null entries of its objects.
 
-    A table's columns do not distinguish null from an absent key, so null in JSON lines counts as
-    absent too.
+    A table cannot distinguish null from an absent key. So null counts as absent in JSON lines too.
     """
     if isinstance(value, dict):
         return {key: without_null(each) for key, each in value.items() if each is not None}
@@ -182,7 +180,9 @@ def without_null(value: Any) -> Any:
 
 
 def read_tools(where: str, tools: Any) -> list[Any] | None:
-    """Returns a record's tools, a list or JSON in a string. Raises MespError for anything else."""
+    """Returns a record's tools. `tools` is a list, or a list as a JSON string. Raises MespError for
+    any other value.
+    """
     if isinstance(tools, str):
         try:
             tools = parse_json(tools or "[]")
@@ -208,15 +208,15 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     """Removes from `entries` the fields that say whether a message or a record is trained.
 
-    Returns 1 if the message or record is trained, 0 if not, and None if there is no such field.
-    Raises MespError, whose message begins with `where`, for other values.
+    Returns 1 if it is trained, 0 if not, and None without such a field. Raises MespError, whose
+    message begins with `where`, for a value other than 0 and 1.
     """
     found: int | None = None
     for key, trained in WEIGHTS.items():
         value = as_truth(entries.pop(key, None))
         if value is None:
             continue
-        if value not in (0, 1):  # True equals 1, and False equals 0
+        if value not in (0, 1):  # True equals 1
             raise MespError(
                 f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
                 f"to train it and 0 not to, or leave the field out with --ignore {key}."
@@ -227,8 +227,8 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
 
 
 def as_truth(value: Any) -> Any:
-    """Returns the truth value 0, 1, true or false that a table's cell means, None for an empty
-    cell, and any other value as it is.
+    """Returns the boolean that a table's cell means (0, 1, true or false), None for an empty cell,
+    or the unchanged value.
     """
     words = {"0": 0, "1": 1, "true": True, "false": False, "": None}
     return words.get(value.lower(), value) if isinstance(value, str) else value

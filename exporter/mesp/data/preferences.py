@@ -2,9 +2,10 @@
 
 A record is a pair or a single answer. A pair has a `chosen` and a `rejected` answer to a `prompt`.
 A single answer has a `prompt`, a `completion` and a `label`, which is true for a good answer.
-Prompts and answers are strings or lists of messages, and go through the chat template. If a pair
-has no prompt, its prompt is the common beginning of its answers. If the answers of such a pair are
-strings, they do not go through the template: each is joined to the common beginning as text.
+Prompts and answers are strings or lists of messages, and go through the chat template.
+
+If a pair has no prompt, its prompt is the common beginning of its answers. If such answers are
+strings, they are encoded without the chat template.
 """
 
 from __future__ import annotations
@@ -23,21 +24,19 @@ from mesp.errors import MespError
 
 PREFERENCE_KINDS = (PAIRS, LABELS)
 
-# The labels, a byte for each example: two for single answers, and two for the answers of a pair.
-# The chosen answer of a pair stands right before the rejected one.
+# The labels, one byte per example. BAD and GOOD are for single answers, and REJECTED and CHOSEN for
+# pairs. A pair's chosen answer comes right before its rejected answer.
 BAD, GOOD, REJECTED, CHOSEN = range(4)
 
 
 class LabelledAnswer(NamedTuple):
-    """An answer with its prompt, and its label."""
-
     where: str
     encoded: Encoded
     label: int
 
 
 def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]:
-    """Returns the answers of a record. Raises MespError if the record cannot be used."""
+    """Returns the encoded answers of a record. Raises MespError if the record cannot be used."""
     prompt, answers = _answers(document)
     found = []
     for answer, label in answers:
@@ -51,12 +50,11 @@ def encode_answers(document: Document, encoder: Encoder) -> list[LabelledAnswer]
 def as_preference_data(
     data: str, split: str, answers: Iterable[LabelledAnswer], seq_len: int
 ) -> Split:
-    """Returns one example for each answer: its prompt and the answer, cut to `seq_len` tokens and
-    the token after.
+    """Returns one example for each answer: prompt and answer, cut to `seq_len` + 1 tokens.
 
     Only the answer is in the loss. Raises MespError if an answer has no token, if a prompt leaves
-    no room for an answer, if the answers of a pair are equal, or if all labels of single answers in
-    the train split are alike.
+    no room for an answer, if the answers of a pair are equal, or if all single answers in the train
+    split have the same label.
     """
     longest = seq_len + 1
     parts, examples, masks, labels = [], [], [], []
@@ -97,7 +95,6 @@ def as_preference_data(
 
 
 def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
-    """Returns the prompt of a record, and its answers with their labels."""
     record, where = document.content, document.where
     assert isinstance(record, dict)
     prompt = record.get("prompt")
@@ -124,7 +121,6 @@ def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
 
 
 def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
-    """Returns whether both answers are conversations that contain the prompt."""
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
         return False
     alike = _alike(chosen, rejected)
@@ -135,9 +131,7 @@ def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
 
 
 def _alike(chosen: Said, rejected: Said) -> Said:
-    """Returns the common beginning of two answers. If the answers are strings, a space at the end
-    of the common beginning is left out.
-    """
+    """Returns the common beginning of two answers. For strings, a space at its end is left out."""
     alike = itertools.takewhile(
         lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
     )
@@ -146,9 +140,8 @@ def _alike(chosen: Said, rejected: Said) -> Said:
 
 
 def _encode(document: Document, encoder: Encoder, prompt: Said, answer: Said) -> Encoded:
-    """Returns the ids of a prompt with an answer. The loss covers only the answer."""
-    # Strings without a prompt are divided where they begin to differ, which need not be the end of
-    # a message. So they are joined without the chat template.
+    # Strings without a prompt may begin to differ in the middle of a message. So they are joined
+    # without the chat template.
     is_conversation = encoder.chat and "prompt" in document.content
     if isinstance(prompt, str) and isinstance(answer, str) and not is_conversation:
         return encoder.joined(prompt, answer)

@@ -1,4 +1,4 @@
-"""Encodes prompts and conversations to answer, as mlx_lm.generate does."""
+"""Encodes prompts, as mlx_lm.generate does."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def encode_prompt(
 ) -> list[int]:
     """Returns the token ids of `prompt`, as mlx_lm.generate makes them.
 
-    With `chat`, the prompt is a user's message in the chat template, after the `system` message if
-    one is given. If `chat` is None, the template is used if there is one. With `split_special`,
-    special tokens in both messages become text.
+    With `chat`, the prompt becomes a user's message in the chat template. A `system` message comes
+    first, if given. If `chat` is None, the template is used if there is one. With `split_special`,
+    special tokens in both messages are encoded as ordinary text.
     """
     try:
         prompt.encode()
-    # Bytes from the shell, or escapes in JSON, may be no valid text.
+    # Bytes from the shell or escapes in JSON may be invalid text.
     except UnicodeEncodeError as error:
         raise MespError("The prompt is not UTF-8 text; convert it first.") from error
     if chat and not tokenizer.has_chat_template:
@@ -52,7 +52,7 @@ def encode_prompt(
 def encode_in_template(
     tokenizer: Any, conversation: Conversation, split_special: bool = False
 ) -> list[int]:
-    """Returns the token ids of a conversation in the chat template, up to where the answer begins.
+    """Returns the token ids of a conversation in the chat template, with the generation prompt.
 
     `split_special` is as in `encode_prompt`. Raises MespError if the template refuses the
     conversation or leaves something out.

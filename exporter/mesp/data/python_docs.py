@@ -1,4 +1,4 @@
-"""Texts that need no download: the data named `python-docs` and `python-docs-pairs`."""
+"""The data named `python-docs` and `python-docs-pairs`, which needs no download."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import re
 
 from mesp.data.records import Document
 
-HELD_OUT = 10  # one section of this many is held out
+HELD_OUT = 10  # one section in ten is held out
 
 
 def python_docs() -> dict[str, list[Document]]:
     """Returns the prose of Python's language reference, which comes with Python (`help("topics")`).
 
-    Code and grammar are left out, and lines are joined, because a small model would learn mainly
-    their layout. Topics repeat each other's passages. Each passage is kept once, so that no two
-    splits share a passage. One section in `HELD_OUT` is held out.
+    Code and grammar are left out, and lines are joined. Topics repeat passages, so each passage is
+    kept once. No two splits share a passage. One section in `HELD_OUT` is held out.
     """
     from pydoc_data.topics import topics
 

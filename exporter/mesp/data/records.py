@@ -23,11 +23,11 @@ RECORDS = (
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
 COLUMNS = "Name other columns with --columns, as in prompt=question,completion=answer."
-# The keys of a record that are read. --columns can name another column for each key.
+# The keys of a record that are read, and that --columns can name columns for.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
-OPTIONS = "chat_template_kwargs"  # the key of TRL's records with options of the chat template
-# Options that a record must not set: arguments that every chat template gets, or that would replace
-# the template.
+OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
+# Names that a record's options must not have. They are arguments of transformers'
+# `apply_chat_template`, or other variables of the template.
 FIXED_OPTIONS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
@@ -35,22 +35,22 @@ FIXED_OPTIONS = (
     "tokenizer_kwargs",
 )  # fmt: skip
 SAID = ("prompt", "completion", "chosen", "rejected")
-PAIRS, LABELS = "chosen and rejected", "completion and label"  # preference data
-# Columns that change the question to which an answer belongs, and that MeSP cannot use.
+PAIRS, LABELS = "chosen and rejected", "completion and label"  # kinds of preference data
+# Columns that an answer may depend on, and that MeSP cannot use.
 UNUSABLE = (
     "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "history",
     "system", "system_prompt",
 )  # fmt: skip
 
-Said = str | list[Message]  # a prompt or an answer: a string, or messages
+Said = str | list[Message]  # a prompt or an answer
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages that go through the chat template.
 
-    Messages before the index `prompt` are never trained. From this index on, the assistant's
-    messages are trained, unless their weight is 0. `options` are arguments of the template.
+    Assistant messages from the index `prompt` on are trained, unless their weight is 0. `options`
+    are arguments of the template.
     """
 
     messages: list[Message]
@@ -69,21 +69,19 @@ class Conversation:
 
     @property
     def untrained(self) -> list[int]:
-        """The indices of the answers that are not trained, as their weight is 0."""
+        """The indices of the messages with weight 0."""
         return [i for i, message in enumerate(self.messages) if message.get("weight", 1) == 0]
 
 
 class Document(NamedTuple):
-    """A text that is encoded as a whole: a file's or a record's. `where` is its place, for error
-    messages.
-    """
+    """A file's text, or a record. `where` is its place, for error messages."""
 
     where: str
     content: str | dict[str, Any]
 
     @property
     def kind(self) -> str:
-        """The record's kind: one of TRL's preference data, or one of mlx-lm's by its rules."""
+        """The record's kind: one of TRL's kinds of preference data, or one of mlx-lm's kinds."""
         if isinstance(self.content, str):
             return "text"
         for kind in (PAIRS, LABELS):
@@ -95,13 +93,13 @@ class Document(NamedTuple):
 
     @property
     def has_messages(self) -> bool:
-        """Whether a record that is not text has messages, which only a template can join."""
+        """Whether the record has messages, which only a chat template can join."""
         content = {} if isinstance(self.content, str) else self.content
         return self.kind == "messages" or any(isinstance(content.get(key), list) for key in SAID)
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation in a record of messages, or of a prompt and a completion."""
+        """The conversation of a record with messages, or with a prompt and a completion."""
         if self.kind == "messages":
             return self.of(0, self.content["messages"])
         prompt = as_messages("user", self.content["prompt"])
@@ -110,26 +108,25 @@ class Document(NamedTuple):
         return self.of(len(prompt), prompt + answer)
 
     def of(self, prompt: int, messages: list[Message]) -> Conversation:
-        """Returns a conversation with the record's tools and options."""
         return Conversation(
             messages, prompt, self.content.get("tools"), self.content.get(OPTIONS, {})
         )
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the record's weight is 0."""
         return isinstance(self.content, dict) and self.content.get("weight", 1) == 0
 
 
 def as_messages(role: str, said: Said) -> list[Message]:
-    """Returns a prompt or an answer as messages: a string becomes one message of `role`."""
+    """Returns a prompt or an answer as messages. A string becomes one message of `role`."""
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
 def read_utf8(name: str, read: Callable[[], bytes]) -> str:
-    """Returns the text from `read`, with a line feed for each line end; errors call it `name`.
+    """Returns the UTF-8 text from `read`, with universal newlines. Error messages call the text
+    `name`.
 
-    Raises MespError if reading fails, or if the bytes are not text.
+    Raises MespError if reading fails, or if the bytes are not UTF-8.
     """
     try:
         return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
@@ -142,8 +139,8 @@ def read_utf8(name: str, read: Callable[[], bytes]) -> str:
 def read_value(where: str, text: str) -> Any:
     """Returns the value of a JSON text.
 
-    Raises MespError if the text is not valid JSON, or has a key twice, a number that JSON lacks, or
-    a string that a tokenizer cannot take.
+    Raises MespError if the text is not valid JSON, repeats a key, or has a number such as NaN or a
+    string that is not valid Unicode.
     """
     try:
         return parse_json(text, strict=True)
@@ -156,7 +153,7 @@ def read_value(where: str, text: str) -> Any:
 
 
 def as_object(where: str, record: Any) -> dict[str, Any]:
-    """Returns a JSON value as the object of a record. Raises MespError for anything else."""
+    """Returns a record's JSON value. Raises MespError if the value is not an object."""
     if not isinstance(record, dict):
         raise MespError(f"{where} is not an object; write each record as one.")
     return record
@@ -167,9 +164,9 @@ def read_record(
 ) -> Document:
     """Returns a record of one of `RECORDS`, with the values of `columns` under their keys.
 
-    `ignored` fields are removed, also from the messages. Null counts as absent. Messages and tools
-    are in the form for chat templates, and ``weight`` is 0 or 1. Raises MespError if the record is
-    none of `RECORDS`, lacks a column, or has a value that cannot be used.
+    Removes `ignored` fields, also from messages. Null counts as absent. Messages and tools are
+    converted to the form for chat templates, and ``weight`` becomes 0 or 1. Raises MespError if the
+    record is none of `RECORDS`, lacks a column, or has a value that cannot be used.
     """
     for column in columns.values():
         if column not in record:
@@ -225,7 +222,7 @@ def read_record(
 
 
 def refuse_unusable(where: str, record: dict[str, Any]) -> None:
-    """Raises MespError if a record has a field that its answer depends on, but that MeSP cannot
+    """Raises MespError if a record has a field that its answer may depend on, but that MeSP cannot
     use.
     """
     for key in UNUSABLE:
@@ -237,7 +234,6 @@ def refuse_unusable(where: str, record: dict[str, Any]) -> None:
 
 
 def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
-    """Returns the value of a text field, or the text or messages of a prompt or an answer."""
     if isinstance(value, str):
         return value
     if key not in SAID:
@@ -253,7 +249,7 @@ def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
 
 
 def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
-    """Returns the columns of the records that are not read."""
+    """Returns the records' columns that are not read."""
     found: dict[str, None] = {}
     for document in (each for split in documents.values() for each in split):
         if isinstance(document.content, dict):
@@ -263,7 +259,6 @@ def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
 
 
 def _read_of(kind: str) -> tuple[str, ...]:
-    """Returns the keys that are read in a kind of record."""
     if kind == "text":
         return ("text", "weight")
     prompt = () if kind == "messages" else ("prompt",)
@@ -271,7 +266,7 @@ def _read_of(kind: str) -> tuple[str, ...]:
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:
-    """Returns the one kind of all documents. Raises MespError if they are of several kinds."""
+    """Returns the kind of all documents. Raises MespError if the kinds differ."""
     first = next(iter(documents.values()))[0]
     for document in (each for split in documents.values() for each in split):
         if document.kind != first.kind:

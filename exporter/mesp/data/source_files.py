@@ -18,7 +18,7 @@ from mesp.data.records import as_object, read_value
 from mesp.errors import MespError
 from mesp.files import open_regular
 
-# The names of each split, in folders and in datasets.
+# The file names and dataset splits that mean train, valid and test.
 SPLITS = {
     "train": ("train",),
     "valid": ("valid", "validation", "val", "dev", "eval", "evaluation"),
@@ -27,7 +27,7 @@ SPLITS = {
 SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 
 SIZE = 4 << 30  # the maximum size of a file's text in bytes
-# A compressed file's text has at most UNPACKED bytes or, if more, TIMES as many as the file.
+# The largest text of a compressed file: UNPACKED bytes or, if more, TIMES the file's size.
 UNPACKED, TIMES = 16 << 20, 200
 ROWS = 4096  # rows of a parquet file that are read at once
 
@@ -35,8 +35,8 @@ Row = tuple[str, str | dict[str, Any]]  # a place, for error messages, and a tex
 
 
 class FileName(NamedTuple):
-    """A file's name: its `stem`, its ending `kind`, both in lower case, and whether gzip compressed
-    the file (`packed`).
+    """A file's name in lower case: its `stem`, its ending `kind`, and whether it ends in .gz
+    (`packed`).
     """
 
     stem: str
@@ -45,41 +45,41 @@ class FileName(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> FileName:
-        """Returns the parts of a file's name, without folders."""
         lower = name.lower()
         stem, dot, end = lower.removesuffix(".gz").rpartition(".")
         return cls(stem, dot + end, lower.endswith(".gz"))
 
     @property
     def is_read(self) -> bool:
-        """Whether there is a reader of this kind of file."""
         return self.kind in READERS and bool(self.stem)
 
     @property
     def is_text(self) -> bool:
-        """Whether its content is one text."""
+        """Whether the file's content is one text."""
         return READERS.get(self.kind) is _read_text
 
     @property
     def split(self) -> str | None:
-        """The split that the file's name means; None if the name means no split."""
+        """The split that the file's name means, or None."""
         shard = SHARD.fullmatch(self.stem)
         return SPLIT_OF.get(shard["stem"] if shard else self.stem) if self.is_read else None
 
 
-# The Hub's names for the parts of a split.
+# The Hub's names of a split's shards.
 SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]+)?")
 
 
 def read_file(
     path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
 ) -> Iterator[Row]:
-    """Yields the records of a file, one by one, or its one text; errors call the file `name`.
+    """Yields the records of a file, or its one text. Error messages call the file `name`.
 
     If `root` is the `root_of` a folder, the file must not be a link that leads out of that folder.
-    Raises MespError if the file cannot be read, is damaged or not regular, is of a kind without a
-    reader, or has more than `size` bytes of text. The text of a compressed file must also have at
-    most `UNPACKED` bytes or, if that is more, `TIMES` as many bytes as the file.
+    The text of a compressed file must have at most `UNPACKED` bytes or, if that is more, `TIMES`
+    the file's size.
+
+    Raises MespError if the file cannot be read, is damaged or not regular, has no reader, or has
+    more than `size` bytes of text.
     """
     name, parts = name or str(path), FileName.of(path.name)
     with _plain_errors(name):
@@ -115,7 +115,7 @@ def read_text(path: Path, size: int = SIZE) -> str:
 def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
     """Yields the records of JSON lines in an open file.
 
-    Raises MespError if a line is not a record, or if the lines are not text.
+    Raises MespError if a line is not a record, or if the bytes are not UTF-8.
     """
     text = io.TextIOWrapper(file, "utf-8-sig")
     try:
@@ -124,7 +124,7 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
                 if line.strip():
                     yield _line(name, number, line)
     finally:
-        text.detach()  # otherwise it would close the file
+        text.detach()  # keeps the file open
 
 
 def _opened(path: Path, root: Path | None) -> BinaryIO:
@@ -138,7 +138,6 @@ def _opened(path: Path, root: Path | None) -> BinaryIO:
 
 @contextmanager
 def _plain_errors(name: str) -> Iterator[None]:
-    """Turns errors of reading a file into a sentence that begins with its name."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -171,7 +170,7 @@ def _too_large(name: str, most: int) -> MespError:
     return MespError(f"{name} has more than {most >> 20:,} MiB of text; put less in a file.")
 
 
-# The readers of each kind. Their arguments are a file, its name, and the maximum size in bytes.
+# The readers. Their arguments are a file, its name, and the maximum size in bytes.
 
 
 def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
@@ -179,10 +178,9 @@ def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
 
 
 def _read_json(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
-    """Yields the records of a list or of JSON lines."""
     text = io.TextIOWrapper(file, "utf-8-sig")
-    # The file yields its lines. str.splitlines would also split at characters that JSON allows in a
-    # string.
+    # Iterating over the file splits only at line ends. str.splitlines would also split inside JSON
+    # strings.
     lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
     number, first = next(lines, (0, ""))
     if first.lstrip().startswith("["):
@@ -206,7 +204,7 @@ def _line(name: str, number: int, line: str) -> Row:
 
 
 def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]:
-    """Returns the reader of a table with a header, whose cells are strings."""
+    """Returns a reader of tables with a header row. Cells are strings."""
 
     def read(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
         csv.field_size_limit(most)
@@ -242,8 +240,8 @@ def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]
 def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
     """Yields the rows of a parquet file, some at a time.
 
-    A few bytes of a file may stand for gigabytes of repeated text. So texts are first read with
-    indices in place of repetitions, to find the size of the whole.
+    A few bytes of a file may stand for gigabytes of repeated text. So the texts are first read as
+    dictionary indices, to compute the decoded size.
     """
     try:
         import pyarrow
@@ -257,8 +255,7 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
     try:
         whole = ParquetFile(content)
         columns = [whole.schema.column(i) for i in range(len(whole.schema))]
-        # This raises an error for a damaged file, whose index could make the library end the
-        # process.
+        # Raises an error for a damaged file, which could crash the library later.
         whole.scan_contents()
         table = ParquetFile(content, read_dictionary=[column.path for column in columns])
         if len({*table.schema_arrow.names}) < len(table.schema_arrow.names):
@@ -286,8 +283,8 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
 
 
 def _decoded_size(array: Any) -> int:
-    """Returns the bytes of an Arrow array's values. A repeated value is counted each time, and 8
-    bytes are added for every value.
+    """Returns the bytes of an Arrow array's values, plus 8 bytes for each value. A repeated value
+    counts each time.
     """
     from pyarrow import ExtensionArray, StructArray, compute
 
@@ -305,7 +302,6 @@ def _decoded_size(array: Any) -> int:
 
 
 def _parsed(where: str, value: Any, type: Any) -> Any:
-    """Returns a value of a parquet file. A string of Arrow's JSON type is parsed."""
     from pyarrow import types
 
     if value is None:

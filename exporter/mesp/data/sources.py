@@ -23,8 +23,8 @@ SOURCES = (
 )
 BUILT_IN = {"python-docs": python_docs, "python-docs-pairs": python_docs_pairs}
 MOST_FILES = 10_000  # the most files in a folder of data
-HIDDEN = (".", "__")  # beginnings of the names of files that are not data
-# The names of files that may be beside data, and are not read.
+HIDDEN = (".", "__")  # prefixes of names that are not data
+# The names of files that are not data.
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog)([-_]\w+)*(\.(md|txt|rst|cff|bib))?"
     r"|dataset_infos?\.json|.*\.(py|png|jpe?g|gif|svg|webp)"
@@ -35,9 +35,9 @@ NO_DATA = re.compile(
 class Selection:
     """The part of a dataset that is read.
 
-    `subset` is the configuration. `splits` has the source of each of MeSP's splits, in the spelling
-    of the datasets library. `columns` has the column for each key of a record. `ignored` are the
-    fields of records and messages to leave out.
+    `subset` is the configuration. `splits` has the source of each of MeSP's splits, as an
+    expression of the datasets library. `columns` has the column for each key of a record. `ignored`
+    are the fields of records and messages to leave out.
     """
 
     subset: str | None = None
@@ -47,13 +47,14 @@ class Selection:
 
     @property
     def is_of_dataset(self) -> bool:
-        """Whether the selection names a configuration or splits, as only datasets have them."""
+        """Whether the selection names a configuration or splits, which only datasets have."""
         return self.subset is not None or bool(self.splits)
 
 
 def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
-    """Returns the documents of `data`, one of `SOURCES`, by split. Raises MespError if the data is
-    invalid.
+    """Returns the documents of `data`, one of `SOURCES`, by split.
+
+    Raises MespError if the data is invalid.
     """
     path = Path(data)
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
@@ -84,8 +85,8 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
 def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Document]:
     """Returns the documents in the rows of `name`.
 
-    Raises MespError if there are none, if a record is of no kind or lacks a column, if a text has
-    no words, or if `selection` names columns for text.
+    Raises MespError if there are no documents, if a record is invalid or lacks a column, if a text
+    has no words, or if `selection` names columns for text.
     """
     documents = []
     for where, content in rows:
@@ -102,7 +103,7 @@ def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[D
 
 
 def may_be_data(name: str) -> bool:
-    """Returns whether a file may be data, by its name with folders."""
+    """Returns whether a file may be data. `name` includes the file's folders."""
     parts = PurePosixPath(name).parts
     return not any(part.startswith(HIDDEN) for part in parts) and not NO_DATA.fullmatch(
         parts[-1].lower()
@@ -110,10 +111,10 @@ def may_be_data(name: str) -> bool:
 
 
 def data_files(folder: Path) -> list[str]:
-    """Returns the names in a folder, at any depth, of files that may be data.
+    """Returns the names of the files in a folder, at any depth, that may be data.
 
-    Links to folders count as files. Raises MespError if there are too many, or if they cannot be
-    listed.
+    Links to folders count as files. Raises MespError if there are too many files, or if a folder
+    cannot be listed.
     """
 
     def stop(error: OSError) -> None:
@@ -133,10 +134,7 @@ def data_files(folder: Path) -> list[str]:
 def _read_tree(
     data: str, folder: Path | None, names: list[str], selection: Selection
 ) -> dict[str, list[Document]]:
-    """Returns the documents of files with these `names` in a folder.
-
-    If the folder is None, the files are in a dataset on the Hub.
-    """
+    """Returns the documents of the files `names` in `folder` or, if that is None, on the Hub."""
     home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
     splits = _splits_in(home or "", names)
     others = [name for name in names if all(name not in each for each in splits.values())]
@@ -168,9 +166,7 @@ def _read_tree(
 
 
 def of_no_split(data: str, name: str) -> MespError:
-    """Returns the error for a file in a folder that belongs to no split, or has a kind that is not
-    read.
-    """
+    """Returns the error for a file that belongs to no split, or that MeSP does not read."""
     if not FileName.of(PurePosixPath(name).name).is_read:
         return MespError(f"{data} has {name}, a kind of file that is not read; {KINDS}.")
     return MespError(
@@ -180,7 +176,6 @@ def of_no_split(data: str, name: str) -> MespError:
 
 
 def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
-    """Returns the files of each split in the folder `home`."""
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     for name in names:
         place, slash, file = name.rpartition("/")
@@ -191,9 +186,9 @@ def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
 
 
 def _whole(data: str, names: list[str]) -> list[str]:
-    """Returns the files of a split: one file, or its numbered parts as the Hub names them.
+    """Returns the files of a split: one file, or all its numbered shards.
 
-    Raises MespError if a split has several other files, or if a part is missing.
+    Raises MespError if there are other files, or if a shard is missing.
     """
     shards = [SHARD.fullmatch(FileName.of(name).stem) for name in names]
     first, numbers = shards[0], set[int]()
@@ -214,9 +209,6 @@ def _whole(data: str, names: list[str]) -> list[str]:
 def _of_dataset(
     data: str, selection: Selection, names: Sequence[str] = ()
 ) -> dict[str, list[Document]]:
-    """Returns the documents that the datasets library finds. The library must find all files of
-    `names`.
-    """
     rows = read_dataset(data, selection.subset, selection.splits, names)
     return {
         split: documents_of(f"The {split} data of {data}", each, selection)
@@ -225,7 +217,6 @@ def _of_dataset(
 
 
 def _has_configs(folder: Path) -> bool:
-    """Returns whether the README.md of a dataset lists the files of its configurations."""
     readme = folder / "README.md"
     if not readme.is_file():
         return False

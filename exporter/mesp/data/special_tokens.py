@@ -1,10 +1,8 @@
-"""Encodes special tokens in people's texts: as themselves, or split into ordinary text.
+"""Encodes special tokens in texts: as special tokens, or split into ordinary text.
 
-Special tokens are split as in transformers. A text outside of a conversation is encoded with
-transformers' option `split_special_tokens`. In a conversation, the template's special tokens stay,
-and each one in a person's text is encoded separately, as `apply_chat_template` with
-`sanitize_control_tokens` does for the tokens that the tokenizer marks as special. transformers may
-put SentencePiece's leading space before a token that it encodes separately; this module puts none.
+A text outside of a conversation is encoded with transformers' option `split_special_tokens`. In a
+conversation, the chat template's special tokens stay. Each special token in a text is encoded
+separately, without SentencePiece's leading space.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from typing import Any
 
 from mesp.errors import MespError
 
-# The bounds of parts of a text: for each, its first character and the character after its last.
+# The bounds (start, stop) of parts of a text. `stop` is exclusive.
 Bounds = Sequence[tuple[int, int]]
 
 
 def special_tokens(tokenizer: Any) -> set[int]:
-    """Returns the ids of the tokens that mark something and are not text."""
+    """Returns the ids of the tokenizer's special tokens."""
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
 
@@ -37,7 +35,7 @@ def special_pattern(tokenizer: Any) -> re.Pattern[str]:
 
 
 def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Returns the ids of a person's text, with its special tokens split into ordinary text.
+    """Returns the ids of a text, with its special tokens split into ordinary text.
 
     With `add_special_tokens`, the ids include the tokens that the tokenizer puts around a text.
     Raises MespError if the ids include other special tokens.
@@ -48,9 +46,9 @@ def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) ->
 
 
 def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -> None:
-    """Raises MespError unless `ids` have exactly the special tokens of `expected`."""
+    """Raises MespError unless `ids` and `expected` have the same special tokens."""
     special = special_tokens(tokenizer)
-    # The token for an unknown character marks nothing, unless it is an end token too.
+    # The unknown token is not special, unless it is also a begin or end token.
     if tokenizer.unk_token_id not in (*tokenizer.eos_token_ids, tokenizer.bos_token_id):
         special.discard(tokenizer.unk_token_id)
     found, wanted = (Counter(id for id in each if id in special) for each in (ids, expected))
@@ -65,10 +63,9 @@ def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -
 def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
     """Returns the ids of a text, and the bounds of each token's characters.
 
-    The bounds exclude white space that a token absorbs. The parts in `written`, in order, are
-    special tokens that are encoded as text. The text between two such parts is encoded separately,
-    so that no token belongs to a part and to the text beside it. Raises MespError if the tokenizer
-    makes special tokens of a part.
+    The bounds exclude white space that a token absorbs. `written` has the bounds of special tokens
+    to encode as ordinary text, in order. Each of these parts is encoded separately, so no token
+    spans its bounds. Raises MespError if the ids of such a part include special tokens.
     """
     ids: list[int] = []
     bounds: list[tuple[int, int]] = []
@@ -87,9 +84,8 @@ def _piece(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Returns the ids of a piece of a text and their bounds.
 
-    A piece that is not the first is encoded after a line feed, as SentencePiece puts a space before
-    the beginning of a text. If the piece would share a token with the line feed, it is encoded
-    after a colon.
+    SentencePiece puts a space before the beginning of a text. So a piece that is not the first is
+    encoded after a line feed, or after a colon if the piece shares a token with the line feed.
     """
     for feed in () if is_first else ("\n", ":"):
         before = tokenizer.encode(feed, add_special_tokens=False)
@@ -120,6 +116,5 @@ def _own(text: str, token: str, start: int, stop: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _tokens_that_take_space(tokenizer: Any) -> dict[int, str]:
-    """Returns the tokens that absorb the white space beside them."""
     added = tokenizer.added_tokens_decoder.items()
     return {id: token.content for id, token in added if token.lstrip or token.rstrip}

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model or a bundle in mlx-lm's wrapper, and checks it."""
+"""Loads and checks the tokenizer of a model or a bundle, in mlx-lm's wrapper."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def load_checked_tokenizer(folder: Path, model: str) -> Any:
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes the `tokenizer.json` of a tokenizer whose vocabulary is in files of another format.
+    """Writes the `tokenizer.json` of a tokenizer whose files have another format.
 
-    Raises MespError if transformers cannot write it, or if the file encodes differently.
+    Raises MespError if transformers cannot write `tokenizer.json`, or if the new file encodes
+    differently.
     """
     failed = f"The tokenizer {type(tokenizer._tokenizer).__name__} cannot be written"
     with plain_errors(failed):
@@ -63,10 +64,9 @@ def load_tokenizer(
 ) -> Any:
     """Returns the tokenizer in a model's folder or a bundle, in mlx-lm's wrapper.
 
-    Its end tokens are those of its files and of the model's, and the tokens that end an answer in
-    its chat template. Code in the folder is never run: only transformers' own classes are used.
-    Raises MespError if the tokenizer cannot be loaded, or if the folder has none. In the second
-    case the message includes `without`.
+    The end tokens come from the tokenizer's files, the model's files and the chat template. Code in
+    the folder is never run. Raises MespError if the tokenizer cannot be loaded, or if the folder
+    has none. The message for a missing tokenizer includes `without`.
     """
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
@@ -75,7 +75,7 @@ def load_tokenizer(
 
     failed = f"The tokenizer in {folder} cannot be loaded"
     root = root_of(folder)
-    # transformers may open these files.
+    # transformers may open these files, so they must not be links out of the folder.
     for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if file.suffix in (".json", ".jinja", ".txt", ".model") and not (
             file.is_file() and file.resolve().is_relative_to(root)
@@ -97,7 +97,7 @@ def load_tokenizer(
                     "is data."
                 ) from error
             raise
-        # Some errors of a tokenizer appear only when it is used.
+        # Some tokenizers raise errors only when used.
         tokenizer.encode("a")
         _ = tokenizer.detokenizer
         tokenizer.eos_token_ids = end_tokens(tokenizer)
@@ -105,10 +105,9 @@ def load_tokenizer(
 
 
 def _ends_of_model(folder: Path) -> list[int] | None:
-    """Returns the end tokens in generation_config.json, or else in config.json; None if neither has
-    any.
+    """Returns the end tokens in generation_config.json, or else in config.json, or else None.
 
-    Raises ValueError if they are not numbers.
+    Raises ValueError if an end token is not an integer.
     """
     for name in ("generation_config.json", "config.json"):
         file = folder / name
@@ -126,8 +125,7 @@ def _ends_of_model(folder: Path) -> list[int] | None:
 def _kind_of_model(folder: Path) -> Any:
     """Returns the configuration by which transformers chooses a tokenizer's class.
 
-    The sizes in config.json are left out, because transformers makes lists of that many blocks or
-    labels.
+    The sizes in config.json are left out, because transformers makes lists of these sizes.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -136,13 +134,13 @@ def _kind_of_model(folder: Path) -> Any:
     named = {key: config[key] for key in ("tokenizer_class", "model_name") if key in config}
     try:
         return AutoConfig.for_model(config.get("model_type", ""), **named)
-    except (ValueError, TypeError):  # unknown kinds
+    except (ValueError, TypeError):  # an unknown model_type
         return PreTrainedConfig(**named)
 
 
 def load_bundle_tokenizer(bundle: Path) -> Any:
-    """Returns the bundle's tokenizer. Its end tokens are those of `load_tokenizer`, and those that
-    end the bundle's data.
+    """Returns the bundle's tokenizer. The end tokens of the bundle's manifest are added to the
+    tokenizer's.
     """
     tokenizer = load_tokenizer(bundle, "which generating needs; export a model that has one")
     with plain_errors(f"The manifest of {bundle} cannot be read"):

@@ -23,15 +23,14 @@ from mesp.errors import MespError, plain_os_errors
 
 log = logging.getLogger(__name__)
 
-# The folder of the checkout: an editable install leaves the package in the checkout's exporter/.
+# The folder of the checkout, if the package is an editable install.
 CHECKOUT = Path(__file__).resolve().parents[3]
-# The folder that `setup.py` copies the Swift package into, laid out as in a checkout.
+# The copy of the Swift package in an installed wheel.
 SOURCES = Path(__file__).with_name("sources")
-# The folder that `setup.py` copies a built engine into. Its file `mlx-version` has the version of
-# MLX that the engine needs.
+# The folder with a wheel's built engine. Its file `mlx-version` has the version of MLX that the
+# engine needs.
 CARRIED = Path(__file__).with_name("programs")
-# The path from CARRIED to the `mlx` package that is installed beside this one, in the notation of
-# the program loader.
+# The path from CARRIED to the installed `mlx` package, in the dynamic loader's notation.
 MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
 
 
@@ -50,11 +49,11 @@ COUNTER = Program("mesp-count", "ios/HostMLXLedger")
 def find_engine(
     checkout: Path = CHECKOUT, sources: Path = SOURCES, carried: Path = CARRIED
 ) -> Path:
-    """Returns an engine that is ready to run: the one that MESP_ENGINE names, the checkout's, the
-    wheel's, or the one in the user's cache.
+    """Returns an engine that is ready to run.
 
-    The engines of the checkout and the cache are built first if they are missing or old. Raises
-    MespError if the build fails.
+    The engine is the one that MESP_ENGINE names, the checkout's, the wheel's, or the one in the
+    user's cache, in this order. The checkout's and the cache's engines are built if they are
+    missing or old. Raises MespError if the build fails, or if MESP_ENGINE names a wrong engine.
     """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)
@@ -79,15 +78,14 @@ def find_engine(
 
 
 def has_engine(carried: Path) -> bool:
-    """Returns whether the package contains a built engine."""
+    """Returns whether the folder contains a built engine."""
     return (carried / ENGINE.name).is_file()
 
 
 def misfit(carried: Path) -> str:
-    """Returns why the engine in the package cannot be used here; empty if it can.
+    """Returns why the wheel's engine cannot be used here, or an empty string.
 
-    The engine is compiled with the headers of one version of MLX, and works only with that
-    version's library.
+    The engine works only with the version of MLX that it was compiled with.
     """
     wanted = (carried / "mlx-version").read_text(encoding="utf-8").strip()
     if wanted != (installed := metadata.version("mlx")):
@@ -97,11 +95,11 @@ def misfit(carried: Path) -> str:
 
 
 def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
-    """Returns a ready mesp-count.
+    """Returns a mesp-count that is ready to run.
 
-    It is the one beside the engine that MESP_ENGINE names, the checkout's, or the one in the user's
-    cache. The last two are built first if they are missing or old. Raises MespError if the build
-    fails, or if this system is not Linux.
+    The program is the one beside the engine that MESP_ENGINE names, the checkout's, or the one in
+    the user's cache. The last two are built if they are missing or old. Raises MespError if the
+    build fails, or if this system is not Linux.
     """
     if sys.platform != "linux":
         raise MespError("mesp-count counts on Linux only.")
@@ -122,7 +120,7 @@ def _find(program: Program, checkout: Path, sources: Path) -> Path:
 
 
 def engine_path() -> Path:
-    """Returns the path at which `find_engine` finds or puts the engine. Builds nothing."""
+    """Returns the path at which `find_engine` finds or builds the engine. Builds nothing."""
     if named := os.environ.get("MESP_ENGINE"):
         return Path(named)
     if has_sources(CHECKOUT):
@@ -133,28 +131,26 @@ def engine_path() -> Path:
 
 
 def has_sources(folder: Path) -> bool:
-    """Returns whether a folder has the sources of both programs, as a checkout does."""
     return (folder / "Package.swift").is_file()
 
 
 def built_program(checkout: Path, program: Program = ENGINE) -> Path:
-    """Returns the path of a checkout's program."""
     return checkout / program.package / ".build" / "release" / program.name
 
 
 def is_older_than_sources(program: Path, checkout: Path) -> bool:
-    """Returns whether a Swift source of the checkout was written after the program."""
+    """Returns whether a source file of the checkout is newer than the program."""
     built = program.stat().st_mtime
     sources = [checkout / "Package.swift"]
     for folder, folders, files in os.walk(checkout / "ios"):
-        # Tests that run at the same time may change these folders of compiled files.
+        # Folders of compiled files may change at the same time.
         folders[:] = [name for name in folders if name != ".build"]
         sources += [Path(folder, name) for name in files]
     return any(source.stat().st_mtime > built for source in sources)
 
 
 def expected_version(program: Program = ENGINE) -> str:
-    """Returns the output of `PROGRAM --version` for this package's program."""
+    """Returns the output of `PROGRAM --version` that matches this package and the installed MLX."""
     return f"{program.name} {mesp.__version__} with MLX {metadata.version('mlx')}"
 
 
@@ -173,10 +169,10 @@ def version_of(program: Path) -> str:
 
 
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
-    """Returns the user's program, built first if it is missing or no longer starts.
+    """Returns the program in the user's cache. Builds the program if it is missing or does not
+    start.
 
-    A program needs the libraries of the Swift version that built it, and does not start without
-    them.
+    For example, a program does not start without the Swift libraries of the version that built it.
     """
     if not has_sources(sources):
         raise MespError(
@@ -194,7 +190,7 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
         return cached
     with lock_folder(cached.parent):
         if not is_ready():
-            # Reuses the files of a killed build.
+            # Reuses files of an interrupted build.
             scratch = cached.with_name(f"build-{program.name}")
             built = build_program(sources, scratch, program)
             with plain_os_errors(f"Cannot write {cached}"):
@@ -205,16 +201,13 @@ def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
 
 
 def _set_engine(program: Program) -> str:
-    """Returns the part of an error message that tells a user with a built program what to do."""
     beside = " with mesp-count beside it" if program == COUNTER else ""
     return f"set MESP_ENGINE to a built mesp-engine{beside}"
 
 
 def _require_own(path: Path) -> None:
-    """Raises MespError if `path` is a program that another user could have put there, or a folder
-    that another user could put a program into.
-    """
-    # If `path` cannot be created, `lock_folder` raises the error.
+    """Raises MespError if another user owns `path` or everybody may write to it."""
+    # A missing `path` is fine.
     with suppress(FileNotFoundError, NotADirectoryError):
         status = path.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
@@ -225,15 +218,15 @@ def _require_own(path: Path) -> None:
 
 
 def user_cache() -> Path:
-    """Returns the user's cache folder: that of the XDG Base Directory, or of Apple on a Mac."""
+    """Returns MeSP's folder in the user's cache."""
     own = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
 
 
 def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
-    """Returns the path of the program with these sources and this `mlx` package.
+    """Returns the path of the program for these sources and this `mlx` package.
 
-    The program contains the path of MLX's library, so each environment has a separate program.
+    The program contains the path of MLX's library, so each Python environment has its own program.
     """
     digest = hashlib.sha256(str(mlx).encode())
     for path in sorted(path for path in sources.rglob("*") if path.is_file()):
@@ -243,10 +236,9 @@ def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
 
 
 def prune(newest: Path) -> None:
-    """Removes cached engines beside the folder `newest` that can no longer run.
+    """Removes cached engines beside the folder `newest` whose `mlx` package no longer exists.
 
-    A folder's file `mlx` has the path of the `mlx` package that the engine needs. If this package
-    no longer exists, the engine cannot run. Engines of other environments stay.
+    A folder's file `mlx` has the path of the `mlx` package that its engine needs.
     """
     (newest / "mlx").write_text(str(mlx_folder()))
     for folder in newest.parent.glob("engine-*"):
@@ -257,9 +249,9 @@ def prune(newest: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Creates a folder, and lets one process at a time use it in this context.
+    """Creates a folder, and locks it for this process while the context lasts.
 
-    If the process ends for any reason, the next process may use the folder.
+    The operating system releases the lock when the process ends.
     """
     with plain_os_errors(f"Cannot keep the engine in {folder} (XDG_CACHE_HOME moves it)"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -274,7 +266,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def mlx_folder() -> Path:
-    """Returns the installed `mlx` package, whose headers and library the engine is built with."""
+    """Returns the folder of the installed `mlx` package, whose headers and library the engine is
+    built with.
+    """
     spec = importlib.util.find_spec("mlx.core")
     if spec is None or spec.origin is None:
         raise MespError("The Python package mlx is missing: install MeSP with its dependencies.")
@@ -290,9 +284,9 @@ def build_program(
 ) -> Path:
     """Builds a program for release and returns its path. Only changed files are compiled.
 
-    `checkout`: the folder of a checkout, or of a copy of its Swift package; `scratch`: the
-    compiler's folder, by default the package's .build; `for_wheel`: whether the program runs
-    without Swift, and finds MLX from the folder CARRIED.
+    `checkout` is the folder of a checkout, or of a copy of its Swift package. `scratch` is the
+    build folder, by default the package's .build. With `for_wheel`, the program runs without an
+    installed Swift, and finds MLX relative to the folder CARRIED.
     """
     swift = shutil.which("swift")
     if swift is None:
@@ -316,17 +310,16 @@ def build_program(
         *(["--scratch-path", str(scratch)] if scratch else []),
     ]
     if not scratch or program == COUNTER:
-        # The tests in `make` have the same options, and so use the same compiled files. mesp-count
-        # needs the option because it uses parts of the trainer, which is another package.
+        # The tests in `make` use this option too, so they share the compiled files. mesp-count
+        # needs the option to use internals of the trainer's package.
         command += ["-Xswiftc", "-enable-testing"]
-    # MLX comes from the wheel on macOS too, because the wheel has compiled Metal shaders, which
-    # SwiftPM does not compile.
+    # SwiftPM does not compile Metal shaders, so MLX comes from the Python wheel on macOS too.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
     if for_wheel:
         environment["MESP_WHEEL"] = MLX_FROM_CARRIED
-        # Error messages compiled from MLX's headers contain the headers' paths.
+        # Removes the build machine's paths from error messages in MLX's headers.
         command += ["-Xcxx", f"-ffile-prefix-map={environment['MESP_HOST_MLX']}=mlx"]
-        if sys.platform == "linux":  # a Mac has Swift's libraries
+        if sys.platform == "linux":  # macOS includes Swift's libraries
             command += ["--static-swift-stdlib", "-Xlinker", "-s"]
     tail: deque[str] = deque(maxlen=40)
     with subprocess.Popen(
@@ -341,12 +334,12 @@ def build_program(
         try:
             for line in process.stdout or ():
                 tail.append(line.rstrip())
-                log.info("Building %s %s", program.name, line.strip())  # commands show the last one
+                log.info("Building %s %s", program.name, line.strip())
         except BaseException:
             process.terminate()
             raise
     if process.returncode != 0:
         log.error("%s", "\n".join(tail))
         raise MespError(f"{program.name} could not be built; the compiler's last lines are above.")
-    built.touch()  # if no source needed compiling, the program keeps its old date
+    built.touch()  # updates the date of a program that needed no compiling
     return built

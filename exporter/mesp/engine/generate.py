@@ -16,10 +16,11 @@ from mesp.errors import plain_errors
 
 
 class TextStream:
-    """The text after a prompt, in pieces as they arrive; see `generate` for the arguments.
+    """The text after a prompt, in pieces as they arrive. The arguments are those of `generate`.
 
-    `prompt_tokens` is the number of the prompt's tokens. After all pieces, `end` is the engine's
-    last record: its ``reason`` is ``stopped`` if a signal, such as Ctrl-C's, ended the text.
+    `prompt_tokens` is the number of tokens in the prompt. After the last piece, `end` is the
+    engine's ``end`` record. Its ``reason`` is ``stopped`` if a signal such as Ctrl-C ended the
+    text.
     """
 
     def __init__(
@@ -87,17 +88,17 @@ def generate(
     Args:
         bundle: A bundle or its folder.
         prompt: The text to continue.
-        adapters: A folder of adapters, from `RunLog.adapters`, mlx-lm or PEFT, or several, whose
-            sum is added to the model; None for the base model.
-        weights: A factor from 0 to 10 for each folder of `adapters`, by default 1; 0 leaves it out.
-        max_tokens: The most tokens of the text.
+        adapters: A folder of adapters from MeSP, mlx-lm or PEFT, or several folders, whose sum is
+            added to the model; None for the base model.
+        weights: A factor from 0 to 10 for each folder of `adapters`, by default 1; 0 leaves the
+            folder out.
+        max_tokens: The largest number of tokens in the text.
         temperature: From 0, which always takes the likeliest token, to 100.
         top_p: Draw from the fewest tokens whose probabilities sum to this, above 0 up to 1.
         seed: Seed of sampling.
         system_prompt: The system message of the chat template.
         chat: Whether the prompt goes into the chat template; None: if the tokenizer has one.
-        split_special_tokens: Whether special tokens in the prompts become ordinary text; the chat
-            template's stay.
+        split_special_tokens: Whether special tokens in the prompts are encoded as ordinary text.
 
     Raises:
         MespError: The bundle, the adapters, their weights or the prompt cannot be used.

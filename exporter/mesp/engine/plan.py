@@ -1,4 +1,4 @@
-"""The engine's plan for a run and the memory that it predicts, without training."""
+"""The engine's plan for a run, with the predicted memory, without training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mesp.settings.train_settings import OPTIMIZERS, TrainSettings
 
 
 def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """Returns, for each sequence length, the plan of a run with mesp-train's defaults and the
+    """Returns the plan of a run for each sequence length, with mesp-train's defaults and the
     bundle's first rank.
 
-    Raises MespError if the engine has not been built, or if it refuses such a run.
+    Raises MespError if the engine has not been built, or if the engine refuses such a run.
     """
     size = {"bundle": str(bundle.resolve()), "rank": manifest.ranks[0]}
     size["optimizer"] = choose_optimizer("mesp")
@@ -27,11 +27,11 @@ def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
 
 
 def predicted_memory(out: Path, manifest: Manifest) -> str | None:
-    """Returns a description of the predicted peak for each length, and the lowest memory limit of a
-    run.
+    """Returns a description of the predicted peak memory and the lowest memory limit, for each
+    length.
 
-    The predicted peak is that of the default plan. Returns None if the engine has not been built,
-    because exporting does not need the engine, or if the engine refuses such a run.
+    Returns None if the engine has not been built or refuses such a run. The predicted peak is that
+    of the default plan.
     """
     try:
         plans = find_plans(out, manifest)
@@ -45,7 +45,7 @@ def predicted_memory(out: Path, manifest: Manifest) -> str | None:
     return "training peaks at " + ", ".join(peaks)
 
 
-# The order of a step's sequences, in words, by `order` of a plan.
+# Descriptions of a plan's `order`: the order in which a step computes its sequences.
 ORDERS = {
     "sequences": "one sequence after the other",
     "blocks": "all its sequences go through a block before the next",
@@ -72,8 +72,7 @@ def describe_plan(plan: Record) -> str:
 
 
 def describe_kept(plan: Record) -> str:
-    """Returns a sentence on the intermediates that are kept for speed, up to the memory limit; an
-    empty string if none are kept."""
+    """Returns a sentence on the intermediates that are kept for speed. Empty if none are kept."""
     if not plan.get("kept_blocks"):
         return ""
     return (
@@ -83,7 +82,7 @@ def describe_kept(plan: Record) -> str:
 
 
 def describe_count(count: Record) -> str:
-    """Returns a description of the engine's counts of a step."""
+    """Returns a description of mesp-count's counts of a step."""
     return (
         f"On a phone's GPU a step has {count['evals']:,} evals and {count['kernels']:,} kernels "
         f"(counted), {count['tflop']:.3f} TFLOP, and takes {count['modelled_seconds']:.2f} s "
@@ -93,10 +92,10 @@ def describe_count(count: Record) -> str:
 
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
-    """Returns a description of a run's memory with each optimizer, if there is no memory limit and
-    nothing is kept on disk.
+    """Returns a description of a run's peak memory with each optimizer, without memory limit or
+    offloading.
     """
-    # The settings are those of a new run, because a resumed run keeps its optimizer.
+    # A resumed run would keep its optimizer, so these settings are of a new run.
     free = {**settings, "memory_limit_mb": None, "offload": "none", "resume": False, "output": ""}
     peaks = (
         f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "
@@ -107,7 +106,7 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
 
 
 def describe_privacy(settings: TrainSettings, examples: int, steps: int) -> str:
-    """Returns a sentence with the ε of this many steps of a run with DP-SGD."""
+    """Returns a sentence with the ε of `steps` steps of DP-SGD."""
     if not settings.dp_noise:
         return "Differential privacy: none, as gradients are clipped and get no noise."
     sampled = settings.batch_size / examples

@@ -25,17 +25,14 @@ Record = dict[str, Any]
 
 
 class Engine:
-    """A running mesp-engine, and how it ended."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.last: Record = {}
-        self.signals: list[int] = []  # the signals that asked it to end
-        self.said = ""  # its standard error, once it has ended
+        self.signals: list[int] = []  # the received signals that asked the engine to end
+        self.said = ""  # the engine's standard error, once the engine has ended
         self.is_waiting = False
 
     def __iter__(self) -> Iterator[Record]:
-        """Yields the records that the engine prints, one a line. Logs all other lines."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             try:
@@ -46,7 +43,7 @@ class Engine:
             yield self.last
 
     def ask(self, request: Any) -> Record:
-        """Returns the engine's answer to a request; both are a line of JSON."""
+        """Returns the engine's answer to a request. Both are one line of JSON."""
         self.send(request)
         return self.receive()
 
@@ -58,9 +55,9 @@ class Engine:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Makes the signal that kills the engine raise KeyboardInterrupt in this context.
+        """Lets the signal that kills the engine also raise KeyboardInterrupt in this context.
 
-        The context is for computations in this process whose results the engine waits for.
+        The context is for computations in this process that the engine waits for.
         """
         self.is_waiting = True
         try:
@@ -72,11 +69,11 @@ class Engine:
         """Returns the next record."""
         for record in self:
             return record
-        raise BrokenPipeError  # `check` raises the error with the reason
+        raise BrokenPipeError  # `check` then raises an error with the reason
 
     def check(self) -> None:
-        """Raises MespError if the engine refused, and EngineError if it failed otherwise or has not
-        printed an ``end`` record.
+        """Raises MespError if the engine refused the request, and EngineError if the engine failed
+        otherwise.
         """
         status = self.process.returncode
         if status != 0 or self.last.get("type") != "end":
@@ -84,7 +81,7 @@ class Engine:
 
 
 def _as_json(settings: Settings) -> str:
-    """Returns the settings in JSON. Raises MespError if the engine cannot hold a number in them."""
+    """Returns the settings as JSON. Raises MespError for a number outside the engine's range."""
     for name, value in settings.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and not is_held(value):
             raise MespError(f"{name} is {value!r:.40}, which is too large or too small a number.")
@@ -102,11 +99,11 @@ def running(
     interruptible: bool = False,
     timeout: float | None = None,
 ) -> Iterator[Engine]:
-    """Runs `mesp-engine COMMAND SETTINGS`, or mesp-count, and ends it with the context.
+    """Runs `mesp-engine COMMAND SETTINGS` or mesp-count. The program ends with the context.
 
-    `environment` is added to this process's. With `interruptible`, signals that ask for an end go
-    to the engine, which ends in order; otherwise Ctrl-C raises KeyboardInterrupt. Raises MespError
-    if the engine cannot be started, or takes more than `timeout` seconds.
+    `environment` is added to this process's environment. With `interruptible`, ending signals are
+    forwarded to the engine, which then stops cleanly. Otherwise Ctrl-C raises KeyboardInterrupt.
+    Raises MespError if the engine cannot be started, or takes more than `timeout` seconds.
     """
     program = engine or find_engine()
     with ExitStack() as stack:
@@ -159,7 +156,6 @@ def running(
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kills a process that has not ended."""
     if process.poll() is None:
         process.kill()
         process.wait()
@@ -167,7 +163,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _held_signals() -> Iterator[None]:
-    """Delays signals that ask for an end until the engine has started and can be ended."""
+    """Delays signals that ask for an end until the engine has started."""
     came: list[int] = []
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
@@ -180,9 +176,9 @@ def _held_signals() -> Iterator[None]:
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
-    """Handles signals in the main thread, the only one in which Python handles them.
+    """Handles signals in the main thread. In other threads, does nothing.
 
-    Signals that are ignored, as by nohup or a shell's background job, stay ignored.
+    Signals that are ignored, for example under nohup, stay ignored.
     """
     is_main = threading.current_thread() is threading.main_thread()
     previous = {
@@ -201,8 +197,8 @@ def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> 
 def _forwarded_signals(engine: Engine) -> Iterator[None]:
     """Forwards signals to the engine, and records those that ask for an end.
 
-    The engine has a session of its own. So any Ctrl-C arrives only at this process, and is
-    forwarded to the engine exactly once. A second signal that asks for an end kills the engine.
+    The engine has its own session, so Ctrl-C in a terminal reaches only this process. A second
+    signal that asks for an end kills the engine.
     """
     process = engine.process
 
@@ -231,7 +227,7 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
 
 
 def failure(status: int, said: str, after: str = "", program: str = "mesp-engine") -> MespError:
-    """Returns the error for a program that ended with this status and the standard error `said`."""
+    """Returns the error for a program with this exit status and the standard error `said`."""
     if status > 0 and said:
         return MespError(said)
     if status > 0:
@@ -247,15 +243,15 @@ def failure(status: int, said: str, after: str = "", program: str = "mesp-engine
 
 
 def find_plan(engine: Path, settings: Settings) -> Record:
-    """Returns the engine's plan for these settings, its ``plan`` record. Nothing is written."""
+    """Returns the engine's ``plan`` record for these settings. Writes nothing."""
     return _answer(engine, settings)
 
 
 def find_count(settings: Settings) -> Record:
-    """Returns the counts of a step with these settings on a phone's GPU, the record of mesp-count.
+    """Returns mesp-count's record: the counts of a step with these settings on a phone's GPU.
 
-    mesp-count is built first if it is missing or old. Raises MespError if it cannot count: for a
-    bundle for the CPU, or on a Mac.
+    mesp-count is built if it is missing or old. Raises MespError if mesp-count fails, for a CPU
+    bundle, or if this system is not Linux.
     """
     return _answer(find_counter(), settings, "mesp-count")
 
@@ -275,8 +271,8 @@ def stream_records(
 ) -> Iterator[Record]:
     """Yields the records that `mesp-engine COMMAND` prints with these settings.
 
-    An ``end`` record has the ``signal`` that asked for the end, if one did. Signals reach the
-    engine. Raises MespError if the engine fails.
+    If a signal ended the command, the ``end`` record has that ``signal``. Signals are forwarded to
+    the engine. Raises MespError if the engine fails.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
         for record in started:
@@ -315,27 +311,26 @@ def generate(
 
 
 def _named(adapters: Sequence[WeightedAdapters]) -> list[Settings]:
-    """Returns the adapters in the form of the engine's settings."""
     return [{"folder": str(each.folder.resolve()), "weight": each.weight} for each in adapters]
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a continuation in nats, and whether greedy decoding would write it."""
+    """The log-likelihood of a continuation in nats, and whether greedy decoding would write the
+    continuation.
+    """
 
     log_likelihood: float
     is_greedy: bool
 
 
 class Evaluator:
-    """A running engine with a bundle's model. Its requests consist of token ids."""
+    """A running engine with a bundle's model. Requests consist of token ids."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """Returns the log-likelihood of each choice after the `prompt`. The prompt is computed once
-        for all choices.
-        """
+        """Returns the log-likelihood of each choice after `prompt`. The prompt is computed once."""
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
@@ -358,10 +353,10 @@ class Evaluator:
         """Generates a text after each of the `prompts`, and calls `go_on` with the prompt's index
         and each token.
 
-        A text ends when `go_on` returns false, or before a token of `stop`. Tokens are the
-        likeliest ones or, with a `temperature`, drawn at random; the seed of a text is `seed` plus
-        the prompt's index. `at_once` prompts, from 1 to 16, run together. Yields the index of each
-        prompt when its text has ended.
+        A text ends when `go_on` returns false, or before a token of `stop`. With `temperature` 0,
+        tokens are the likeliest ones. Otherwise they are sampled with the seed `seed` plus the
+        prompt's index. From 1 to 16 prompts (`at_once`) run together. Yields a prompt's index when
+        its text has ended.
         """
         how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": 1}
         requests = [
@@ -381,7 +376,9 @@ class Evaluator:
 
 @contextmanager
 def evaluator(bundle: Path, adapters: Sequence[WeightedAdapters] = ()) -> Iterator[Evaluator]:
-    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError if it fails."""
+    """Yields an engine with the model of `bundle` and `adapters`. Raises MespError if the engine
+    fails.
+    """
     settings = {"bundle": str(bundle.resolve()), "adapters": _named(adapters)}
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:

@@ -1,7 +1,7 @@
-"""Samples texts from the model, which are replayed while it is trained.
+"""Samples texts from the model, to replay them while the model is trained.
 
-The texts have the distribution of the model that wrote them. So the expected gradient of their loss
-is the gradient of the Kullback-Leibler divergence from that model (docs/method.md, "Forgetting").
+The expected gradient of the loss on such texts is the gradient of the Kullback-Leibler divergence
+from the model that wrote them. See docs/method.md, "Forgetting".
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
 MOST_TEXTS = 64
-# Each text is used in this many steps, if a run is long enough, because writing a text takes longer
-# than a step.
+# The number of steps that use each text. Writing a text takes longer than a step, so each text is
+# used several times.
 TIMES = 2
-LENGTH = 128  # tokens of a text after its opening, if sequences are long enough
+LENGTH = 128  # the largest number of tokens after a text's opening
 AT_ONCE = 8
 
 
@@ -32,10 +32,9 @@ def sample_replay_texts(
     """Returns texts that the bundle's model with `adapters` wrote at temperature 1, for `count`
     sequences.
 
-    Each text is an example with an opening and `LENGTH` tokens after it, or fewer if a sequence
-    holds fewer. The opening is what the chat template writes before a conversation's first text or,
-    without a template, the token that begins a text. The opening is not in the loss. Raises
-    MespError if the opening fills a sequence.
+    Each text is an example of an opening and at most `LENGTH` tokens. The opening is the chat
+    template's text before a user's first words or, without a template, the begin token. The opening
+    is not in the loss. Raises MespError if the opening fills a sequence.
     """
     start = find_opening(tokenizer)
     length = min(seq_len + 1, len(start) + LENGTH)
@@ -62,7 +61,7 @@ def sample_replay_texts(
 
 
 def find_opening(tokenizer: Any) -> list[int]:
-    """Returns the tokens before a person's first words in a conversation, or before a text."""
+    """Returns the tokens before a user's first words in a conversation, or before a text."""
     if tokenizer.has_chat_template:
         first, second = (
             tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)

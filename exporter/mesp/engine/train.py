@@ -1,6 +1,6 @@
 """Fine-tunes a bundle with mesp-engine.
 
-The engine reads one settings file and prints a record a line (docs/formats.md).
+The engine reads one settings file and prints one JSON record per line. See docs/formats.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mesp.settings.rules import check_settings
 from mesp.settings.train_settings import TrainSettings
 
 SETTINGS_NAME = "settings.json"
-# Folders with tokens in a run's folder: its general text, and the replayed texts.
+# Subfolders of a run's folder, with tokens of general text and of replayed texts.
 GENERAL, REPLAY = "general", "replay"
 
 StrPath = str | os.PathLike[str]
@@ -49,7 +49,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A run to begin or to continue, with complete settings that were checked for its bundle."""
+    """A run to begin or to resume, with complete and checked settings."""
 
     bundle: Path
     manifest: Manifest
@@ -71,13 +71,13 @@ class TrainingJob:
         return settings
 
     def run(self, progress: Callable[[Record], None] | None = None) -> RunLog:
-        """Trains; see `train`."""
+        """Trains as `train` describes."""
         try:
             return self._train(progress)
         finally:
             try:
                 write_terms_of_run(self.bundle, self.manifest, self.folder)
-            except (MespError, OSError) as error:  # no failure, because the adapters exist
+            except (MespError, OSError) as error:  # the run succeeded, because the adapters exist
                 log.warning("The licence could not be put beside the adapters: %s", error)
 
     def _train(self, progress: Callable[[Record], None] | None) -> RunLog:
@@ -95,7 +95,7 @@ class TrainingJob:
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
                     if path != written:
-                        # The engine has accepted the settings of the resumed run. Only now do
+                        # The engine has accepted the new settings of a resumed run. Only now do
                         # they replace the old settings.
                         path = written
                         with plain_os_errors(f"Cannot write the run to {self.folder}"):
@@ -110,8 +110,8 @@ class TrainingJob:
                         progress(record)
                         if engine.signals:
                             progress({"type": "stopping"})
-            # The result is read from the log and not from the printed records, because the log of a
-            # resumed run also has the records from before the run was resumed.
+            # The log of a resumed run also has the records from before it was resumed. So the log
+            # is read, not the printed records.
             has_log = (self.folder / LOG_NAME).exists()
             run = RunLog.load(self.folder) if has_log else RunLog()
             if engine.process.returncode == 0 and run.end:
@@ -129,9 +129,9 @@ class TrainingJob:
             raise type(error)(error.message + self._left())
 
     def _write_tokens(self, name: str, tokens: Callable[[Any], Split], made: list[Path]) -> None:
-        """Writes a folder of tokens that the engine reads, and adds it to `made`.
+        """Writes a folder of tokens for the engine, and appends the folder to `made`.
 
-        A resumed run keeps its folder of tokens, because other texts would change the run.
+        A resumed run keeps its folder, because other texts would change the run's result.
         """
         folder = self.folder / name
         if self.resume:
@@ -177,7 +177,6 @@ class TrainingJob:
         )
 
     def _left(self) -> str:
-        """Returns sentences on the files that a failed run has left."""
         if not (self.folder / LOG_NAME).exists():
             return ""
         adapters = self.folder / "adapters"
@@ -192,9 +191,9 @@ class TrainingJob:
 
 
 class _Rewards:
-    """Rewards the answers of a running engine.
+    """Computes rewards for the answers of a running engine.
 
-    If a reward fails, `_Rewards` keeps the error, and the engine ends the run in order.
+    If a reward fails, `error` is set, and the engine ends the run.
     """
 
     def __init__(self, reward: Reward, tokenizer: Any) -> None:
@@ -237,20 +236,19 @@ def train(
     returned run is ``stopped``, and `resume` continues the run.
 
     Args:
-        bundle: A bundle or its folder; a resumed run has it.
+        bundle: A bundle or its folder; not needed to resume a run.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
         resume: Continue the run in `out`. Only settings that change no result may change, such as
-            `steps` and `memory_limit`. If its reward is ``module:function``, name it again: a run's
-            folder imports no code.
+            `steps` and `memory_limit`. A reward ``module:function`` must be named again.
         paper: Update as in the paper, with SGD at 1e-4.
         progress: Called with each record of the run's log as it arrives; docs/formats.md describes
-            them.
+            the records.
         settings: Fields of `TrainSettings`, of which `steps` is needed: ``rank=8``,
             ``memory_limit=60`` (10⁶ bytes).
 
     Raises:
         MespError: A setting, the bundle or the folder cannot be used, or the engine refuses them.
-        EngineError: The engine crashed, or the system ended it; the adapters last saved are left.
+        EngineError: The engine crashed, or the system ended it; the last saved adapters remain.
         Interrupted: A second signal ended the run at once.
     """
     return prepare_training(bundle, out, resume, paper, settings).run(progress)
@@ -265,11 +263,11 @@ def prepare_training(
     to_run: bool = True,
     may_import: bool = True,
 ) -> TrainingJob:
-    """Returns the run that `train` begins or continues. Nothing is written.
+    """Returns the run that `train` begins or resumes. Writes nothing.
 
-    With `to_run`, the bundle must be for this machine. The module of a `given` reward is imported
-    only with `may_import`, which means that the user named it. Raises MespError if something cannot
-    be used.
+    With `to_run`, the bundle must be for this machine. A reward's module is imported only with
+    `may_import`, which means that the user named the module. Raises MespError if a setting, the
+    bundle or the folder cannot be used.
     """
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -311,7 +309,7 @@ def prepare_training(
 
 
 def check_prompts(bundle: Bundle) -> None:
-    """Raises MespError unless each training record is a prompt and one answer, as rewards need."""
+    """Raises MespError unless each training record has one prompt and one answer for rewards."""
     if "train" not in bundle.manifest.data:
         return
     examples, mask = bundle.examples("train"), bundle.mask("train")
@@ -335,10 +333,6 @@ def default_folder(manifest: Manifest, kind: str) -> Path:
 def _resumed(
     folder: Path | None, bundle: Path | None, given: Mapping[str, Any]
 ) -> tuple[Path, TrainSettings]:
-    """Returns the bundle of the run in `folder`, and its settings, changed by those in `given`.
-
-    Raises MespError if there is no run, or if a setting would change its results.
-    """
     if folder is None:
         raise MespError("Name the folder of the run to resume with --out.")
     entries = read_recorded_settings(folder, LOG_NAME)
@@ -351,9 +345,10 @@ def _resumed(
 
 
 def read_recorded_settings(folder: Path, begun: str) -> dict[str, Any]:
-    """Returns the settings of the run in `folder`. Raises MespError if there are none.
+    """Returns the recorded settings of the run in `folder`.
 
-    `begun` is the name of a file that a run writes into the folder when it begins.
+    `begun` is the name of a file that every run has. Raises MespError if there is no run, or if the
+    settings cannot be read.
     """
     path = folder / SETTINGS_NAME
     if not (folder / begun).exists():
@@ -371,10 +366,10 @@ def not_settings(folder: Path) -> MespError:
 
 @contextmanager
 def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """Writes settings.json into a run's folder, and yields its path and a list for new folders.
+    """Writes a run's settings.json, and yields its path and a list for new folders.
 
-    If a run fails before it has a log, the settings and the folders in the list are removed. For a
-    resumed run, settings.json stays, and the settings are in another file.
+    If the run fails before it has a log, settings.json and the folders in the list are removed. A
+    resumed run's settings go to a temporary file instead.
     """
     home, made = path.parent, list[Path]()
     if resume:
@@ -392,7 +387,8 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
         yield path, made
     except BaseException:
         if not (home / LOG_NAME).exists():
-            for file in (path, home / ".lock"):  # the lock of the engine, which has ended
+            # the engine's lock, which no process holds any more
+            for file in (path, home / ".lock"):
                 with suppress(OSError):
                     file.unlink()
             for folder in made:

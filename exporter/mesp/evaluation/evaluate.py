@@ -1,4 +1,4 @@
-"""Evaluates a bundle's model with mesp-engine, with adapters and without."""
+"""Evaluates a bundle's model with mesp-engine, with and without adapters."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from mesp.progress import ProgressCallback, Task
 if TYPE_CHECKING:
     from mesp.evaluation.harness import Tasks
 
-# The default for the most tokens that a model sees at once, with keys and values in memory.
+# The default of the largest number of tokens that a model sees at once.
 MAX_LENGTH = 2048
 MAX_TOKENS = 256  # of an answer
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of an evaluation: a row for each metric of each model.
+    """The figures of an evaluation, with a row for each metric of each model.
 
-    `samples` has each model's results for each record, in the order of the rows. `max_length` is
-    the most tokens that a model saw at once, and `cut` the number of prompts whose beginning was
-    cut off. `str` of an evaluation is a table.
+    `samples` has each model's results for each record. `max_length` is the largest number of tokens
+    that a model saw at once. `cut` is the number of prompts whose beginning was cut off. `str`
+    returns a table.
     """
 
     rows: tuple[Row, ...]
@@ -69,19 +69,22 @@ def evaluate(
     split_special_tokens: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
-    """Measures how good a bundle's model is, with adapters and without.
+    """Measures how good a bundle's model is, with and without adapters.
 
-    Records with ``text`` measure the model's perplexity, records with ``prompt``, ``choices`` and
-    ``answer`` the accuracy of choosing, and records with ``prompt`` and ``completion``, or
-    ``messages``, the share of right answers. An interval holds 95% of the draws of a bootstrap over
-    the records.
+    The measure depends on the records' fields:
+
+    - ``text``: perplexity
+    - ``prompt``, ``choices`` and ``answer``: accuracy of choosing
+    - ``prompt`` and ``completion``, or ``messages``: share of right answers
+
+    An interval holds 95% of the draws of a bootstrap over the records.
 
     Args:
         bundle: A bundle or its folder.
         data: A file of records or of text, or ``-`` for JSON lines on standard input.
         adapters: A folder of adapters, or several, to compare with the base model.
-        weights: A factor from 0 to 10 for each folder of `adapters`: the model is measured with
-            their sum, and not with each.
+        weights: A factor from 0 to 10 for each folder of `adapters`. Then their weighted sum is
+            measured, and not each folder.
         base: Whether the base model is measured too.
         tasks: Tasks of lm-evaluation-harness, in place of `data`.
         limit: The number of records, from the first.
@@ -89,15 +92,14 @@ def evaluate(
             off. None: the model's, at most 2,048.
         chat: Whether prompts go into the chat template; None: only if answers are written and the
             tokenizer has a template.
-        max_tokens: The most tokens of an answer; 256 by default.
+        max_tokens: The largest number of tokens in an answer; 256 by default.
         stop: Texts that end an answer, and are not part of it.
         extract: A regular expression; an answer is its first match, or its group if it has one.
-        is_json: Whether answers are JSON: values are compared, and the share of valid ones is
+        is_json: Whether answers are JSON: values are compared, and the share of valid JSON is
             measured.
         at_once: How many answers are written together, from 1 to 16.
         ignore: Fields of records and of their messages to leave out.
-        split_special_tokens: Whether special tokens in the records become ordinary text; the chat
-            template's stay.
+        split_special_tokens: Whether special tokens in the records are encoded as ordinary text.
         progress: Called with the progress of the evaluation.
 
     Raises:
@@ -133,8 +135,8 @@ def evaluate(
 
     tokenizer = load_bundle_tokenizer(path)
     max_length = max_length or min(read_context_length(path), MAX_LENGTH)
-    # All models but the first are loaded once here, so that an error in adapters appears before
-    # hours of work.
+    # The other models are loaded once here, so that an error in adapters appears before hours of
+    # work.
     for weighted in models[1:]:
         with running_model(path, weighted, tokenizer, max_length):
             pass
@@ -154,7 +156,7 @@ def evaluate(
 
 
 def check_unused(options: dict[str, Any], why: str) -> None:
-    """Raises MespError if one of the options was given; `why` says that it has no use."""
+    """Raises MespError if one of the options was given. `why` ends the message."""
     for name, value in options.items():
         if value not in (None, (), []) and value is not False:
             raise MespError(f"{name} {why}.")
@@ -168,10 +170,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def read_context_length(bundle: Path) -> int:
-    """Returns the number of tokens in the longest sequence that the model was made for.
-
-    Returns `MAX_LENGTH` if config.json does not have this number.
-    """
+    """Returns the model's `max_position_embeddings`, or `MAX_LENGTH` if config.json lacks it."""
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")
     except (OSError, ValueError) as error:

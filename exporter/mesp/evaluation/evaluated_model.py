@@ -1,5 +1,3 @@
-"""The model of a bundle, as evaluations use it: prompts in, log-likelihoods or text out."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +11,12 @@ from mesp.errors import MespError
 
 AT_ONCE = 8  # texts that are written together
 
-Encode = Callable[..., list[int]]  # takes a text, and the keyword `add_special_tokens`
+Encode = Callable[..., list[int]]  # takes a text, and the keyword argument `add_special_tokens`
 
 
 class EvaluatedModel:
     """The engine and a tokenizer. Prompts are cut to `max_length` tokens, and `at_once` texts are
-    written together.
+    generated together.
     """
 
     def __init__(
@@ -26,11 +24,11 @@ class EvaluatedModel:
     ) -> None:
         self.engine, self.tokenizer, self.max_length = engine, tokenizer, max_length
         self.at_once = at_once
-        self.cut = 0  # prompts whose beginning was cut off
+        self.cut = 0  # the number of prompts that were cut
 
     @property
     def prefix_token(self) -> int:
-        """The token before a text, so that the text's first token has a probability too."""
+        """The token to put before a text, so that the text's first token is predicted too."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -41,8 +39,8 @@ class EvaluatedModel:
     ) -> tuple[list[int], list[int]]:
         """Returns the token ids of a prompt and of its continuation, as lm-evaluation-harness does.
 
-        White space at the end of the prompt moves to the continuation. Then prompt and continuation
-        are encoded together, by `encode` or else the tokenizer.
+        White space at the end of the prompt moves to the continuation. Both are encoded as one
+        text, by `encode` or, if that is None, by the tokenizer.
         """
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
@@ -54,7 +52,7 @@ class EvaluatedModel:
         return before, both[len(before) :]
 
     def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
-        """Returns the log-likelihood of each continuation of the same prompt.
+        """Returns the score of each continuation of the prompt.
 
         Raises MespError if a continuation has no tokens, or more than `max_length`.
         """
@@ -86,9 +84,9 @@ class EvaluatedModel:
         stops: Sequence[str],
         advance: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Returns the likeliest text after each prompt, until one of `stops`, which is left out.
+        """Returns the likeliest text after each prompt. A text ends before the first of `stops`.
 
-        `advance` is called after each text. Raises MespError if `max_tokens` leave no room for a
+        `advance` is called after each text. Raises MespError if `max_tokens` leaves no room for a
         prompt.
         """
         if max_tokens >= self.max_length:
@@ -131,8 +129,6 @@ def running_model(
     max_length: int,
     at_once: int = AT_ONCE,
 ) -> Iterator[EvaluatedModel]:
-    """Yields the model of `bundle`, with adapters or without. Raises MespError if the engine
-    fails.
-    """
+    """Yields the model of `bundle` with `adapters`. Raises MespError if the engine fails."""
     with evaluator(bundle, adapters) as engine:
         yield EvaluatedModel(engine, tokenizer, max_length, at_once)

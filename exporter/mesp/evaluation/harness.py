@@ -18,7 +18,7 @@ from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import EvaluatedModel
 from mesp.evaluation.metrics import Metric, exponential, mean
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; `advance` shows the progress
+os.environ.setdefault("TQDM_DISABLE", "1")  # read on import
 try:
     import datasets
     import lm_eval
@@ -31,7 +31,7 @@ except ImportError as error:
 refuse_scripts(datasets)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
-# The harness's own function asks git, which prints an error if there is no repository.
+# The harness's own function runs git, which prints an error outside of a repository.
 lm_eval.evaluator.get_git_commit_hash = lambda: None
 
 DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks to evaluate on, with options that have the harness's names."""
+    """The tasks to evaluate on. The options have the harness's names."""
 
     names: tuple[str, ...]
     include_path: Path | None = None
@@ -48,9 +48,9 @@ class Tasks:
     chat: bool = False
 
     def manager(self) -> TaskManager:
-        """Returns a manager of the harness's tasks and those in `include_path`.
+        """Returns a manager of the harness's tasks and the tasks in `include_path`.
 
-        Raises MespError if one of `names` is not among these tasks.
+        Raises MespError if the manager lacks one of `names`.
         """
         include = None if self.include_path is None else str(self.include_path)
         manager = TaskManager(include_path=include)
@@ -69,7 +69,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, model: EvaluatedModel, advance: Callable[[], None]) -> None:
         super().__init__()
         self.model, self.tokenizer, self.advance = model, model.tokenizer, advance
-        self.special = True  # whether prompts get the tokens that begin a text
+        self.special = True  # whether prompts get a begin token
 
     @property
     def eot_token_id(self) -> int:
@@ -86,7 +86,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        self.special = False  # the template writes these tokens
+        self.special = False  # the chat template writes the begin token
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -108,9 +108,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation. Continuations of one prompt are computed
-        together.
-        """
+        """Returns each continuation's log-likelihood. Each distinct prompt is computed once."""
         by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             by_prompt[tuple(request[1])].append(index)
@@ -146,7 +144,7 @@ class HarnessModel(TemplateLM):
 def run(
     model: EvaluatedModel, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """Returns the figures of the tasks, and the harness's records of each document.
+    """Returns the tasks' metrics, and the harness's records of each document.
 
     Raises MespError if a task cannot be run.
     """
@@ -160,9 +158,10 @@ def run(
             num_fewshot=tasks.num_fewshot,
             limit=tasks.limit,
             apply_chat_template=tasks.chat,
-            bootstrap_iters=0,  # `mesp.evaluation.metrics.compare` makes a paired bootstrap
+            # `mesp.evaluation.metrics.compare` computes a paired bootstrap instead
+            bootstrap_iters=0,
         )
-    except BrokenPipeError:  # the engine has ended, and its error says why
+    except BrokenPipeError:
         raise
     except MespError as error:
         raise MespError(f"{', '.join(tasks.names)}: {error.message.rstrip('.')}.") from error
@@ -199,8 +198,8 @@ def _negated_exponential(value: float) -> float:
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
     """Returns a metric of the harness, with its `value` and the documents' `values`.
 
-    The documents' values are numbers, or pairs of a log-likelihood and its divisor. They are
-    combined in the way that results in `value`. If no known way does, the metric has only `value`.
+    The documents' values are numbers, or pairs of a log-likelihood and its divisor. If no known
+    formula combines them to `value`, the metric has only `value`.
     """
     try:
         columns = np.asarray(values, float)

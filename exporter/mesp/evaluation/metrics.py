@@ -1,4 +1,4 @@
-"""Figures over records, and their uncertainty."""
+"""Metrics over records, and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def mean(value: float) -> float:
 
 
 def exponential(value: float) -> float:
-    """Returns exp(value), or infinity if that is too large for a float."""
+    """Returns exp(value), or infinity for `value` of 700 or more."""
     return math.exp(value) if value < 700 else math.inf
 
 
 def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:
-    """Returns Σ sums / Σ weights over n rows drawn with replacement, `resamples` times.
+    """Returns Σ sums / Σ weights over n rows drawn with replacement, for each of `resamples` draws.
 
-    The result is float [resamples]. The draws depend only on n and `seed`. So two figures of the
-    same rows have the same draws.
+    The result is float [resamples]. The draws depend only on n and `seed`, so two metrics of n rows
+    have the same draws.
     """
     n, random = len(sums), np.random.default_rng(seed)
     draws = (random.integers(n, size=n) for _ in range(resamples))
@@ -33,16 +33,14 @@ def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int =
 
 
 def interval(drawn: np.ndarray) -> tuple[float, float]:
-    """Returns the bounds of 95% of a bootstrap's draws."""
+    """Returns the central 95% interval of a bootstrap's draws."""
     low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
     return low, high
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of n records: the function `final` of Σ sums / Σ weights. Without sums, only its
-    `value` is known.
-    """
+    """A metric of n records: `final`(Σ sums / Σ weights). Without sums, only `value` is known."""
 
     name: str
     value: float
@@ -56,20 +54,20 @@ class Metric:
     def of(
         cls, name: str, sums: Sequence[float], weights: Sequence[float] | None = None, **others: Any
     ) -> Metric:
-        """Returns the metric with the value of its `sums` and `weights`, which are 1 by default."""
+        """Returns the metric of `sums` and `weights`. The weights are 1 by default."""
         given = np.asarray(sums, float), np.asarray([1] * len(sums) if weights is None else weights)
         metric = cls(name, math.nan, *given, **others)
         return replace(metric, value=metric.final(float(given[0].sum() / given[1].sum())))
 
     def resampled(self) -> np.ndarray:
-        """Returns the values of the bootstrap's draws, float [RESAMPLES]."""
+        """Returns the metric for each bootstrap draw, float [RESAMPLES]."""
         assert self.sums is not None and self.weights is not None
         return np.array([*map(self.final, bootstrap(self.sums, self.weights, RESAMPLES).tolist())])
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, and the bounds of 95% of its bootstrap's draws; None without a bootstrap."""
+    """A metric, and the bounds of its 95% interval, or None without a bootstrap."""
 
     value: float
     low: float | None = None
@@ -77,8 +75,8 @@ class Estimate:
 
 
 def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]:
-    """Returns each model's figure with its interval and, from the second on, its difference from
-    the first.
+    """Returns each model's metric and, from the second model on, its difference from the first
+    model.
 
     `metrics` is one metric of several models on the same records. The bootstrap is paired: all
     models are measured on the same draws of records.

@@ -21,15 +21,13 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A text whose likelihood is measured."""
-
     where: str
     text: str
 
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """A prompt and its possible continuations; `answer` is the index of the right one."""
+    """A prompt and its possible continuations. `answer` is the index of the right continuation."""
 
     where: str
     prompt: str
@@ -39,7 +37,7 @@ class ChoiceRecord:
 
 @dataclass(frozen=True)
 class AnswerRecord:
-    """A prompt, or the conversation before an answer, and the right answer."""
+    """A prompt or a conversation, and the right answer to it."""
 
     where: str
     prompt: str | Conversation
@@ -50,11 +48,11 @@ Record = TextRecord | ChoiceRecord | AnswerRecord
 
 
 def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) -> list[Record]:
-    """Returns the first `limit` records of a file of any kind, or of JSON lines on standard input
-    for ``-``.
+    """Returns the first `limit` records of a file or, for ``-``, of JSON lines on standard input.
 
     A file of text is one record. All records must be of one kind. The `ignored` fields of records
-    and messages are left out. Raises MespError if there are no records, or if one cannot be used.
+    and messages are left out. Raises MespError if there are no records, or if a record cannot be
+    used.
     """
     if data == "-":
         name, rows = "standard input", read_lines(sys.stdin.buffer, "standard input")

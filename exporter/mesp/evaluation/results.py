@@ -21,9 +21,9 @@ from mesp.formatting import decimal
 class Row:
     """A metric of a model.
 
-    `adapters` is the folder of the model's adapters, or several folders with their weights; None
-    for the base model. `difference` is the difference from the base model. It is None for the base
-    model itself, and if the base model was not measured.
+    `adapters` describes the model's adapters. It is None for the base model. `difference` is the
+    difference from the base model. It is None for the base model itself, and if the base model was
+    not measured.
     """
 
     task: str | None
@@ -37,9 +37,9 @@ class Row:
 def make_rows(
     adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
-    """Returns a row for each metric of each model. A model is named by its adapters.
+    """Returns a row for each metric of each model. `adapters` has the models' names.
 
-    If the first model has no adapters, the other models are compared with it.
+    If the first model has no adapters, the other models are compared with the first.
     """
     return tuple(
         Row(
@@ -56,7 +56,7 @@ def make_rows(
 
 
 def format_table(found: Sequence[Row], width: int = 200) -> str:
-    """Returns the rows as a table of at most `width` columns of text."""
+    """Returns the rows as a table that is at most `width` characters wide."""
     from rich.console import Console
     from rich.table import Table
 
@@ -92,18 +92,20 @@ def _estimate(estimate: Estimate | None, sign: str = "") -> list[str]:
 
 
 def check_writable(path: Path) -> None:
-    """Raises MespError if `path` cannot be written, before hours of work."""
+    """Raises MespError if `path` cannot be written. The check comes before hours of work."""
     with plain_os_errors(f"Cannot write {path}"):
         folder = next(parent for parent in path.resolve().parents if parent.exists())
         is_other = path.exists() and not path.is_file()  # a folder or a device
         if is_other or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise MespError(f"{path} cannot be written; name another --out.")
-        partial_of(path).exists()  # raises if that name is too long
+        partial_of(path).exists()
 
 
 def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
-    """Writes the file `path`. It has the entries of `what`, which tell what was evaluated, the
-    ``results``, and the results of each record.
+    """Writes the results as JSON: the entries of `what`, the ``results``, and each record's
+    results.
+
+    The entries of `what` tell what was evaluated.
     """
     results = [
         {
@@ -123,7 +125,6 @@ def write_results(path: Path, what: dict[str, Any], found: Sequence[Row], sample
 
 
 def _numbers(estimate: Estimate | None) -> dict[str, float | None]:
-    """Returns the numbers for JSON, which has no infinity."""
     return {
         name: value if value is not None and math.isfinite(value) else None
         for name, value in ({} if estimate is None else asdict(estimate)).items()

@@ -23,14 +23,14 @@ from mesp.exact_match import canonical_json, exact_match, extract, f1
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """The form of prompts, and the ways to write and compare answers."""
+    """Options for prompts, and for writing and comparing answers."""
 
-    chat: bool | None = None  # None: only for answers to write, if the tokenizer has a template
+    chat: bool | None = None  # None: only for records with answers, if the tokenizer has a template
     max_tokens: int = 256
     stops: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
     is_json: bool = False
-    split_special: bool = False  # whether special tokens in people's texts become text
+    split_special: bool = False  # whether special tokens in texts are encoded as ordinary text
 
 
 Sample = dict[str, Any]
@@ -42,8 +42,8 @@ def score_records(
     records: Sequence[Record],
     options: ScoringOptions,
 ) -> tuple[list[Metric], list[Sample]]:
-    """Returns the figures of all records, which are of one kind, and the model's results for
-    each.
+    """Returns the metrics of all records, and the model's results for each record. All records
+    must be of one kind.
     """
     if isinstance(records[0], AnswerRecord):
         samples = _score_answers(model, advance, records, options)
@@ -63,7 +63,6 @@ def score_records(
 
 @contextmanager
 def _named(record: Record) -> Iterator[None]:
-    """Adds the record's name to an error."""
     try:
         yield
     except MespError as error:
@@ -108,8 +107,7 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
     pairs = [model.encode_pair(prompt, c, not options.chat, encode) for c in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
-    # For acc_norm, the log-likelihood is divided by the choice's characters, as in
-    # lm-evaluation-harness.
+    # acc_norm divides the log-likelihood by the choice's characters, as in lm-evaluation-harness.
     by_length = [v / len(c.strip()) for v, c in zip(values, record.choices, strict=True)]
     chosen = [max(range(len(each)), key=each.__getitem__) for each in (values, by_length)]
     return {
@@ -121,9 +119,9 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of `text`: `prompt` in the chat template, and a choice after it.
+    """Returns the ids of `text`, which is `prompt` in the chat template and a choice after it.
 
-    The only special tokens in the ids are those of the template.
+    Special tokens in the prompt's text and the choice are encoded as ordinary text.
     """
     written = rendering.written(rendering.render_marked(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))

@@ -1,1 +1,1 @@
-"""Federated fine-tuning with Flower: many people train, adapters travel, texts stay."""
+"""Federated fine-tuning with Flower."""

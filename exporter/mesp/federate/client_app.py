@@ -20,23 +20,23 @@ from mesp.federate.flower_messages import in_float32, to_numpy, to_record
 from mesp.federate.local_training import Client, Trained, train
 from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
-# Keys of a --node-config: those for noise that the client adds to its answers, and those that name
-# the client, its bundle and its data.
+# Keys of a --node-config: for noise on the client's answers, and for the client's name, bundle and
+# data.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
 # Keys of a --node-config for DP-SGD in the client's training.
 PRIVATE = ("dp_clip", "dp_noise", "dp_delta")
 MOST_EPSILON = 1000
-# Two counts that a client keeps during a `flwr run`, until its node ends: its answers with noise,
-# and its steps of DP-SGD.
+# Keys of a client's state during a `flwr run`: the count of its answers with noise, and its DP-SGD
+# steps.
 KEPT, KEPT_STEPS = "privacy", "private-steps"
 
 
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
     """Returns an app that trains as the client that `find` returns.
 
-    A failure is answered with a sentence. With `tells`, the sentence has the reason, which may name
-    the client's files.
+    The reply to a failed request is a sentence. With `tells`, the sentence has the reason, which
+    may name the client's files.
     """
     app = ClientApp(mods=[in_float32, with_own_noise])
 
@@ -71,11 +71,10 @@ def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
 def log_privacy(
     client: Client, trained: Trained, config: Mapping[str, Any], context: Context
 ) -> None:
-    """Logs the ε of all of a client's steps of DP-SGD in this `flwr run` since its node was
-    started.
+    """Logs the ε of all of a client's DP-SGD steps in this `flwr run` since its node started.
 
-    The client keeps the number of steps and the sampling probability of each round, because a
-    server may change both.
+    The server may change the number of steps and the sampling probability. So the client keeps both
+    for each round.
     """
     sampled = config["batch_size"] / trained.examples
     counts, probabilities = [config["steps"]], [sampled]
@@ -96,13 +95,12 @@ def log_privacy(
 def with_own_noise(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """A mod of Flower that adds noise to a client's answer, for a client that does not trust the
-    server.
+    """A mod of Flower that adds noise to a client's answer before it is sent.
 
-    `clip`, `epsilon` and `delta` of its --node-config say how: the client's update is clipped and
-    gets noise before it leaves. `epsilon` is the ε of one answer. The log has the ε of all answers
-    in this `flwr run` since the node was started. The noise protects all of the client's text: two
-    updates of norm at most `clip` differ by at most 2 · `clip`, the sensitivity.
+    The noise protects a client that does not trust the server. `clip`, `epsilon` and `delta` come
+    from --node-config. `epsilon` is the ε of one answer. Two updates of norm at most `clip` differ
+    by at most 2 · `clip`, which is the sensitivity. The log has the ε of all answers in this `flwr
+    run` since the node started.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:
@@ -144,8 +142,8 @@ def with_own_noise(
 
 
 def _of_node(context: Context) -> Client:
-    # Unknown keys are refused: with a misspelt `epsilon`, the client would send its update without
-    # noise.
+    # With a misspelt `epsilon`, the client would send its update without noise. So unknown keys are
+    # refused.
     known = (*NODE, *NOISE, *PRIVATE)
     if unknown := context.node_config.keys() - {*known}:
         raise ValueError(f"--node-config has no {min(unknown)}, only {', '.join(known)}.")
@@ -167,6 +165,6 @@ def _of_node(context: Context) -> Client:
     return Client(name, Path(str(bundle)), None if data is None else Path(str(data)), private)
 
 
-# The app that `flower-supernode` runs. It trains with the bundle that --node-config names, on the
-# `data` that --node-config names. Without `data`, it trains on the bundle's data.
+# The app that `flower-supernode` runs. It trains with the `bundle` and on the `data` that
+# --node-config names. Without `data`, it trains on the bundle's data.
 app = client_app(_of_node, tells=False)

@@ -1,13 +1,15 @@
-"""The messages between the server and its clients: LoRA matrices. One array has the matrices of all
-blocks.
+"""The messages between the server and its clients: LoRA matrices.
 
-`self_attn.q_proj.lora_b` [blocks, rank, out] is the B of that module in each trained block that has
-it. So there are few arrays. That saves requests, because a phone needs several for each array. A
-client gets the round's arrays and returns the trained ones. With `freeze_a` only each B travels,
-because every client makes the same A from the run's seed. In `bfloat16` the server sends rounded
-arrays. A client then returns the change that it made to them, also rounded, and the server adds the
-change to its own arrays. So rounding a large number loses no small update. In `float32` server and
-clients send arrays unrounded.
+One array has the matrices of all blocks. For example, `self_attn.q_proj.lora_b` [blocks, rank, out]
+has the B of that module in each trained block. A phone needs several requests for each array, so
+few arrays save requests.
+
+A client gets the round's arrays and returns the trained arrays. With `freeze_a`, only each B is
+sent, because every client makes the same A from the run's seed.
+
+With `float32`, arrays are sent unrounded. With `bfloat16`, the server sends rounded arrays, and a
+client returns its rounded change. The server adds the change to its own float32 arrays. So rounding
+a large number loses no small update.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from mesp.models.architecture import Architecture
 
 Arrays = dict[str, np.ndarray]
 EXCHANGES = ("float32", "bfloat16")
-# The largest number of an adapter that is averaged. No training comes near it, and sums of a
-# million such numbers or of their squares do not overflow in float32.
+# The largest number in adapters that are averaged. Sums of a million such numbers or of their
+# squares do not overflow in float32.
 MOST = 1e6
 
 
@@ -52,8 +54,8 @@ def read_arrays(folder: Path) -> Arrays:
 def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Architecture) -> None:
     """Writes matrices as a folder of adapters that mesp-engine can start from.
 
-    The matrices of a module belong to the model's last blocks that have this module. Raises
-    MespError if the model has too few blocks with the module.
+    A module's matrices belong to the last blocks that have the module. Raises MespError if too few
+    blocks have the module.
     """
     blocks: dict[str, list[int]] = {}
     for index, block in enumerate(arch.blocks):
@@ -70,18 +72,18 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
     }
     with plain_os_errors(f"Cannot write the adapters to {folder}"):
         folder.mkdir(parents=True)
-        (folder / WEIGHTS).write_bytes(save(matrices))  # raises OSError, which save_file does not
+        (folder / WEIGHTS).write_bytes(save(matrices))  # `save_file` would not raise OSError
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 def select_exchanged(arrays: Arrays, freeze_a: bool) -> Arrays:
-    """Returns the matrices that are trained and sent: with `freeze_a` only each B."""
+    """Returns the matrices that are sent: with `freeze_a`, only each B."""
     return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Returns finite float32 numbers as bfloat16's 16 bits, uint16, rounded to nearest, ties to
-    even.
+    """Rounds finite float32 numbers to bfloat16, to nearest, ties to even. Returns the bits as
+    uint16.
 
     Neither NumPy nor Flower's messages have bfloat16.
     """
@@ -90,23 +92,21 @@ def to_bfloat16(array: np.ndarray) -> np.ndarray:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Returns the float32 numbers of bfloat16's bits, uint16."""
+    """Returns float32 numbers from bfloat16's bits, uint16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def pack(arrays: Arrays) -> Arrays:
-    """Returns float32 arrays as bfloat16's bits."""
     return {name: to_bfloat16(array) for name, array in arrays.items()}
 
 
 def unpack(arrays: Arrays) -> Arrays:
-    """Returns bfloat16's bits as float32 arrays."""
     return {name: from_bfloat16(array) for name, array in arrays.items()}
 
 
 def check_arrays(arrays: Arrays, expected: Arrays) -> None:
-    """Raises MespError unless names, shapes and dtypes agree and all numbers are finite and at most
-    `MOST`.
+    """Raises MespError unless names, shapes and dtypes agree, and all numbers are finite and
+    between -`MOST` and `MOST`.
     """
     for name in expected.keys() ^ arrays.keys():
         what = "lacks" if name in expected else "has"
@@ -126,9 +126,9 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 
 
 def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
-    """Returns `arrays`. If their change from `start` is longer than `norm`, it is scaled down."""
+    """Returns `arrays`, with their change from `start` scaled down to a norm of at most `norm`."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
-    # The sum is in float64, because in float32 the squares of small numbers are 0.
+    # In float32, the squares of small numbers would underflow to 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))
     if own <= norm:
         return arrays
@@ -136,10 +136,13 @@ def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
 
 
 def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """Returns the distance of clients from their mean, relative to the change of the mean.
+    """Returns the distance of clients from their mean, relative to the mean's distance from
+    `start`:
 
-    It is √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with the clients' shares pᵢ of the `weights`, their arrays
-    wᵢ, the mean w̄ = Σ pᵢ wᵢ, and the arrays w of `start`. Returns 0 if the mean has not changed.
+        √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖
+
+    pᵢ are the clients' shares of the `weights`, wᵢ their arrays, w̄ = Σ pᵢ wᵢ their mean, and w the
+    arrays of `start`. Returns 0 if w̄ = w.
     """
     apart = moved = 0.0
     for name, before in start.items():
@@ -151,12 +154,13 @@ def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
 
 
 def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """Returns the error of averaging A and B separately, relative to the change of the clients'
-    products.
+    """Returns the error of averaging A and B separately, relative to the change of the products AB:
 
-    It is ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules, with the clients' shares pᵢ of the
-    `weights`, the means Ā and B̄, and A and B of `start`. Returns 0 if only B is sent. No product AB
-    is computed: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
+        ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖
+
+    The norms are over all modules. pᵢ are the clients' shares of the `weights`, Ā and B̄ the means,
+    and A and B the matrices of `start`. Returns 0 if only B is sent. The products are not computed:
+    for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
     """
     wrong = moved = 0.0
     for name in start:
@@ -182,7 +186,7 @@ def _mean(clients: list[Arrays], weights: list[float], name: str) -> np.ndarray:
 
 
 def _squared_norm(left: list[np.ndarray], right: list[np.ndarray]) -> float:
-    if left[0].ndim == 4:  # matrices of experts, which mlx-lm stores as Aᵀ and Bᵀ
+    if left[0].ndim == 4:  # experts' matrices are stored as Aᵀ and Bᵀ
         left, right = [each.mT for each in left], [each.mT for each in right]
     u = np.concatenate(left, axis=-1).astype(np.float64)
     v = np.concatenate(right, axis=-2).astype(np.float64)

@@ -32,7 +32,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FederationSettings(Settings):
-    """The settings of a federation besides its bundle and its clients' training."""
+    """The settings of a federation, without its bundle and its clients' training."""
 
     data: str = setting(
         str, MISSING, "Data to share out: a folder with a file a topic, or any data of mesp data.",
@@ -91,7 +91,6 @@ class FederationSettings(Settings):
             )
 
 
-# Defaults of a client's training.
 TRAINING = {"steps": 10, "freeze_a": True}
 
 
@@ -99,8 +98,8 @@ TRAINING = {"steps": 10, "freeze_a": True}
 class Rounds:
     """The rounds in `folder`.
 
-    `training` are settings of mesp-engine for the adapters. `evaluation` are the settings of a run
-    that only evaluates: the bundle, the data and the number of sequences.
+    `training` are the clients' settings for mesp-engine. `evaluation` are the settings of a run
+    that only evaluates.
     """
 
     folder: Path
@@ -108,21 +107,21 @@ class Rounds:
     evaluation: dict[str, Any]
 
     def path(self, number: int) -> Path:
-        """Returns the folder of a round; 0 has the adapters that the first round begins with."""
+        """Returns the folder of a round. Round 0 has the initial adapters."""
         return self.folder / f"{number:03d}"
 
     @property
     def last(self) -> int | None:
-        """The number of the last complete round; None before the first."""
+        """The number of the last complete round, or None if there is none."""
         found = (each.name for each in self.folder.glob("[0-9]*"))
         return max((int(name) for name in found if name.isdigit()), default=None)
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns the reports of all complete rounds, from 0."""
+        """Returns the records of all complete rounds, from round 0."""
         return [self.record(number) for number in range((self.last or 0) + 1)]
 
     def record(self, number: int) -> dict[str, Any]:
-        """Returns the report of a round. Raises MespError if it cannot be read."""
+        """Returns the record of a round. Raises MespError if the record cannot be read."""
         path = self.path(number) / RECORD_NAME
         try:
             return read_object(path)
@@ -130,25 +129,25 @@ class Rounds:
             raise MespError(f"{path} is missing or damaged; begin again elsewhere.") from error
 
     def arrays(self, number: int) -> Arrays:
-        """Returns the matrices of a round that are sent."""
+        """Returns the matrices of a round that are sent to clients."""
         arrays = read_arrays(self.path(number) / "adapters")
         return select_exchanged(arrays, self.training["freeze_a"])
 
     def save(
         self, number: int, arrays: Arrays | None, report: dict[str, Any], state: bytes | None = None
     ) -> dict[str, Any]:
-        """Evaluates the averaged matrices and keeps them; returns the round's record.
+        """Evaluates and saves the averaged matrices, and returns the round's record.
 
-        Without `arrays`, the initial matrices are kept. `state` is what the strategy needs to
-        continue. The engine evaluates the matrices in a run without steps. This run also writes
-        the adapters in the forms of mlx-lm and PEFT.
+        Without `arrays`, saves the initial matrices. `state` is the strategy's state, which a
+        resumed federation needs. The engine evaluates the matrices in a run without steps, which
+        also writes the adapters for mlx-lm and PEFT.
         """
         partial = self.folder / "partial"
         remove_link(partial)
         shutil.rmtree(partial, ignore_errors=True)
         start = partial / "start"
         settings = self.training | self.evaluation | {"steps": 0, "warmup": 0}
-        # Clients may keep their adapters in bfloat16, but the mean stays in float32.
+        # Clients may train in bfloat16, but the mean stays float32.
         settings |= {"lora_dtype": "float32", "output": str(partial / "run")}
         if arrays is not None:
             arch = read_manifest(Path(settings["bundle"])).architecture
@@ -163,7 +162,7 @@ class Rounds:
                     file.write(state)
             with create(partial / "run" / RECORD_NAME) as file:
                 file.write((json.dumps(record, indent=2) + "\n").encode())
-            # After a power loss, a round exists whole or not at all.
+            # Syncs the files first, so that a power loss leaves the round whole or absent.
             for written in (*(partial / "run").rglob("*"), partial / "run"):
                 sync(written)
             os.replace(partial / "run", self.path(number))
@@ -174,15 +173,13 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Federation:
-    """A federation in a folder, with the options of mesp federate by name."""
-
     folder: Path
     options: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Federation:
-        """Returns the federation whose settings are in `folder`. Raises MespError if there are
-        none.
+        """Returns the federation whose settings are in `folder`. Raises MespError if the settings
+        are missing or damaged.
         """
         path = folder / SETTINGS_NAME
         try:
@@ -195,7 +192,7 @@ class Federation:
 
     @property
     def training(self) -> dict[str, Any]:
-        """The settings of mesp-engine for a client's run that have a value."""
+        """The clients' settings for mesp-engine that are not None."""
         return {n: self.options[n] for n in SETTINGS if self.options.get(n) is not None}
 
     @property
@@ -209,18 +206,18 @@ class Federation:
 
     @property
     def held_out(self) -> Path:
-        """The folder of tokens that the server evaluates on."""
+        """The folder of held-out tokens that the server evaluates on."""
         return self.folder / "held-out"
 
     def client(self, number: int) -> Client:
-        """Returns the simulated client with this number, counted from 0."""
+        """Returns the simulated client `number`, counted from 0."""
         name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
         return Client(name, Path(self.options["bundle"]), self.folder / "clients" / name[7:])
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that a client gets in each round, without the round's number (see
-        docs/federation.md).
+        """The configuration that a client gets in each round, without the round's number. See
+        docs/federation.md.
         """
         return {
             "model": str(read_manifest(Path(self.options["bundle"])).model),
@@ -230,15 +227,13 @@ class Federation:
         }
 
     def write(self) -> None:
-        """Writes the settings into the folder."""
         path = self.folder / SETTINGS_NAME
         settings = {**self.options, "resume": False}
         with plain_os_errors(f"Cannot write {path}"):
             write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
 
 
-# The app has no code of its own: it names this package's ServerApp and ClientApp, and the server
-# and the clients have the package.
+# The app has no code of its own. It names this package's ServerApp and ClientApp.
 PROJECT = """\
 [build-system]
 requires = ["hatchling"]
@@ -264,7 +259,7 @@ output = {output}
 
 
 def write_app(federation: Federation) -> str:
-    """Writes OUTPUT/app, and returns instructions for it."""
+    """Writes the Flower app to `folder`/app, and returns instructions for it."""
     folder = federation.folder / "app"
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Converts matrices in Flower's messages, and makes float32 of messages in bfloat16."""
+"""Converts the matrices in Flower's messages to NumPy and between bfloat16 and float32."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 def in_float32(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """A mod of Flower: the mods after this one and the app get float32 arrays, whatever the dtype
-    in the message. If that is bfloat16, the reply has the change of each array, in bfloat16.
+    """A mod of Flower that gives the app float32 arrays, whatever the message's dtype.
+
+    If the message has bfloat16 arrays, the reply has the change of each array in bfloat16.
     """
     if message.content["config"]["exchange"] == "float32":
         return call_next(message, context)

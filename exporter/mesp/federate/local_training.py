@@ -19,7 +19,7 @@ from mesp.runs.log import LOG_NAME, RunLog
 from mesp.settings.declaration import list_settings
 from mesp.settings.train_settings import TrainSettings
 
-# The settings of a client's run that a server may change; none is a path.
+# The settings of a client's run that a server may set. None of them is a path.
 SETTINGS = tuple(
     declared.key or name
     for name, declared in list_settings(TrainSettings).items()
@@ -29,8 +29,10 @@ SETTINGS = tuple(
 
 @dataclass(frozen=True)
 class Client:
-    """A client. `data` is a folder of tokens, None for the bundle's own. `privacy` are settings of
-    DP-SGD, which the client chooses.
+    """A client of a federation.
+
+    `data` is a folder of tokens, or None for the bundle's own data. `privacy` are the client's own
+    settings of DP-SGD.
     """
 
     name: str
@@ -41,9 +43,10 @@ class Client:
 
 @dataclass(frozen=True)
 class Trained:
-    """A client's answer to a round's matrices, after training on `targets` tokens in the loss.
+    """The result of a client's training in a round.
 
-    `examples`: the number of records that DP-SGD draws from; None without it.
+    `targets` is the number of trained tokens in the loss. `examples` is the number of records that
+    DP-SGD draws from, or None without DP-SGD.
     """
 
     arrays: Arrays
@@ -54,11 +57,11 @@ class Trained:
 
 
 def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Trained:
-    """Trains from the `received` matrices, float32, with the server's `config`.
+    """Trains from the `received` float32 matrices with the server's `config`.
 
-    The optimizer and the learning rate's schedule begin again in each round; the order of the data
-    and the random numbers continue. Raises MespError if the run fails, lasts more than ``timeout``
-    seconds, or if the bundle is of another model than the server's.
+    The optimizer and the learning rate's schedule start again in each round. The order of the data
+    and the random numbers continue. Raises MespError if the run fails, takes more than ``timeout``
+    seconds, or if the bundle's model is not the server's.
     """
     manifest = read_manifest(client.bundle)
     model, arch = str(manifest.model), manifest.architecture
@@ -68,7 +71,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
         )
     settings = {name: config[name] for name in SETTINGS if name in config}
     settings |= client.privacy
-    if config.get("proximal-mu"):  # of FedProx
+    if config.get("proximal-mu"):  # sent by FedProx
         settings["proximal_mu"] = config["proximal-mu"]
     with tempfile.TemporaryDirectory(prefix="mesp-federate-") as folder:
         start, output = Path(folder, "start"), Path(folder, "run")
@@ -96,7 +99,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
 
 
 def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog:
-    """Runs mesp-engine to its end, and returns its log. Raises MespError if it fails."""
+    """Runs mesp-engine, and returns the run's log. Raises MespError if the engine fails."""
     output = Path(settings["output"])
     path = output / "settings.json"
     with plain_os_errors(f"Cannot write to {output}"):
@@ -115,6 +118,6 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog
 
 
 def scale(settings: Mapping[str, Any]) -> float:
-    """Returns the factor of the adapters' product: alpha / rank, with rsLoRA alpha / √rank."""
+    """Returns the scale of the adapters' product: alpha / rank or, with rsLoRA, alpha / √rank."""
     rank = settings["rank"]
     return float(settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank))

@@ -1,7 +1,7 @@
 """Divides data among the clients of a simulation.
 
-A topic is a file of the data. Texts are divided into paragraphs, and other records stay whole. Each
-share keeps the order of the data, so the share of a single client is the data.
+A topic is a file of the data. Texts are divided into paragraphs. Other records stay whole. Each
+client's share keeps the order of the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARAGRAPH = "\n\n"
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit that is not divided: a record, or a paragraph of the text with the number `origin`."""
+    """A record, or a paragraph of the text with the number `origin`. A unit is not divided."""
 
     origin: int
     document: Document
@@ -41,14 +41,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Partition:
-    """The way to divide topics: `iid`, `by-file`, or `dirichlet` with its alpha."""
+    """How topics are divided: `iid`, `by-file`, or `dirichlet` with `alpha`."""
 
     kind: str
     alpha: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> Partition:
-        """Returns the partition that a text names. Raises MespError if it names none."""
+        """Parses the value of --split. Raises MespError if the value is invalid."""
         if text in ("iid", "by-file"):
             return cls(text)
         match = re.fullmatch(r"dirichlet:(\d+\.?\d*|\.\d+)", text)
@@ -64,10 +64,9 @@ def read_topics(
 ) -> tuple[dict[str, list[Unit]], list[Document]]:
     """Returns the units of each topic, and the held-out documents.
 
-    `data` is a folder with one file for each topic and perhaps a file called valid, or any data
-    that `mesp data` takes. `selection` is the part of it that is read. Test data is not used. If
-    the data has no valid split, the fraction `hold_out` at the end of each topic is held out.
-    Otherwise there may be no topics. Raises MespError if the data cannot be read.
+    `data` is a folder with one file for each topic, or any data that `mesp data` takes. `selection`
+    is the part of the data that is read. Test data is not used. Without a valid split, the fraction
+    `hold_out` at the end of each topic is held out. Raises MespError if the data cannot be read.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)
@@ -102,9 +101,6 @@ def _read_splits(data: str, selection: Selection) -> Topics:
 
 
 def _read_files(data: str, selection: Selection) -> Topics | None:
-    """Returns the topics of a folder with one file for each topic, and its held-out documents.
-    Returns None for other data.
-    """
     folder = Path(data)
     if selection.is_of_dataset or not folder.is_dir():
         return None
@@ -130,12 +126,12 @@ def _read_files(data: str, selection: Selection) -> Topics | None:
 def share_out(
     data: str, topics: dict[str, list[Unit]], clients: int, split: Partition, seed: int
 ) -> list[list[Document]]:
-    """Returns the documents of each client. Raises MespError if one would get none.
+    """Returns the documents of each client. Raises MespError if a client would get none.
 
-    - iid: every unit to a random client, equally many to each;
-    - by-file: topic i to client i mod N;
-    - dirichlet: client i gets a share p[i] of each topic, p ~ Dirichlet(alpha, …, alpha): the
-      smaller alpha, the fewer clients have most of a topic (Hsu, Qi, Brown, arXiv:1909.06335).
+    - iid: each unit goes to a random client, equally many to each client.
+    - by-file: topic i goes to client i mod N.
+    - dirichlet: client i gets a share p[i] of each topic, p ~ Dirichlet(alpha, …, alpha). With a
+      smaller alpha, fewer clients have most of a topic (Hsu, Qi, Brown, arXiv:1909.06335).
     """
     if not topics:
         raise MespError(f"{data} has nothing to train on; add a .jsonl or .txt file for a topic.")

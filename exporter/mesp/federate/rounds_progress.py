@@ -1,4 +1,4 @@
-"""Shows the progress of the rounds on standard error, a line for each, and a summary at the end."""
+"""Shows the progress of a federation's rounds on standard error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesp.formatting import decimal, megabytes, printable
 
 
 class RoundsProgress:
-    """Shows rounds as they end; on a terminal also the current one."""
+    """Prints a line for each completed round. A terminal also shows the current round."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
@@ -28,8 +28,8 @@ class RoundsProgress:
         self.status.stop()
 
     def show(self, record: dict[str, Any]) -> None:
-        """Shows a round's record. The first record must be that of the last round before this run,
-        or of the initial adapters.
+        """Shows a round's record. The first record is that of the last completed round, or of the
+        initial adapters.
         """
         number = record["round"]
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
@@ -41,7 +41,7 @@ class RoundsProgress:
                 soft_wrap=True,
             )
         for sentence in record.get("left_out", ()):
-            # A client may have written the sentence.
+            # The sentence may come from a client, so control characters are removed.
             said = printable(f"  left out: {sentence}")
             self.console.print(said, markup=False, soft_wrap=True)
         self.before = record
@@ -50,11 +50,7 @@ class RoundsProgress:
 
 
 def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> str:
-    """Returns a line about a round: its number, the loss before and after it, drift, megabytes, and
-    the largest footprint.
-
-    For the first record, the line has only the loss.
-    """
+    """Returns a line about a round. For the first record, the line has only the loss."""
     loss = decimal(record["held_out_loss"], 3)
     if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
@@ -69,14 +65,13 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
 
 
 def privacy(record: dict[str, Any]) -> str:
-    """Returns the differential privacy of all rounds up to this one; empty if there is none."""
+    """Returns the ε and δ of all rounds up to this round. Empty without noise."""
     if "epsilon" not in record:
         return ""
     return f", ε {decimal(record['epsilon'])} at δ {record['delta']:g} so far"
 
 
 def summary(federation: Federation) -> str:
-    """Returns a summary of all rounds."""
     rounds = federation.rounds
     records = rounds.records()
     before, after = records[0]["held_out_loss"], records[-1]["held_out_loss"]

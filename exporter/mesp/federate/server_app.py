@@ -1,4 +1,4 @@
-"""Flower's ServerApp: runs a strategy of Flower's over the rounds of a folder."""
+"""Flower's ServerApp, which runs a federation's rounds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mesp.federate.strategies import Screened, make_strategy, restore, state_of
 from mesp.folders import locked
 from mesp.runs.privacy import gaussian_epsilon
 
-# Seconds that a client's answer may take besides its training.
+# The extra seconds, besides its training, that a client's answer may take.
 TO_ANSWER = 30.0
 
 Show = Callable[[dict[str, Any]], None]
 
 
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
-    """Runs all missing rounds. At the end of each round, keeps it and passes its record to `show`.
+    """Runs all missing rounds. Saves each round, and passes its record to `show`.
 
-    After `timeout` seconds a round continues without the clients that have not answered.
+    After `timeout` seconds, a round continues without clients that have not answered.
     """
     with locked(federation.folder, f"server is at work in {federation.folder}"):
         options, rounds = federation.options, federation.rounds
@@ -50,8 +50,8 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:
                 # Adapters that cannot be evaluated must not be trained further. So this round keeps
-                # the adapters of the round before. If those cannot be evaluated either, this
-                # machine has failed, and the error ends the rounds.
+                # the adapters of the round before. If evaluating these fails too, the error ends
+                # the rounds.
                 arrays, before = rounds.arrays(number - 1), rounds.path(number - 1) / STATE_NAME
                 restore(inner, before)
                 report = report | {"discarded": error.message}
@@ -82,8 +82,8 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Serves the federation in the folder that the run's configuration names. A SuperLink runs this
-    app.
+    """Serves the federation in the folder that the run's configuration names. Flower's SuperLink
+    runs this app.
     """
     federation = Federation.read(Path(str(context.run_config["output"])))
     with RoundsProgress(federation.options["rounds"]) as report:

@@ -1,15 +1,17 @@
-"""A federation on one machine: Flower's simulation engine, with a mesp-engine for each client."""
+"""Simulates a federation on one machine, with Flower's simulation engine and a mesp-engine for each
+client.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 
-# Set before Flower and Ray are imported, so that nothing is reported to anybody.
+# These variables turn off telemetry. They must be set before Flower and Ray are imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of a future change
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 # isort: split
 from flwr.app import Context
@@ -24,8 +26,7 @@ from mesp.federate.server_app import Show, serve
 
 
 def simulate(federation: Federation, show: Show) -> None:
-    """Runs all missing rounds. The clients of a round run one after another or, with enough cores,
-    several at the same time.
+    """Runs all missing rounds. Enough cores let several clients run at the same time.
 
     Raises MespError if a round fails.
     """
@@ -35,16 +36,16 @@ def simulate(federation: Federation, show: Show) -> None:
     @server.main()
     def _(grid: Grid, _: Context) -> None:
         try:
-            # No time limit for the answers: clients wait for each other here. The time limit of
-            # each client begins when it starts.
+            # Clients wait for each other here, so answers have no time limit. Each client's own
+            # time limit begins when it starts.
             serve(federation, grid, show, timeout=None)
-        except MespError as error:  # Flower would log where it was raised
+        except MespError as error:
             failed.append(error)
 
     def find(context: Context) -> Client:
         return federation.client(int(context.node_config["partition-id"]))
 
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` reports the same
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` reports the rounds instead
     run_simulation(
         server,
         client_app(find, tells=True),

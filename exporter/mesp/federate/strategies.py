@@ -1,6 +1,4 @@
-"""Makes Flower's strategies from options, keeps their state, and leaves invalid answers out of a
-round.
-"""
+"""Makes Flower's strategies from options, saves their state, and leaves out invalid answers."""
 
 from __future__ import annotations
 
@@ -29,19 +27,18 @@ from mesp.federate.exchange import (
 from mesp.federate.federation import STRATEGIES
 from mesp.federate.flower_messages import to_numpy, to_record
 
-# FedAdam's state: its moments, by the matrices' names.
+# The attributes with FedAdam's state, its moments.
 KEPT = ("m_t", "v_t")
-# A metric that is 1 for all clients. With this metric as the weight, all clients count equally.
+# A metric that is 1 for all clients. As the weight, it lets all clients count equally.
 ONE = "client"
-MOST_CHARACTERS = 500  # of a name or a reason
-HEADER = 256  # more bytes than NumPy writes before an array's numbers
-# A function that keeps a round's adapters and its report, and returns the adapters to continue
-# with.
+MOST_CHARACTERS = 500  # the longest name or reason that is shown
+HEADER = 256  # more bytes than NumPy's header of an array
+# A function that saves a round's adapters and report, and returns the adapters for the next round.
 Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
-    """Returns Flower's strategy with these options. Raises MespError if an option is refused."""
+    """Returns Flower's strategy with these options. Raises MespError if an option is invalid."""
     kind = getattr(strategy, STRATEGIES[options["strategy"]])
     given = dict(options["strategy_options"])
     numbers = {
@@ -75,7 +72,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
             )
     clients = {"min_available_nodes": options["clients"], "min_train_nodes": 1}
     private = options["noise"] is not None
-    # The noise can hide every client only if all clients count equally.
+    # Noise hides each client only if all clients count equally.
     weight = {"weighted_by_key": ONE if private else "num-examples"}
     try:
         inner = kind(**{**clients, **weight, **given})
@@ -83,14 +80,16 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         raise MespError(f"--strategy-options do not suit {options['strategy']}: {error}") from error
     if not private:
         return inner
-    # Answers are clipped when they are screened; this strategy adds noise to their mean.
+    # The answers are clipped elsewhere. This strategy adds noise to their mean.
     return strategy.DifferentialPrivacyClientSideFixedClipping(
         inner, options["noise"], options["clip"], options["clients"]
     )
 
 
 def state_of(inner: Strategy) -> bytes | None:
-    """Returns the state that a strategy keeps between rounds: FedAdam's moments."""
+    """Returns a strategy's state between rounds, which is FedAdam's moments. None for other
+    strategies.
+    """
     arrays = {
         f"{field}/{name}": array
         for field in KEPT
@@ -104,7 +103,9 @@ def state_of(inner: Strategy) -> bytes | None:
 
 
 def restore(inner: Strategy, path: Path) -> None:
-    """Gives a strategy the state that `state_of` kept in a file, if there is one."""
+    """Restores a strategy's state from a file of `state_of`'s bytes. Without the file, clears the
+    state.
+    """
     kept = dict(np.load(path)) if path.exists() else {}
     for field in KEPT:
         if hasattr(_innermost(inner), field):
@@ -117,12 +118,12 @@ def _innermost(inner: Strategy) -> Strategy:
 
 
 class Screened(Strategy):
-    """A strategy that receives only valid answers.
+    """A strategy that passes only valid answers to the strategy `inner`.
 
-    A valid answer has matrices of the model, and no number larger than `MOST`. The strategy gets
-    its matrices in float32, with the update scaled down to `clip`. Clients that fail, stay silent
-    or send anything else are left out of the round, and named in `report`. `first` is the number of
-    rounds that were done before. `keep` is called with the result of the strategy.
+    A valid answer has matrices of the model, with no number larger than `MOST`. `inner` gets
+    float32 matrices, with the update scaled down to `clip`. Clients with no valid answer are left
+    out of the round, and named in `report`. `first` is the number of rounds that were done before.
+    `keep` is called with the result of `inner`.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Screened(Strategy):
                 taken.append((name, node, self._screened(reply)))
             except MespError as error:
                 left_out.append(f"{name}: {_printable(error.message)}")
-            except Exception as error:  # a stranger's message can raise anything
+            except Exception as error:  # an untrusted message can raise anything
                 why = _printable(f"its answer does not follow docs/federation.md: {error}")
                 left_out.append(f"{name}: {why}")
         left_out += [f"{self.names.get(n, f'node {n}')}: did not answer in time." for n in silent]
@@ -191,8 +192,8 @@ class Screened(Strategy):
                 f"Round {number} has adapters of {len(taken)} clients and needs {self.needed}: "
                 + " ".join(sorted(left_out))
             )
-        # The answers are sorted, because sums of float32 depend on the order, and answers arrive in
-        # any order.
+        # Sums of float32 depend on the order, and answers arrive in any order. So the answers are
+        # sorted.
         taken.sort(key=lambda each: each[:2])
         replies = [reply for *_, reply in taken]
         self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
@@ -205,9 +206,9 @@ class Screened(Strategy):
         return to_record(self.keep(number, arrays, self.report)), metrics
 
     def _screened(self, reply: Message) -> Message:
-        """Returns an answer with only what a strategy uses: matrices in float32 and metrics.
+        """Returns an answer reduced to float32 matrices and metrics.
 
-        Raises MespError, or any other error, if it is not a valid answer.
+        Raises MespError or any other error if the answer is invalid.
         """
         metrics = reply.content["metrics"]
         targets, loss = metrics["num-examples"], metrics["loss"]
@@ -223,7 +224,8 @@ class Screened(Strategy):
             raise MespError("its metrics do not follow docs/federation.md")
         expected = self.sent if self.exchange == "float32" else pack(self.sent)
         wanted = sum(array.nbytes + HEADER for array in expected.values())
-        # Arrays of up to 4 times the expected size are read, so that the error names a wrong dtype.
+        # Larger arrays are read up to 4 times the expected size, so that an error can name a wrong
+        # dtype.
         if (size := _size(reply.content["arrays"])) > 4 * wanted:
             raise MespError(f"it sends {size} bytes, more than the {wanted} needed")
         arrays = to_numpy(reply.content["arrays"])
@@ -233,8 +235,7 @@ class Screened(Strategy):
         if self.clip is not None:
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
-        # Every answer gets arrays and metrics of the same names in the same order, because Flower
-        # aborts a round if the answers' names or their order differ.
+        # Flower aborts a round if the answers' names or their order differ.
         arrays = {name: arrays[name] for name in self.sent}
         content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
         reply.content = RecordDict(content)
@@ -262,7 +263,7 @@ class Screened(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        return ()  # the server has held-out data, and evaluates for all clients
+        return ()  # the server evaluates, not the clients
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -274,15 +275,12 @@ class Screened(Strategy):
 
 
 def _is_private(inner: Strategy) -> bool:
-    """Returns whether a strategy adds noise."""
     return hasattr(inner, "num_sampled_clients")
 
 
 def _printable(text: object) -> str:
-    """Returns a stranger's text without control characters, for a terminal."""
     return "".join(each if each.isprintable() else " " for each in str(text))[:MOST_CHARACTERS]
 
 
 def _size(record: ArrayRecord) -> int:
-    """Returns the bytes of a record's arrays in the message."""
     return sum(len(array.data) for array in record.values())

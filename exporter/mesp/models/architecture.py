@@ -29,13 +29,12 @@ from mesp.models.mlps import (
 )
 from mesp.models.mlps_by_layer import mlps_by_layer
 
-# Names of the two matrices of embeddings for each layer.
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
 PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 
 
 class Rows(NamedTuple):
-    """One of a block's projections, as some rows of a module's W [out, in]."""
+    """One projection of a block: `rows` of a module's weight W [out, in]."""
 
     module: str
     rows: slice
@@ -44,7 +43,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's blocks; the fields are the manifest's ``architecture``.
+    """A model's architecture, with the fields of the manifest's ``architecture``.
 
     docs/formats.md explains each field.
     """
@@ -71,11 +70,10 @@ class Architecture:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], length: int = 1) -> Architecture:
-        """Returns the description of the model of a Hugging Face ``config.json``.
+        """Returns the architecture of a Hugging Face ``config.json``.
 
-        The description is for sequences of `length` tokens, because LongRoPE has other frequencies
-        in long sequences. Raises MespError if the architecture, or a variant of it, is not
-        supported.
+        The result is for sequences of `length` tokens, because LongRoPE's frequencies depend on the
+        length. Raises MespError if the architecture, or a variant of it, is not supported.
         """
         try:
             return cls._from_complete(complete(config) | {"sequence_length": length})
@@ -97,9 +95,9 @@ class Architecture:
             raise unsupported("hidden_act", activation)
         check_numbers(config)
         by_layer = mixers_by_layer(config)
-        # Some models multiply what a block adds by a factor c: x + c·out(…). A norm's output does
-        # not depend on the scale of its input. So the model's outputs stay the same if a block
-        # takes x/c in place of x, adds out(…) to x/c, and has ε/c² in place of ε in its norms.
+        # Some models scale a block's outputs by a residual multiplier c: x + c·out(…). This code
+        # divides x by c instead, and replaces the norms' ε by ε/c². The scale of a norm's input
+        # changes nothing else, so the model's outputs stay the same.
         residual = config.get("residual_multiplier") or 1.0
         embedding_scale = family.embedding_scale(config["hidden_size"])
         embedding_scale *= config.get("embedding_multiplier") or 1.0
@@ -162,7 +160,6 @@ class Architecture:
         return {**asdict(self), "mixers": mixers, "mlps": mlps}
 
     def _checked(self) -> Architecture:
-        """Returns itself. Raises ValueError if a field has an impossible value."""
         for each in (*self.mixers, *self.mlps, *([self.per_layer] if self.per_layer else [])):
             each.check()
         refuse_unsound(
@@ -195,9 +192,10 @@ class Architecture:
         return self
 
     def _has_keys_for(self, layer: int, mixer: Mixer) -> bool:
-        """Returns whether a block's keys and values exist. If the block takes those of another
-        block, the other block must come earlier, compute keys and values of the same sizes, and
-        `mixer` must have no gates.
+        """Returns whether the block gets keys and values.
+
+        A block may use another block's keys and values if the other block comes earlier and
+        computes keys and values of the same sizes. Then `mixer` must have no gates.
         """
         if not isinstance(mixer, AttentionMixer) or mixer.keys_of is None:
             return True
@@ -214,25 +212,22 @@ class Architecture:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some block mixes experts."""
+        """Whether some block has experts."""
         return any(mlp.experts for mlp in self.mlps)
 
     @property
     def owners(self) -> set[int]:
-        """The blocks whose keys and values other blocks use too."""
+        """The indices of the blocks whose keys and values other blocks use too."""
         found = (block.keys_of for block in self.kinds)
         return {owner for owner in found if owner is not None}
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The kinds of blocks, in order of their first block. A kind is a pair of a mixer and an
-        MLP.
-        """
+        """The distinct blocks, in order of first occurrence."""
         return tuple(dict.fromkeys(self.blocks))
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The block of each layer."""
         kinds = zip(self.layers, self.mlp_layers, strict=True)
         return tuple(Block(self, self.mixers[mixer], self.mlps[mlp]) for mixer, mlp in kinds)
 
@@ -242,18 +237,18 @@ class Architecture:
 
     @property
     def modules(self) -> list[str]:
-        """The names of the linear layers in all blocks, each once, in order."""
+        """The names of the linear layers of all blocks, without duplicates."""
         return list(dict.fromkeys(name for block in self.kinds for name in block.modules))
 
     @property
     def trainable(self) -> list[str]:
-        """The short names of the modules, such as `q` and `gate_up`, and `EXPERTS` if there are
-        experts.
+        """The short names of the trainable modules, such as `q` and `gate_up`, and `EXPERTS` if
+        there are experts.
         """
         return list(dict.fromkeys(map(short, self.modules))) + [EXPERTS] * self.has_experts
 
     def training_experts(self) -> Architecture:
-        """Returns the architecture with adapters of the experts too."""
+        """Returns the architecture with trainable experts."""
         mlps = (
             replace(mlp, experts=replace(mlp.experts, trained=True)) if mlp.experts else mlp
             for mlp in self.mlps
@@ -267,13 +262,11 @@ class Architecture:
 
     @property
     def is_tied_in_mlx_lm(self) -> bool:
-        """Whether mlx-lm uses the embedding as head. If not, mlx-lm's head may still be a copy of
-        the embedding.
-        """
+        """Whether mlx-lm ties the head to the embedding."""
         return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
 
     def first(self, count: int) -> Architecture:
-        """Returns the architecture without the blocks after the first `count`."""
+        """Returns the architecture with only the first `count` blocks."""
         kept = self.blocks[:count]
         mixers = tuple(dict.fromkeys(block.mixer for block in kept))
         mlps = tuple(dict.fromkeys(block.mlp for block in kept))
@@ -287,8 +280,8 @@ class Architecture:
 
     @property
     def mlp_norm(self) -> str:
-        """The name of the norm before the MLP. In a model with post norms, Llama's name for this
-        norm is the name of a post norm.
+        """The name of the norm before the MLP. With post norms, Llama's name for this norm means a
+        post norm.
         """
         return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
@@ -303,9 +296,8 @@ class Architecture:
 
     @property
     def per_layer_shapes(self) -> dict[str, tuple[int, int]]:
-        """The shapes of the matrices of embeddings for each layer, by name; empty if there are
-        none.
-        """
+        """The shapes of the matrices of per-layer embeddings, by name. Empty without such
+        embeddings."""
         if self.per_layer is None:
             return {}
         width = self.num_hidden_layers * self.per_layer.size
@@ -315,7 +307,7 @@ class Architecture:
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of all tensors, unquantized, by name. Stacked matrices are [experts,
+        """Returns the shapes of all unquantized tensors by name. Stacked matrices are [experts,
         out, in].
         """
         tables = ["model.embed_tokens", *(["lm_head"] * (not self.tie_word_embeddings))]
@@ -338,7 +330,7 @@ class Architecture:
 
     @property
     def embedding_columns(self) -> dict[str, int]:
-        """The number of inputs of each matrix outside of the blocks, by name."""
+        """The input size of each matrix outside of the blocks, by name."""
         columns = {"model.embed_tokens": self.hidden_size}
         columns |= {} if self.tie_word_embeddings else {"lm_head": self.hidden_size}
         return columns | {name: size for name, (_, size) in self.per_layer_shapes.items()}
@@ -346,7 +338,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a model: its mixer and its MLP."""
+    """A block of a model: a mixer and an MLP."""
 
     arch: Architecture
     mixer: Mixer
@@ -354,9 +346,7 @@ class Block:
 
     @property
     def modules(self) -> dict[str, tuple[str, ...]]:
-        """The block's linear layers, and the projections that each computes, in the order of their
-        rows.
-        """
+        """The block's linear layers, each with the projections in its rows, in order."""
         per_layer = self.arch.per_layer
         return dict(
             self.mixer.modules + self.mlp.modules + (per_layer.modules if per_layer else ())
@@ -364,16 +354,13 @@ class Block:
 
     @property
     def keys_of(self) -> int | None:
-        """The block whose keys and values this block takes. None if this block has keys and values,
-        or needs none.
-        """
+        """The index of the block whose keys and values this block uses, or None."""
         return self.mixer.keys_of if isinstance(self.mixer, AttentionMixer) else None
 
     def given_shapes(self, length: int) -> list[tuple[int, ...]]:
-        """Returns the shapes of a block's inputs besides the output of the block before.
+        """Returns the shapes of a block's inputs other than the previous block's output.
 
-        Such inputs are the block's part of the tokens' embeddings for each layer, and the keys and
-        values of another block.
+        These inputs are the per-layer embeddings, and the keys and values of another block.
         """
         shapes: list[tuple[int, ...]] = []
         if self.arch.per_layer:
@@ -383,7 +370,7 @@ class Block:
         return shapes
 
     def projections(self) -> dict[str, Rows]:
-        """Returns the place of each projection (`q`, …, `down`) in its module."""
+        """Returns the rows of each projection (`q`, …, `down`) in its module."""
         hidden = self.arch.hidden_size
         shapes = self.mixer.shapes(hidden) | self.mlp.shapes(hidden)
         shapes |= self.arch.per_layer.shapes(hidden) if self.arch.per_layer else {}
@@ -398,19 +385,18 @@ class Block:
 
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Returns the (output size, input size) of each module, in the order of the flat LoRA
-        vector.
-        """
+        vector."""
         sizes = dict.fromkeys(self.modules, (0, 0))
         for module, rows, (_, inp) in self.projections().values():
             sizes[module] = (max(sizes[module][0], rows.stop), inp)
         return sizes
 
     def biases(self) -> dict[str, int]:
-        """Returns the lengths of the biases, by the names of their modules."""
+        """Returns the sizes of the biases, by module."""
         return {name: out for name, (out, _) in self.sizes().items() if name in self.arch.biases}
 
     def norms(self) -> dict[str, int]:
-        """Returns the lengths of the norms' weights, by name."""
+        """Returns the sizes of the norms' weights, by name."""
         names = ["input_layernorm", "post_attention_layernorm"]
         if self.arch.post_norms:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -419,34 +405,32 @@ class Block:
         return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights that are neither in linear layers nor in `norms`, by
-        name.
-        """
+        """Returns the shapes of the weights outside of linear layers and norms, by name."""
         found = self.mixer.vectors(self.arch.hidden_size)
         found |= self.mlp.experts.vectors() if self.mlp.experts else {}
         return found | ({"layer_scalar": (1,)} if self.arch.per_layer else {})
 
     @property
     def num_experts(self) -> int:
-        """The number of experts; 0 in a block without experts."""
+        """The number of experts, or 0 without experts."""
         return self.mlp.experts.num_experts if self.mlp.experts else 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the (output size, input size) of every quantized matrix; of stacked matrices, the
-        size of one.
+        """Returns the (output size, input size) of every quantized matrix. For stacked matrices,
+        returns one expert's sizes.
         """
         return self.sizes() | self.frozen() | self.stacked()
 
     def frozen(self) -> dict[str, tuple[int, int]]:
         """Returns the (output size, input size) of the linear layers that cannot have adapters.
 
-        Such layers are the router, and the layer that weighs the MLP beside the experts.
+        These layers are the router, and the gate of the MLP beside the experts.
         """
         return self.mlp.experts.linears(self.arch.hidden_size) if self.mlp.experts else {}
 
     def stacked(self) -> dict[str, tuple[int, int]]:
-        """Returns the (output size, input size) of one expert's matrices, by the names of the
-        stacked matrices. Returns an empty dictionary for a block without experts.
+        """Returns the (output size, input size) of one expert's matrices, by name. Empty without
+        experts.
         """
         return self.mlp.experts.stacked(self.arch.hidden_size) if self.mlp.experts else {}
 
@@ -454,8 +438,7 @@ class Block:
         """Returns the shape of each weight that can have adapters, in the order of the flat LoRA
         vector.
 
-        Modules are [out, in]. The stacked matrices of experts, which are among them only if experts
-        are trained, are [experts, out, in].
+        Modules are [out, in]. Trainable experts add stacked matrices, [experts, out, in].
         """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
         stacked = self.stacked() if trained else {}
@@ -465,23 +448,21 @@ class Block:
         }
 
     def lora_size(self, rank: int) -> int:
-        """Returns the number of LoRA parameters of this rank."""
+        """Returns the number of LoRA parameters for `rank`."""
         shapes = self.adapted().values()
         return rank * sum(math.prod(stack) * (out + inp) for *stack, out, inp in shapes)
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters in the block."""
         weights = sum(out * inp for out, inp in (self.sizes() | self.frozen()).values())
         weights += self.num_experts * sum(out * inp for out, inp in self.stacked().values())
         vectors = sum(map(math.prod, self.vectors().values()))
         return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 
     def within(self, length: int) -> Block:
-        """Returns the block for sequences of `length` tokens; see `AttentionMixer.within`."""
+        """Returns the block for sequences of `length` tokens. See `AttentionMixer.within`."""
         return replace(self, mixer=self.mixer.within(length))
 
 
 def _index(layers: tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:
-    """Returns whether each layer's number is an index in `kinds`."""
     return all(type(i) is int and 0 <= i < len(kinds) for i in layers)

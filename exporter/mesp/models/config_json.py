@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, completed with the defaults of missing keys."""
+"""Completes a Hugging Face config.json with the defaults of missing keys."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mesp.models.families import FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The largest allowed values of some keys. These keys are checked first, because the lengths of
-# lists follow from their values.
+# The largest allowed values of some keys. Lists are as long as some of these values, so they are
+# checked first.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-# Keys whose values must be numbers above 0. A value of 0 means the same as a missing key.
+# Keys whose values must be positive numbers. The value 0 counts as missing.
 _POSITIVE = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
@@ -26,11 +26,9 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the values of missing keys, and with RoPE in the keys that mlx-lm
-    reads.
+    """Returns a config.json with the values of missing keys, and with RoPE in mlx-lm's keys.
 
-    transformers 5 keeps RoPE in `rope_parameters`. Raises MespError if the architecture is not
-    supported.
+    Raises MespError if the architecture is not supported.
     """
     config = _plain(config)
     model_type = config.get("model_type")
@@ -53,7 +51,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         text = config.get("text_config") or {}
         if text.get("model_type", family.texts[0]) not in family.texts:
             raise unsupported("text_config's model_type", text["model_type"])
-        # Some of the text's keys stand outside of text_config, such as the quantization.
+        # Some keys for the text model, such as the quantization, are outside of text_config.
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
         config = {**whole, **text, "model_type": model_type}
         if "tie_word_embeddings" in whole:
@@ -63,7 +61,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         if type(config.get(key)) in (int, float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
     refuse_unsound({"num_hidden_layers": type(config.get("num_hidden_layers", 1)) is int})
-    if family.experts and config.get("num_local_experts"):  # the key of transformers 5
+    if family.experts and config.get("num_local_experts"):  # the key in transformers 5
         config.setdefault("num_experts", config["num_local_experts"])
         if config["num_experts"] != config["num_local_experts"]:
             raise unsupported("num_local_experts", config["num_local_experts"])
@@ -90,8 +88,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_scaling"] = None if kind == "default" else complete_scaling(named, config)
     if family.rope_by_type:
         config["rope_parameters"] = by_type
-    # For some families, mlx-lm reads RoPE's keys only in `rope_parameters`, except in models with
-    # two bases.
+    # For some families, mlx-lm reads RoPE's keys only in `rope_parameters`. Models with two RoPE
+    # bases are an exception.
     if (rope or family.texts) and "rope_local_base_freq" not in config:
         keys = ("rope_theta", "partial_rotary_factor")
         turning = {key: config[key] for key in keys if key in config}
@@ -100,9 +98,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a JSON value with plain numbers in place of those that transformers 5 writes as
-    {"__float__": "Infinity"}.
-    """
+    """Returns a JSON value with {"__float__": "Infinity"} and the like replaced by numbers."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _NUMBERS:
             return _NUMBERS[value["__float__"]]
@@ -111,9 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_numbers(config: dict[str, Any]) -> None:
-    """Raises ValueError for a number that no model has. The numbers of RoPE and the sizes are
-    checked where they are used.
-    """
+    """Raises ValueError for an invalid number. RoPE's numbers and sizes are checked elsewhere."""
     refuse_unsound({key: is_positive(config[key]) for key in _POSITIVE if config.get(key)})
 
 
@@ -128,11 +122,10 @@ def _check_scaling(scaling: dict[str, Any], key: str) -> None:
 
 
 def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
-    """Raises MespError unless one description of the blocks fits sequences of all `lengths`, in
-    tokens.
+    """Raises MespError unless one architecture fits sequences of all `lengths`, in tokens.
 
     Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below
-    the limit. LongRoPE has other factors in sequences beyond a limit.
+    the limit. LongRoPE's factors differ between sequences up to a limit and longer sequences.
     """
     config = complete(config)
     positions = find_positions(config)
@@ -156,9 +149,11 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
 
 
 def find_positions(config: dict[str, Any]) -> int | None:
-    """Returns the number of positions that a model was trained for, from its complete config.json.
-    With YaRN, this is at least the original number times YaRN's factor. None if config.json does
-    not state the number.
+    """Returns the number of positions that a model was trained for, or None if config.json lacks
+    it.
+
+    `config` is a complete config.json. With YaRN, the result is at least the original number times
+    YaRN's factor.
     """
     most = config.get("max_position_embeddings")
     if type(most) is not int or most < 1:
@@ -171,10 +166,10 @@ def find_positions(config: dict[str, Any]) -> int | None:
 
 def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
     """Returns a bundle's config.json, changed so that mlx-lm computes sequences of `length` tokens
-    as the model does.
+    correctly.
 
-    mlx-lm uses the long factors of LongRoPE for any length. Raises MespError for a key of RoPE that
-    mlx-lm ignores.
+    mlx-lm uses LongRoPE's long factors for any length. Raises MespError for a RoPE key that mlx-lm
+    ignores.
     """
     config = dict(config)
     scaling = config.get("rope_scaling") or {}
@@ -204,7 +199,7 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def unsupported(key: str, value: object) -> MespError:
-    """Returns the error for a config.json that asks for something the trainer lacks."""
+    """Returns the error for an unsupported value in a config.json."""
     said = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return MespError(
         f"The model's config.json sets {key} to {said}, which is not supported; take a model "

@@ -1,4 +1,4 @@
-"""The families of models that can be trained, and what each `model_type` implies."""
+"""The supported families of models, and the properties of each `model_type`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import mlx.core as mx
 from mesp.models.mixers import Modules
 from mesp.models.mlps import Experts
 
-# The linear layers of attention and of an MLP, and the projections that each computes, in the order
-# of their rows.
+# Linear layers, each with the projections in its rows, in order.
 SEPARATE_ATTENTION: Modules = (
     ("self_attn.q_proj", ("q",)),
     ("self_attn.k_proj", ("k",)),
@@ -42,8 +41,8 @@ _LFM_MLP: Modules = (
     ("feed_forward.w2", ("down",)),
 )
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
-# For a Granite 4 without experts: the MLP's layers in Hugging Face's checkpoints, and mlx-lm's
-# layers in their place.
+# The MLP's layers in Hugging Face's checkpoints of Granite 4, and mlx-lm's layers in their place.
+# They apply to models without experts.
 _SHARED_MLP: Modules = (
     ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
     ("shared_mlp.output_linear", ("mlp.down_proj",)),
@@ -51,8 +50,8 @@ _SHARED_MLP: Modules = (
 _GRANITE_EXPERTS = "block_sparse_moe.switch_mlp"
 
 
-# The limits of Mamba's time steps for a model without limits. JSON has no infinity, so the upper
-# limit is 1e38.
+# Mamba's time step limits in a model without limits. JSON has no infinity, so the upper limit is
+# 1e38.
 NO_LIMITS = [0.0, 1e38]
 
 
@@ -61,8 +60,7 @@ def short(module: str) -> str:
     return module.split(".")[-1].removesuffix("_proj")
 
 
-EXPERTS = "experts"  # the short name of all experts' matrices together
-# The short names of all modules of all models, in the order of the projections.
+EXPERTS = "experts"
 TRAINABLE = (
     "q", "k", "v", "qkv", "g", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in",
     "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2", "input_linear", "output_linear",
@@ -70,54 +68,54 @@ TRAINABLE = (
 )  # fmt: skip
 
 
-# The name of the factor that the embedding is multiplied by: 1, √hidden, or √hidden rounded to
-# bfloat16.
+# The factor of the embedding: 1, √hidden_size, or √hidden_size rounded to bfloat16.
 EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """The properties that a ``model_type`` implies; the rest is in the config.json."""
+    """The properties that a ``model_type`` implies. All others are in the config.json."""
 
     attention: Modules = SEPARATE_ATTENTION
     mlp: Modules = SEPARATE_MLP
-    biases: tuple[str, ...] = ()  # modules that have a bias, whatever the config.json says
+    biases: tuple[str, ...] = ()  # modules that always have a bias
     qk_norm: bool = False
     v_norm: bool = False
-    experts: Experts | None = None  # the experts; a config.json has their sizes
-    beside_experts: Modules = ()  # the linear layers of the MLP beside the experts
-    per_layer: Modules = ()  # the linear layers of embeddings for each layer; empty without these
+    experts: Experts | None = None  # the experts' properties, without the sizes in config.json
+    beside_experts: Modules = ()  # the linear layers of an MLP that runs beside the experts
+    per_layer: Modules = ()  # the linear layers of per-layer embeddings
     output_gate: bool = False
-    rope_by_type: bool = False  # whether mlx-lm reads `rope_parameters` by the type of a layer
+    rope_by_type: bool = False  # whether mlx-lm reads `rope_parameters` for each layer type
     post_norms: bool = False
-    norm_offset: int = 0  # is added to a norm's weight in a checkpoint
-    # MeSP's names of norms and linear layers -> their names in checkpoints, where the two differ.
+    norm_offset: int = 0  # the number to add to a norm's weight in a checkpoint
+    # MeSP's names of modules -> their names in checkpoints, if the names differ.
     names: dict[str, str] = field(default_factory=dict)
-    # The `model_type`s of the text, in a model that is published with several modalities.
+    # The `model_type`s that the text part of a multimodal model may have.
     texts: tuple[str, ...] = ()
     mlx_type: str | None = None  # mlx-lm's `model_type`, if it differs from Hugging Face's
-    # Whether mlx-lm ties the head of a tied model; if not, mlx-lm makes the head a copy of the
-    # embedding
+    # Whether mlx-lm shares the embedding with the head of a tied model. Otherwise mlx-lm copies the
+    # embedding to the head.
     mlx_ties: bool = True
-    # Linear layers of Hugging Face's checkpoints that each hold several of MeSP's layers, in equal
-    # parts of their rows. `hf_experts` has such layers for experts' matrices.
+    # Linear layers of Hugging Face's checkpoints that each hold several of MeSP's layers, stacked
+    # in equal parts. `hf_experts` has such layers for experts' matrices.
     hf_modules: Modules = ()
     hf_experts: Modules = ()
-    mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm and for PEFT
+    mlx_prefix: str = "model"  # the prefix of `.layers` in adapters for mlx-lm
     hf_prefix: str = "model"
     activation: str = "silu"
-    full_every: float = 1  # one of so many layers has full attention; inf: no layer has it
-    other_layers: str = "sliding_attention"  # the `layer_types` of layers without full attention
-    has_no_rope_layers: bool = False  # whether a config.json may name blocks without RoPE
+    full_every: float = 1  # one in so many layers has full attention; inf: none
+    other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
+    has_no_rope_layers: bool = False
     embedding_factor: EmbeddingFactor = "one"
-    takes: tuple[str, ...] = ()  # keys of VARIANTS that the family reads
-    defaults: dict[str, Any] = field(default_factory=dict)  # the values of missing keys
-    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # reads keys of other names
+    takes: tuple[str, ...] = ()  # keys of VARIANTS that the family supports
+    defaults: dict[str, Any] = field(default_factory=dict)
+    # converts other keys to the standard keys
+    read: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the family's blocks consist of attention and one MLP, which the standard keys of
-        config.json describe.
+        """Whether standard keys of config.json describe the family's blocks of attention and one
+        MLP.
 
         The app reads such a config.json without this package.
         """
@@ -125,18 +123,13 @@ class Family:
         return not any(special) and self.other_layers == "sliding_attention"
 
     def embedding_scale(self, hidden: int) -> float:
-        """Returns the embedding's factor in a model of this width."""
+        """Returns the embedding's factor in a model with this hidden size."""
         root = math.sqrt(hidden)
         rounded = mx.array(root, mx.bfloat16).item()
         return {"one": 1.0, "root": root, "rounded_root": rounded}[self.embedding_factor]
 
 
 def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns keys that LFM2's config.json has under other names, the width of LFM2's MLP, and keys
-    that mlx-lm needs.
-
-    The other names are those of the norms' ε, the tied head and the layers.
-    """
     found = {"rms_norm_eps": config["norm_eps"], "block_dim": config["hidden_size"]}
     if config.get("tie_embedding") is not None:
         found["tie_word_embeddings"] = config["tie_embedding"]
@@ -154,17 +147,16 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys of `_read_lfm2`. MLPs without experts have the width `intermediate_size`."""
     width = {"block_ff_dim": config["intermediate_size"], "block_auto_adjust_ff_dim": False}
     return _read_lfm2({**config, **width})
 
 
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns LFM3's RoPE, norms' ε and layers. For ε, its config.json has another key.
+    """Returns LFM3's RoPE, norm ε and layers in the standard keys.
 
-    The published config.json gives the RoPE of full attention the type "default", which would have
-    the frequencies of half a head. Liquid AI's own code rotates half of the pairs, with the
-    frequencies of the whole head.
+    The published config.json gives the RoPE of full attention the type "default". With this type,
+    the frequencies would be those of half a head. Liquid AI's own code rotates half of the pairs,
+    with the frequencies of a whole head.
     """
     found = {"rms_norm_eps": config["norm_eps"]}
     if not config.get("layer_types"):
@@ -184,9 +176,9 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the widths of Granite 4's MLPs in mlx-lm's keys, its layers, and whether it has RoPE.
+    """Returns Granite 4's MLP widths, layers and use of RoPE in mlx-lm's keys.
 
-    transformers uses RoPE only if `position_embedding_type` is "rope"; mlx-lm uses it unless the
+    transformers uses RoPE only if `position_embedding_type` is "rope". mlx-lm uses RoPE unless the
     value is "nope".
     """
     if not config.get("layer_types"):
@@ -197,7 +189,7 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
     mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
     limits = [*(config.get("time_step_limit") or (0.0, math.inf))]
     return {
-        # Without this key, mlx-lm limits the time steps, which the model does not.
+        # Without this key, mlx-lm limits the time steps, unlike the model.
         "time_step_limit": NO_LIMITS if limits == [0.0, math.inf] else limits,
         "num_experts": experts,
         "moe_intermediate_size": config["intermediate_size"],
@@ -208,17 +200,16 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attention scale and the layers of Gemma 4, and the head size of its full
-    attention, which transformers 5 states for each layer.
+    """Returns Gemma 4's attention scale, layers, and the head size of full attention.
 
-    The last layer has full attention, whatever the config.json says.
+    transformers 5 states the head size for each layer. The last layer always has full attention.
     """
     types = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % 6 else "full_attention"
         for i in range(config["num_hidden_layers"])
     ]
     types = [*types[:-1], "full_attention"]
-    # The weight of q's norm includes the attention scale.
+    # The weight of q's norm already includes the attention scale.
     found: dict[str, Any] = {"query_pre_attn_scalar": 1, "layer_types": types}
     if sizes := config.get("per_layer_config"):
         full = [str(i) for i, each in enumerate(types) if each == "full_attention"]
@@ -231,9 +222,9 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
-    """Returns the family of models of several modalities whose text is of the family `text`.
+    """Returns the family of multimodal models whose text part is of the family `text`.
 
-    `names` are the `model_type`s that the text may have.
+    `names` are the `model_type`s that the text part may have.
     """
     return replace(
         text,
@@ -245,7 +236,7 @@ def _in_several(text: Family, *names: str, **changes: Any) -> Family:
 
 
 def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns MiniCPM's factors under Granite's names."""
+    """Returns MiniCPM's scaling factors under Granite's names."""
     return {
         "embedding_multiplier": config["scale_emb"],
         "residual_multiplier": config["scale_depth"] / math.sqrt(config["num_hidden_layers"]),
@@ -261,7 +252,7 @@ _MISTRAL = Family(full_every=math.inf, defaults={"num_key_value_heads": 8, "slid
 _MINISTRAL3 = replace(
     _MISTRAL, defaults={**_MISTRAL.defaults, "sliding_window": None, "rope_theta": 1e6}
 )
-_TIED = {"tie_word_embeddings": True}  # unless a config.json says otherwise
+_TIED = {"tie_word_embeddings": True}  # the default; a config.json may differ
 _QWEN2 = Family(
     biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     defaults={"num_key_value_heads": 32},
@@ -571,8 +562,8 @@ FAMILIES = {
     ),
 }
 
-# Keys that some families read, each with the value that changes nothing. In the config.json of any
-# other family, a key must have this value or be missing.
+# Keys that only some families support, with the value that changes nothing. For other families, a
+# key must be missing or have this value.
 VARIANTS = {
     "use_sliding_window": False,
     "attention_bias": False,
@@ -616,7 +607,7 @@ VARIANTS = {
     "use_double_wide_mlp": False,
 }
 
-# Other models that mlx-lm can run, by `model_type`, and why MeSP cannot train them.
+# Other models that mlx-lm can run, by `model_type`, and the reason why MeSP cannot train them.
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),

@@ -1,4 +1,4 @@
-"""The layout of the arrays of a weight file (docs/formats.md has the format)."""
+"""The layout of the arrays of a weight file. docs/formats.md describes the file format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from mesp.models.architecture import PER_LAYER_PROJECTION, Architecture, Block
 from mesp.models.quantization_formats import Quantization
 
-# Bytes in a memory page of Apple's processors. Files to be mapped consist of whole pages.
+# The page size of Apple's processors, in bytes. Memory-mapped files consist of whole pages.
 PAGE = 16384
 ALIGNMENT = 16  # words: every array starts on a 64-byte boundary
 DTYPES = {
@@ -25,9 +25,8 @@ DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # a bundle's default dtype, by
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
-# Arrays that are float32 whatever the bundle's dtype. A_log is exponentiated, which enlarges a
-# rounding error. dt_bias and D are small: they have one number for each head. Rounding the experts'
-# bias may change which scores are the highest.
+# Arrays that stay float32 in a bfloat16 bundle. A_log is exponentiated, which enlarges rounding
+# errors. Rounding the experts' bias may change which experts are chosen. The others are small.
 KEPT_WIDE = (
     "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",
 )  # fmt: skip
@@ -35,10 +34,10 @@ KEPT_WIDE = (
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The place of an array in a weight file. `offset` counts 32-bit words.
+    """An array's name, place, shape and dtype in a weight file.
 
-    A stacked matrix starts `stride` words after the matrix before it. So all arrays of an expert
-    lie together.
+    `offset` and `stride` count 32-bit words. `stride` is the distance between the starts of two
+    successive stacked matrices. It is None for an array that is not stacked.
     """
 
     name: str
@@ -49,12 +48,12 @@ class ArraySpec:
 
     @property
     def words(self) -> int:
-        """The number of words that the array takes or, if it has stacked matrices, one of these."""
+        """The number of words of the array or, for stacked matrices, of one matrix."""
         shape = self.shape if self.stride is None else self.shape[1:]
         return math.ceil(math.prod(shape) * DTYPES[self.dtype].size / 4)
 
     def is_within(self, words: int) -> bool:
-        """Returns whether the array lies within a file of `words` words, and stacked matrices don't
+        """Returns whether the array fits in a file of `words` words and its stacked matrices do not
         overlap.
         """
         if self.stride is None:
@@ -63,8 +62,9 @@ class ArraySpec:
         return apart and self.offset + (self.shape[0] - 1) * self.stride + self.words <= words
 
     def place(self, row: int) -> int:
-        """Returns the byte of the file at which a row begins. The count of rows goes on from one
-        stacked matrix to the next.
+        """Returns the byte offset in the file at which a row begins.
+
+        Row numbers continue from one stacked matrix to the next.
         """
         shape, start = self.shape, 4 * self.offset
         if self.stride is not None:
@@ -84,7 +84,7 @@ class ArraySpec:
         return stacked[:, : math.prod(self.shape[1:])].reshape(self.shape)
 
     def pieces(self, words: mx.array) -> Iterator[Piece]:
-        """Yields the array in `words` as it is written: stacked matrices one after another."""
+        """Yields the whole array or, for stacked matrices, one matrix after another."""
         array = self.view(words)
         if self.stride is None:
             yield self.name, 0, array
@@ -105,8 +105,9 @@ class Layout:
 
     @classmethod
     def of(cls, arrays: Iterable[Array], stacked: Iterable[Array] = (), count: int = 0) -> Layout:
-        """Lays out `arrays` (name, shape, dtype) one after another. Then come the arrays `stacked`
-        of the first expert, those of the second, and so on for `count` experts.
+        """Lays out `arrays` (name, shape, dtype) one after another.
+
+        The arrays `stacked` follow, once for each of `count` experts.
         """
         specs, offset = [], 0
 
@@ -147,7 +148,7 @@ class Layout:
 
 
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
-    """Returns the layout of a block with these quantizations; docs/formats.md has the names."""
+    """Returns the layout of a block's weights. docs/formats.md lists the names of the arrays."""
     arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
     arrays += [
         (name, shape, "float32" if name in KEPT_WIDE else dtype)
@@ -168,8 +169,8 @@ def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype:
 
 
 def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
-    """Returns the layout of ``embedding.bin`` or ``head.bin``. With `norm`, the layout includes the
-    final norm; the file that is used as head has it.
+    """Returns the layout of ``embedding.bin`` or ``head.bin``. With `norm`, the layout ends with
+    the final norm's weight.
     """
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
@@ -180,10 +181,9 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
 def per_layer_layout(
     arch: Architecture, name: str, quantization: Quantization, dtype: str
 ) -> Layout:
-    """Returns the layout of a file with one of the matrices of embeddings for each layer.
+    """Returns the layout of the file of the matrix `name` of the per-layer embeddings.
 
-    The file of the projection ends with the weight of a norm, which is applied to the projection's
-    output.
+    The projection's file ends with the weight of the norm of the projection's output.
     """
     arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
     if arch.per_layer and name == PER_LAYER_PROJECTION:
@@ -191,6 +191,6 @@ def per_layer_layout(
     return Layout.of(arrays)
 
 
-# The name of an array of the layout, the index of a row in it, and the contents of that row and the
-# rows after it. The count of rows goes on from one stacked matrix to the next.
+# (array name, index of the first row, rows). Row numbers continue from one stacked matrix to the
+# next.
 Piece = tuple[str, int, mx.array]

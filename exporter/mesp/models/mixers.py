@@ -1,6 +1,4 @@
-"""The kinds of mixers. A mixer is the part of a block that mixes tokens. Each class has the numbers
-that the formulas of one kind read.
-"""
+"""The mixers: the parts of a block that mix tokens."""
 
 from __future__ import annotations
 
@@ -8,47 +6,49 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-Modules = tuple[tuple[str, tuple[str, ...]], ...]  # linear layers, and the projections of each
+# (linear layer, projections that it computes) pairs
+Modules = tuple[tuple[str, tuple[str, ...]], ...]
 Shape = tuple[int, int]  # (outputs, inputs) of a projection
 
 
 @dataclass(frozen=True)
 class AttentionMixer:
-    """Attention. A model may have one mixer of this kind with a sliding window and one without."""
+    """Attention, with or without a sliding window."""
 
     type: ClassVar[str] = "attention"
-    out: ClassVar[str] = "o"  # the projection of its result
+    out: ClassVar[str] = "o"  # the name of the output projection
 
     modules: Modules
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     qk_norm: bool
-    output_gate: bool  # whether q_proj computes each head's query, then the gate of its output
+    output_gate: bool  # whether q_proj also computes a gate for each head's output
     attention_scale: float
     attn_logit_softcapping: float | None
-    # RoPE's frequency for each pair of dimensions, in radians a position. 0: the pair is not
-    # rotated. Empty: the mixer has no RoPE.
+    # RoPE's frequency for each pair of dimensions, in radians per position. A pair with frequency 0
+    # is not rotated. An empty tuple means no RoPE.
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
     v_norm: bool = False  # whether v goes through an RMSNorm without a weight
-    # The block whose keys and values this block takes. None: this block computes its own.
+    # The index of the block whose keys and values this block uses. None: this block computes its
+    # own.
     keys_of: int | None = None
 
     @property
     def head_gate(self) -> bool:
-        """Whether the projection g computes one number for each head, the gate of its output."""
+        """Whether the projection g computes one gate value for each head."""
         return "g" in projections_of(self.modules)
 
     @property
     def gate_dim(self) -> int:
-        """The size of a head's gate, which follows the head's query in `q`."""
+        """The number of gate values for each head. 0: the output has no gate."""
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """Returns the mixer for sequences of `length` tokens. A window of `length` tokens or more
-        is left out, because it limits nothing.
+        """Returns the mixer for sequences of `length` tokens. A sliding window of at least `length`
+        tokens is removed.
         """
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
@@ -64,17 +64,16 @@ class AttentionMixer:
 
     @property
     def _projections(self) -> str:
-        """The names of the mixer's projections."""
         own = "qkvo" if self.keys_of is None else "qo"
         return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
-        """Returns the lengths of the weights of the mixer's norms, by name."""
+        """Returns the length of each norm's weight, by the weight's name."""
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns nothing: all weights of attention are in linear layers or in `norms`."""
+        """Returns an empty dictionary: all weights are in linear layers or in `norms`."""
         return {}
 
     def check(self) -> None:
@@ -101,10 +100,9 @@ class AttentionMixer:
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """A mixer with a state for each value head (Yang et al., arXiv:2412.06464).
+    """Gated DeltaNet (Yang et al., arXiv:2412.06464), with a recurrent state for each value head.
 
-    The state decays and is corrected with each token. qkv goes through a causal convolution of each
-    channel and silu.
+    A causal depthwise convolution and silu follow the projection qkv.
     """
 
     type: ClassVar[str] = "gated_delta_net"
@@ -115,20 +113,20 @@ class GatedDeltaNet:
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    kernel_size: int  # tokens that the convolution sees
+    kernel_size: int  # the width of the convolution in tokens
 
     def within(self, length: int) -> GatedDeltaNet:
-        """Returns the mixer itself, which is the same for any length."""
+        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property
     def conv_dim(self) -> int:
-        """The channels of the convolution: q, k and v."""
+        """The number of channels of the convolution: those of q, k and v."""
         return 2 * self.num_key_heads * self.key_head_dim + self.values
 
     @property
     def values(self) -> int:
-        """The size of all value heads' outputs together."""
+        """The total size of the value heads' outputs."""
         return self.num_value_heads * self.value_head_dim
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
@@ -140,13 +138,12 @@ class GatedDeltaNet:
         }
 
     def norms(self) -> dict[str, int]:
-        """Returns nothing. The norm is in `vectors`, because no family stores this norm minus 1."""
+        """Returns an empty dictionary: the norm's weight is in `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers; a row of conv1d is a
-        channel.
-        """
+        """Returns the shapes of the weights outside of linear layers. Each row of conv1d is a
+        channel."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "norm.weight": (self.value_head_dim,),
@@ -172,16 +169,16 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True)
 class ShortConvolution:
-    """A causal convolution of each channel between two gates, as in LFM2."""
+    """A causal depthwise convolution between two gates, as in LFM2."""
 
     type: ClassVar[str] = "short_convolution"
     out: ClassVar[str] = "out"
 
     modules: Modules
-    kernel_size: int  # tokens that the convolution sees
+    kernel_size: int  # the width of the convolution in tokens
 
     def within(self, length: int) -> ShortConvolution:
-        """Returns the mixer itself, which is the same for any length."""
+        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
@@ -189,11 +186,11 @@ class ShortConvolution:
         return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
 
     def norms(self) -> dict[str, int]:
-        """Returns nothing: the mixer has no norms."""
+        """Returns an empty dictionary: the mixer has no norms."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of the convolution's weights; a row is a channel."""
+        """Returns the shape of the convolution's weight. Each row is a channel."""
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
@@ -208,10 +205,10 @@ class ShortConvolution:
 
 @dataclass(frozen=True)
 class Mamba2Mixer:
-    """A mixer with a state for each head (Dao & Gu, arXiv:2405.21060).
+    """Mamba-2 (Dao & Gu, arXiv:2405.21060), with a recurrent state for each head.
 
-    The state decays and is written to with each token. The projection computes z, xBC and dt side
-    by side. xBC goes through a causal convolution of each channel and silu.
+    The input projection computes z, xBC and dt, in this order. A causal depthwise convolution and
+    silu follow xBC.
     """
 
     type: ClassVar[str] = "mamba2"
@@ -221,22 +218,22 @@ class Mamba2Mixer:
     num_heads: int
     head_dim: int
     num_groups: int  # groups of heads; the heads of a group share B and C
-    state_size: int  # the numbers of B, and of C
-    kernel_size: int  # tokens that the convolution sees
-    norm_eps: float  # the ε of the output's norm, which no residual factor changes
+    state_size: int  # the size of B, and of C, in each group
+    kernel_size: int  # the width of the convolution in tokens
+    norm_eps: float  # the ε of the output's norm
 
     def within(self, length: int) -> Mamba2Mixer:
-        """Returns the mixer itself, which is the same for any length."""
+        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property
     def values(self) -> int:
-        """The size of all heads' outputs together."""
+        """The total size of the heads' outputs."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_dim(self) -> int:
-        """The channels of the convolution: x, B and C."""
+        """The number of channels of the convolution: those of x, B and C."""
         return self.values + 2 * self.num_groups * self.state_size
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
@@ -245,13 +242,12 @@ class Mamba2Mixer:
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 
     def norms(self) -> dict[str, int]:
-        """Returns nothing. The norm is in `vectors`, because no family stores this norm minus 1."""
+        """Returns an empty dictionary: the norm's weight is in `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers; a row of conv1d is a
-        channel.
-        """
+        """Returns the shapes of the weights outside of linear layers. Each row of conv1d is a
+        channel."""
         shapes = {
             "conv1d.weight": (self.conv_dim, self.kernel_size),
             "conv1d.bias": (self.conv_dim,),
@@ -284,8 +280,9 @@ _TYPES = {
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
-    """Returns the mixer of a manifest's entry. Raises ValueError, TypeError or KeyError if the
-    entry is damaged.
+    """Returns the mixer that a manifest entry describes.
+
+    Raises ValueError, TypeError or KeyError if the entry is damaged.
     """
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     if "frequencies" in fields:
@@ -294,7 +291,7 @@ def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
 
 
 def modules_from_manifest(entry: list[list]) -> Modules:
-    """Returns a JSON list of pairs as `Modules`."""
+    """Converts a JSON list of pairs to `Modules`."""
     return tuple((name, tuple(computes)) for name, computes in entry)
 
 
@@ -309,14 +306,12 @@ def is_size(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Returns whether a value is a number above 0 that MLX can hold, in float32 or as a 64-bit
-    integer.
-    """
+    """Returns whether a value is a positive number that MLX can represent as float32 or int64."""
     return type(value) in (int, float) and 2**-126 <= value < 1 << 63
 
 
 def refuse_unsound(checks: dict[str, Any]) -> None:
-    """Raises ValueError naming the first of the checks that fails."""
+    """Raises ValueError with the name of the first failed check."""
     for what, is_sound in checks.items():
         if not is_sound:
             raise ValueError(f"its {what} cannot be used")

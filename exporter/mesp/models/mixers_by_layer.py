@@ -19,7 +19,7 @@ from mesp.models.rope_scaling import rope_frequencies
 
 
 def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
-    """Returns the mixer of each layer, as in Hugging Face's implementation."""
+    """Returns the mixer of each layer, as transformers builds it from the same config.json."""
     count, family = config["num_hidden_layers"], FAMILIES[config["model_type"]]
     keys = ("sliding_window_pattern", "full_attention_interval")
     every = next((config[key] for key in keys if config.get(key)), family.full_every)
@@ -39,8 +39,8 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"The model's config.json is not valid: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
-    # The last `num_kv_shared_layers` blocks compute no keys and values. Each of them takes those of
-    # another block: the last one of its type among the blocks that compute keys and values.
+    # Each of the last `num_kv_shared_layers` blocks takes its keys and values from an earlier
+    # block. That block is the last one of the same type that computes its own keys and values.
     owners = types[: max(count - (config.get("num_kv_shared_layers") or 0), 0)]
     if lacking := set(types) - set(owners):
         raise MespError(

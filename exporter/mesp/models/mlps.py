@@ -1,4 +1,4 @@
-"""The parts of a block that compute each token separately."""
+"""The parts of a block that process each token separately."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ MOST_EXPERTS = 1 << 12  # the largest number of experts in a block
 
 @dataclass(frozen=True)
 class Experts:
-    """Gated MLPs of one width; a router chooses some of them for each token.
+    """A mixture of gated MLPs of one width. A router chooses some of them for each token.
 
-    y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over the `num_experts_per_tok` experts with the
-    highest scores, with w_e = scaling · s_e / Σ s. The output of an MLP beside the experts may be
-    multiplied by sigmoid(x gᵀ). The router and g are frozen.
+        y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)),  w_e = scaling · s_e / Σ s
+
+    Both sums run over the `num_experts_per_tok` experts with the highest scores. With `mlp_gate`,
+    the output of the MLP beside the experts is multiplied by sigmoid(x gᵀ). The router and g are
+    frozen.
     """
 
-    router: str  # the linear layer [num_experts, hidden] whose outputs are the scores
-    matrices: str  # the beginning of the matrices' names; each matrix is stacked, expert by expert
-    scores: str  # the function that makes s of the router's output: "softmax" or "sigmoid"
-    # The name of a bias that is added to the scores for the choice, but not for the weights.
+    router: str  # the name of the linear layer [num_experts, hidden] that is the router
+    matrices: str  # the prefix of the names of the stacked matrices
+    # the function that computes the scores s from the router's output: "softmax" or "sigmoid"
+    scores: str
+    # The name of a bias that is added to the scores for the choice of experts only.
     bias: str | None
     num_experts: int = 0
     num_experts_per_tok: int = 0
     intermediate_size: int = 0
     scaling: float = 1.0
-    mlp_gate: str | None = None  # the linear layer [1, hidden] that is g; None: the factor is 1
-    trained: bool = False  # whether the experts' matrices have adapters, which a run decides
+    mlp_gate: str | None = None  # the name of the linear layer [1, hidden] that is g
+    trained: bool = False  # whether the experts' matrices have adapters
 
     def stacked(self, hidden: int) -> dict[str, Shape]:
         """Returns the shape of one expert's matrices, by the names of the stacked matrices."""
@@ -46,13 +49,14 @@ class Experts:
         return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
 
     def hf_modules(self) -> Modules:
-        """Returns the parameters in transformers that correspond to the stacked matrices."""
+        """Returns the corresponding parameters in transformers, each with the stacked matrices
+        in it."""
         gate, up, down = self.stacked(0)
         experts = f"{self.matrices.rpartition('.')[0]}.experts"
         return ((f"{experts}.gate_up_proj", (gate, up)), (f"{experts}.down_proj", (down,)))
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the router and, if there is one, of g."""
+        """Returns the shapes of the router and, if the model has one, of g."""
         gate = {} if self.mlp_gate is None else {self.mlp_gate: (1, hidden)}
         return {self.router: (self.num_experts, hidden)} | gate
 
@@ -77,17 +81,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class MLP:
-    """down(act(gate(x)) ∘ up(x)), a mixture of experts, or the sum of both.
-
-    A model may have several MLPs, which differ in their width or in having experts.
-    """
+    """down(act(gate(x)) ∘ up(x)), a mixture of experts, or the sum of both."""
 
     modules: Modules  # empty if there are only experts
     intermediate_size: int  # 0 if there are only experts
     experts: Experts | None = None
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of its projections."""
+        """Returns the shapes of the MLP's projections."""
         inner = (self.intermediate_size, hidden)
         shapes = {"gate": inner, "up": inner, "down": inner[::-1]}
         return shapes if self.modules else {}
@@ -119,9 +120,10 @@ class MLP:
 
 @dataclass(frozen=True)
 class PerLayerEmbedding:
-    """The term that a block adds to h, its output after the MLP: norm(out(act(gate(h)) ∘ p)).
+    """The per-layer embedding term norm(out(act(gate(h)) ∘ p)), which a block adds to its output h.
 
-    p [T, size] is computed from the tokens and the first block's input, differently for each block.
+    p [tokens, size] is computed from the tokens and the first block's input. Each block has its own
+    p.
     """
 
     modules: Modules
@@ -142,8 +144,9 @@ class PerLayerEmbedding:
 
 
 def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
-    """Returns the MLP of a manifest's entry. Raises ValueError, TypeError or KeyError if the entry
-    is damaged.
+    """Returns the MLP that a manifest entry describes.
+
+    Raises ValueError, TypeError or KeyError if the entry is damaged.
     """
     experts = entry.get("experts")
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
@@ -151,7 +154,7 @@ def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
 
 
 def per_layer_from_manifest(entry: dict[str, Any] | None) -> PerLayerEmbedding | None:
-    """Returns the embedding that a manifest's entry describes; None for None.
+    """Returns the per-layer embedding that a manifest entry describes, or None for None.
 
     Raises ValueError, TypeError or KeyError if the entry is damaged.
     """

@@ -11,7 +11,7 @@ from mesp.models.mlps import MLP
 
 
 def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
-    """Returns the MLP of each layer, as in Hugging Face's implementation."""
+    """Returns the MLP of each layer, as transformers builds it from the same config.json."""
     family = FAMILIES[config["model_type"]]
     dense = [MLP(family.mlp, width) for width in _widths(config, mixers)]
     if family.experts is None or config["num_experts"] == 0:
@@ -32,8 +32,8 @@ def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
 def _has_experts(config: dict[str, Any], layer: int) -> bool:
     """Returns whether a layer has experts.
 
-    LFM2 states how many layers at the beginning have no experts. Qwen3 states the distance between
-    layers with experts.
+    In LFM2, the first `num_dense_layers` layers have no experts. In Qwen3, every
+    `decoder_sparse_step`-th layer has experts.
     """
     if layer < config.get("num_dense_layers", 0) or layer in (config.get("mlp_only_layers") or ()):
         return False
@@ -43,7 +43,7 @@ def _has_experts(config: dict[str, Any], layer: int) -> bool:
 def _widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
     """Returns the width of each layer's MLP.
 
-    In Gemma 4, layers without keys and values may be twice as wide.
+    In Gemma 4, the MLP may be twice as wide in layers that use another layer's keys and values.
     """
     width = config["intermediate_size"]
     wide = 2 * width if config.get("use_double_wide_mlp") else width

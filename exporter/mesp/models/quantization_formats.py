@@ -1,19 +1,19 @@
-"""The formats of quantized matrices: MLX's modes, with their bits and groups."""
+"""The quantization formats of matrices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-# MLX's modes, each with its bits and group size, or with None if these can be chosen.
+# MLX's quantization modes, with (bits, group size), or None if both can be chosen.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the affine mode
-# MLX on phones has no 1 bit, so a model's 1-bit codes are stored with 2 bits in a bundle.
+# MLX on phones has no 1-bit format. A bundle stores 1-bit codes with 2 bits.
 ONE_BIT = 1
 
 
 class Arrays(Protocol):
-    """Arrays by name, or their places."""
+    """A mapping from names to objects with a shape."""
 
     def __getitem__(self, name: str, /) -> Any: ...
 
@@ -22,10 +22,11 @@ class Arrays(Protocol):
 
 @dataclass(frozen=True)
 class Quantization:
-    """One of MLX's formats: `bits` a weight, and a scale for each `group_size` weights.
+    """One of MLX's quantization formats.
 
-    ``affine`` has a bias for each group too. In the other modes, weights and scales are
-    floating-point numbers of few bits. A scale is a `uint8`.
+    Each weight has `bits` bits, and each group of `group_size` weights has a scale. In ``affine``,
+    each group also has a bias. In the other modes, weights are floating-point numbers of few bits,
+    and scales are `uint8`.
     """
 
     bits: int = 4
@@ -34,10 +35,10 @@ class Quantization:
 
     @classmethod
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
-        """Returns the quantization of a matrix with this many columns, or of stacked matrices.
+        """Returns the quantization of a matrix, or of stacked matrices, with this many columns.
 
-        The quantization follows from the shapes of `prefix`weight, `prefix`scales and, if there are
-        biases, `prefix`biases. Raises ValueError if these shapes fit no format.
+        The quantization follows from the shapes of the arrays `prefix`weight and `prefix`scales,
+        and from whether `prefix`biases exists. Raises ValueError if the shapes fit no format.
         """
         weight, scales = (arrays[prefix + part].shape[-1] for part in ("weight", "scales"))
         bits, group_size = 32 * weight // columns, columns // scales
@@ -57,8 +58,9 @@ class Quantization:
 
     @property
     def in_bundle(self) -> Quantization:
-        """The quantization that a matrix of this quantization gets in a bundle. Its values, scale ·
-        code + bias, stay the same. The two quantizations differ only for 1 bit.
+        """The matrix's quantization in a bundle: 2 bits instead of 1 bit, otherwise unchanged.
+
+        The values of the weights stay the same.
         """
         return replace(self, bits=2) if self.bits == ONE_BIT else self
 

@@ -1,4 +1,4 @@
-"""Computes RoPE's frequencies, and changes them by a model's `rope_scaling`, as in transformers."""
+"""Computes RoPE's frequencies from a config.json, as transformers does."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mesp.models.mixers import is_positive, refuse_unsound
 def rope_frequencies(
     config: dict[str, Any], head_dim: int, local: bool = False
 ) -> tuple[tuple[float, ...], float]:
-    """Returns the frequencies of the rotated pairs, in radians a position, and the factor of all
-    pairs.
+    """Returns the frequencies of the rotated pairs, in radians per position, and a factor of the
+    rotated part of q and k.
 
-    The frequencies are θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, changed by
-    `rope_scaling`. With `local`, for attention in a sliding window, the base θ may differ, D is
-    head_dim, and nothing is scaled.
+    The unscaled frequencies are θ^(-2i/D) for i < D/2, with D = head_dim · partial_rotary_factor.
+    `rope_scaling` changes them. `local` selects attention in a sliding window, for which a model
+    may have another θ without scaling.
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
     share = config.get("partial_rotary_factor") or 1.0
@@ -37,9 +37,9 @@ def rope_frequencies(
 
 
 def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a `rope_scaling` of a type of `SCALINGS`, with missing keys from the config.json.
+    """Returns a `rope_scaling` with missing keys filled in from the config.json.
 
-    Raises KeyError if the config.json lacks one of them.
+    Raises KeyError if the config.json lacks a needed key.
     """
     kind = scaling["type"]
     if kind not in ("llama3", "longrope", "yarn"):
@@ -57,7 +57,7 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
         _check_numbers(scaling)
     if kind == "yarn":
         scaling["attention_factor"] = _yarn_attention_factor(scaling)
-        # mlx-lm has no attention_factor, but computes it as 0.1 · mscale · ln factor + 1.
+        # mlx-lm does not read attention_factor. It computes 0.1 · mscale · ln(factor) + 1 instead.
         slower = 0.1 * math.log(scaling["factor"]) if scaling["factor"] > 1 else math.inf
         scaling["mscale"] = (scaling["attention_factor"] - 1) / slower
         scaling["mscale_all_dim"] = 0
@@ -69,7 +69,8 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
 
 
 def _check_numbers(scaling: dict[str, Any]) -> None:
-    """Raises ValueError for a number that is not above 0. Only beta_fast and beta_slow may be 0."""
+    """Raises ValueError for a number that is not positive. beta_fast and beta_slow may also be
+    0."""
     keys = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor")
     refuse_unsound({k: is_positive(scaling[k]) for k in keys if scaling.get(k) is not None})
     keys = ("beta_fast", "beta_slow")
@@ -81,8 +82,9 @@ def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides the frequencies of the first pairs, a share `partial_rotary_factor` of all, by
-    `factor`. The other pairs are not rotated.
+    """Divides the frequencies of the first pairs by `factor`, and sets the others to 0.
+
+    `partial_rotary_factor` is the fraction of pairs that are rotated.
     """
     turning = int((config.get("partial_rotary_factor") or 1.0) * len(base))
     turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
@@ -90,9 +92,7 @@ def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[
 
 
 def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides the frequencies of slow pairs by `factor`, keeps those of fast pairs, and
-    interpolates those of pairs between.
-    """
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates between them."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     length = scaling["original_max_position_embeddings"]
     frequencies = []
@@ -104,9 +104,7 @@ def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float]
 
 
 def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides each pair's frequency by a factor. Sequences beyond the original length have other
-    factors.
-    """
+    """Divides each pair's frequency by its own factor, which depends on the sequence length."""
     is_long = config.get("sequence_length", 1) > scaling["original_max_position_embeddings"]
     factors = scaling["long_factor" if is_long else "short_factor"]
     return [f / slower for f, slower in zip(base, factors, strict=True)], scaling[
@@ -115,15 +113,13 @@ def _longrope(base: list[float], scaling: dict, config: dict) -> tuple[list[floa
 
 
 def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
-    """Divides the frequencies of fast pairs by 1 and of slow pairs by `factor`, and the frequencies
-    of pairs in between by numbers on a ramp.
-    """
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates between them."""
     factor, size = scaling["factor"], 2 * len(base)
     length = scaling["original_max_position_embeddings"]
 
     def pair(
         turns: float,
-    ) -> float:  # the index of the pair that turns this many times within the original length
+    ) -> float:  # the index of the pair that makes this many turns within the original length
         return (
             size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config["rope_theta"]))
         )
@@ -138,8 +134,8 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
-    """Returns the factor of q and k: `attention_factor`, or else what `mscale` and `mscale_all_dim`
-    give.
+    """Returns the factor of q and k: `attention_factor`, or one computed from `mscale` and
+    `mscale_all_dim`.
     """
 
     def magnitude(weight: float) -> float:
@@ -156,24 +152,21 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
 
 
 class Scaling(NamedTuple):
-    """A way to scale RoPE."""
+    """A RoPE scaling method."""
 
-    # A function of the unscaled frequencies, the `rope_scaling` and the config.json that returns
-    # the scaled frequencies, and the factor of the rotated part of q and k.
+    # Computes the scaled frequencies, and the factor of the rotated part of q and k. The arguments
+    # are the unscaled frequencies, the `rope_scaling` and the config.json.
     frequencies: Callable[[list[float], dict, dict], tuple[list[float], float]]
-    keys: frozenset[str] = frozenset()  # the keys that it reads besides `COMMON`
+    keys: frozenset[str] = frozenset()  # the keys of `rope_scaling` that it reads besides `COMMON`
 
 
-# Keys that any `rope_scaling` may have. Some are read by other code, and the others change nothing.
-# `mrope_section` divides a head between three positions, which are equal in a text. transformers
-# does not read the last two keys.
+# Keys that any `rope_scaling` may have.
 COMMON = frozenset(
     ("type", "rope_type", "rope_theta", "partial_rotary_factor", "llama_4_scaling_beta",
      "mrope_section", "mrope_interleaved", "max_position_embeddings", "finetuned")
 )  # fmt: skip
 _LENGTH = frozenset(("factor", "original_max_position_embeddings"))
 _LONGROPE = Scaling(_longrope, _LENGTH | {"long_factor", "short_factor", "attention_factor"})
-# The scalings by their names in config.json.
 SCALINGS: dict[str, Scaling] = {
     "default": Scaling(lambda base, scaling, config: (base, 1.0)),
     "mrope": Scaling(lambda base, scaling, config: (base, 1.0)),
@@ -191,6 +184,6 @@ _NAMES = {"su": "longrope"}  # older names
 
 
 def type_of(scaling: dict[str, Any]) -> str:
-    """Returns the type that a `rope_scaling` names."""
+    """Returns the type of a `rope_scaling`, with older names replaced by current ones."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     return _NAMES.get(kind, kind)

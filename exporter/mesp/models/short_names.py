@@ -1,6 +1,6 @@
-"""Models that have a short name, with the geometry and arithmetic in their config.json.
+"""The models that have a short name, with their config.json.
 
-So `mesp-export` can list these models, and export them with random weights, without a download.
+`mesp-export` lists these models, and exports them with random weights, without a download.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ _mistral = partial(
 
 
 def _ministral3(*sizes: int, **others: Any) -> dict[str, Any]:
-    """Returns the config.json as it is published, with a vision part."""
+    """Returns a config.json in the published form, in which the text model's settings are
+    nested."""
     text = _config(
         "ministral3", *sizes, head_dim=128, vocab_size=131072, max_position_embeddings=262144,
         rms_norm_eps=1e-5, sliding_window=None, hidden_act="silu",
@@ -139,9 +140,6 @@ def _lfm2_moe(vocab_size: int, rope_theta: float) -> dict[str, Any]:
 
 
 def _lfm2(hidden: int, block_ff_dim: int, heads: int) -> dict[str, Any]:
-    """Returns the config.json of an LFM2, whose MLP is a little wider than two thirds of
-    `block_ff_dim`.
-    """
     return {
         "model_type": "lfm2", "hidden_size": hidden, "block_dim": hidden, "num_hidden_layers": 16,
         "block_ff_dim": block_ff_dim, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256,
@@ -204,14 +202,13 @@ _PHI4_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _PH
 
 
 def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
-    """Returns a model's id, and the id with a suffix, which is another variant of the model."""
     return repo, repo + suffix
 
 
-# The keys in which Qwen2.5 from 7B on differs from smaller Qwen2.5.
+# The keys in which Qwen2.5 models of 7B and more differ from smaller ones.
 _UNTIED = {"vocab_size": 152064, "tie_word_embeddings": False}
 
-# Ids on the Hugging Face Hub, the licence in their cards, and their common config.json.
+# (ids on the Hugging Face Hub, licence, config.json that these models share)
 _MODELS = (
     (_tuned("Qwen/Qwen2.5-0.5B"), "apache-2.0", _qwen25(896, 24, 4864, 14, 2)),
     (_tuned("Qwen/Qwen2.5-1.5B"), "apache-2.0", _qwen25(1536, 28, 8960, 12, 2)),
@@ -424,8 +421,8 @@ _SHORT_NAMES = {
     "LiquidAI/LFM2.5-1.2B-Base": "LFM2.5-1.2B",
 }
 
-# The short name -> the id on the Hub, the licence, and the config.json. Names of one geometry stand
-# together and share the config.json.
+# Short name -> (id on the Hub, licence, config.json). Models of one geometry are adjacent and share
+# one config.json object.
 KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
     _SHORT_NAMES.get(repo, repo.split("/")[1]): (repo, license, config)
     for repos, license, config in _MODELS
@@ -434,5 +431,5 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def geometries() -> list[list[str]]:
-    """Returns the short names in lists of equal geometry."""
+    """Returns the short names, grouped by geometry."""
     return [list(names) for _, names in groupby(KNOWN, key=lambda name: id(KNOWN[name][2]))]

@@ -1,4 +1,4 @@
-"""The weights of a source model, in any format."""
+"""The interface to a source model's tensors, whatever the format of their files."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from mesp.models.architecture import Architecture
 
 
 class Weights(Protocol):
-    """The tensors of a model, by their names in Hugging Face's checkpoints.
+    """The tensors of a source model, by their names in Hugging Face's checkpoints.
 
-    A matrix is named without the suffix `.weight`.
+    The names of matrices omit the suffix `.weight`.
     """
 
     @property
     def has_float16_scales(self) -> bool:
-        """Whether some matrix is quantized with float16 scales."""
+        """Whether any matrix is quantized with float16 scales."""
 
     @property
     def is_converted(self) -> bool:
-        """Whether norms and convolutions are stored as the formulas use them. This is so in models
-        that mlx-lm or llama.cpp converted.
+        """Whether mlx-lm or llama.cpp converted the model, so that norms and convolutions need no
+        conversion.
         """
 
     def is_quantized(self, name: str) -> bool:
-        """Returns whether the source has the matrix quantized, in MLX's format."""
+        """Returns whether the source stores the matrix quantized, in MLX's format."""
 
     def is_stored_unquantized(self, name: str) -> bool:
-        """Returns whether a file holds the matrix unquantized."""
+        """Returns whether the source stores the matrix unquantized."""
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
-        """Returns some rows of the tensor `name`, which includes the suffix, in the dtype that is
-        stored.
+        """Returns some rows of the tensor `name` in its stored dtype. Here `name` includes the
+        suffix.
 
-        Raises MespError unless the tensor is there, in this `shape`.
+        Raises MespError unless the tensor exists with this `shape`.
         """
 
 
 def read_norm(weights: Weights, name: str, shape: tuple[int, ...], arch: Architecture) -> mx.array:
-    """Returns the weight of an RMSNorm, float32, with the family's offset added."""
+    """Returns the weight of an RMSNorm as float32. The family's offset is added unless the source
+    is converted.
+    """
     offset = 0 if weights.is_converted else arch.norm_offset
     return weights.rows(name, shape, slice(0, *shape)).astype(mx.float32) + offset

@@ -1,4 +1,4 @@
-"""The choice of each matrix's quantization: the one asked for, or the one that the model has."""
+"""Chooses the quantization of each matrix: the requested one, or the model's own."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from mesp.models.quantization_formats import (
 )
 from mesp.models.tensor_names import name_here
 
-BITS = (4, 5, 6, 8)  # a weight, to which a model can be quantized
-HEAD_BITS = 6  # bits of the head, if the other matrices have fewer
-# Bits of the router, as in mlx-lm: with 4 bits, the router would choose other experts
+BITS = (4, 5, 6, 8)  # bits per weight to which a model can be quantized
+HEAD_BITS = 6  # bits per weight of the head, if the other matrices have fewer
+# Bits per weight of the router, as in mlx-lm. With 4 bits, the router would choose other experts.
 ROUTER_BITS = 8
 
 
 @dataclass(frozen=True)
 class Quantizations:
-    """The quantizations of a model's matrices: the main one, and those of modules that differ, by
-    name.
+    """The quantizations of a model's matrices, as in the model's files.
 
-    The quantizations are those in the model's files. A module with None is not quantized in the
-    files.
+    `main` applies to every module that is not in `others`. None means that the module is not
+    quantized.
     """
 
     main: Quantization
     others: dict[str, Quantization | None] = field(default_factory=dict)
-    config: dict[str, Any] | None = None  # the model's own ``quantization``
+    config: dict[str, Any] | None = None  # ``quantization`` of the model's config.json
 
     def of(self, module: str) -> Quantization:
-        """Returns the quantization of a module in a bundle. Raises MespError if the module is not
+        """Returns a module's quantization in a bundle. Raises MespError if the module is not
         quantized.
         """
         return self.in_files(module).in_bundle
 
     @property
     def has_one_bit(self) -> bool:
-        """Whether the files have codes of 1 bit, which a bundle stores in 2 bits."""
+        """Whether the files have 1-bit codes. A bundle stores them with 2 bits."""
         return any(each is not None and each.bits == ONE_BIT for each in self.all)
 
     @property
@@ -60,8 +59,9 @@ class Quantizations:
         return quantization
 
     def to_config(self, arch: Architecture) -> dict[str, Any]:
-        """Returns ``quantization`` of mlx-lm's config.json: the main quantization, and that of each
-        module that differs, by path.
+        """Returns the value of ``quantization`` in mlx-lm's config.json.
+
+        The value is the main quantization, with entries for the modules that differ.
         """
         prefix = arch.mlx_prefix.removesuffix("model")
         others = {f"{prefix}{name}": each and asdict(each) for name, each in self.others.items()}
@@ -71,15 +71,13 @@ class Quantizations:
 
 
 def in_2_bits(section: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``quantization`` of a bundle's config.json: the model's, with 2 bits in place
-    of 1.
-    """
+    """Returns ``quantization`` of a config.json with 1 bit replaced by 2 bits."""
     section = {k: in_2_bits(v) if isinstance(v, dict) else v for k, v in section.items()}
     return section | {"bits": 2} if section.get("bits") == ONE_BIT else section
 
 
 def not_quantized(module: str) -> MespError:
-    """Returns the error for a matrix that is not quantized in a model that is."""
+    """Returns the error for an unquantized matrix in a quantized model."""
     return MespError(
         f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
         "the model it was made from."
@@ -93,16 +91,14 @@ def _not_in_order(key: str) -> MespError:
     )
 
 
-_KEYS = ("bits", "group_size", "mode")  # the keys of a quantization
-_MODULES = ("lm_head", "embed_tokens")  # modules whose paths have no dot
+_KEYS = ("bits", "group_size", "mode")
+_MODULES = ("lm_head", "embed_tokens")
 
 
 def _check_sections(name: str, config: dict[str, Any]) -> None:
-    """Raises MespError if a config.json states a property of the quantization that is not read
-    here.
+    """Raises MespError if a config.json has a quantization setting that is not supported.
 
-    An example is a rotation of the weights' basis. In a model of several modalities, text_config
-    may state the quantization too.
+    In a multimodal model, text_config may have such settings too.
     """
     text = config.get("text_config")
     parts = [config, text] if isinstance(text, dict) else [config]
@@ -146,11 +142,11 @@ def find_quantizations(
     group_size: int | None,
     head_bits: int | None,
 ) -> Quantizations:
-    """Returns the quantization asked for (None: the default), or the one that the model already
-    has.
+    """Returns the model's own quantizations or, for an unquantized model, the requested ones.
 
-    `name` is the model's name, for messages, and `config` is its config.json. Raises MespError if
-    MLX lacks the quantization, or if the model is already quantized in another way than asked for.
+    `name` is the model's name in error messages. `config` is the model's config.json. None requests
+    the default. Raises MespError if MLX does not support the quantization, or if the request
+    contradicts the model's own.
     """
     given = config.get("quantization")
     _check_sections(name, config)
@@ -179,7 +175,7 @@ def find_quantizations(
             f"{name} is quantized already, to {describe_quantization(main)}; leave out "
             "--mode, --bits, --head-bits and --group-size."
         )
-    # As in mlx-lm, a module's entry is a quantization, or true for the main one, or false for none.
+    # As in mlx-lm, a module's entry is a quantization, true for the main one, or false for none.
     others = {
         name_here(name, config["model_type"]): (
             read(entry) if isinstance(entry, dict) else main if entry else None
@@ -191,7 +187,9 @@ def find_quantizations(
 
 
 def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
-    """Returns the quantization asked for. Raises MespError if the mode does not allow it."""
+    """Returns the requested quantization. Raises MespError for bits or a group size that the mode
+    lacks.
+    """
     mode = mode or "affine"
     if mode == "affine":
         return Quantization(bits or 4, group_size or 64)
@@ -207,10 +205,10 @@ def choose_quantization(mode: str | None, bits: int | None, group_size: int | No
 def choose_quantizations(
     arch: Architecture, main: Quantization, head_bits: int | None
 ) -> Quantizations:
-    """Returns the quantization `main` for all matrices, but with more bits for the head, and for an
-    embedding that is tied to the head.
+    """Returns the quantization `main` for all matrices except routers and the head.
 
-    Raises MespError if the mode does not have the bits asked for.
+    In affine mode, the head may get more bits. So may an embedding that is tied to the head. Raises
+    MespError for `head_bits` in another mode.
     """
     routers = [
         f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.frozen()
@@ -226,7 +224,9 @@ def choose_quantizations(
 
 
 def check_quantizations(arch: Architecture, quantizations: Quantizations) -> None:
-    """Raises MespError unless every matrix is quantized, and the group size divides its rows."""
+    """Raises MespError unless every matrix is quantized and its row length is a multiple of the
+    group size.
+    """
     columns = arch.embedding_columns
     for i, block in enumerate(arch.blocks):
         for name, (_, inp) in block.matrices().items():

@@ -1,6 +1,4 @@
-"""Coordinate descent over the codes of a matrix: each code compensates for the errors of the
-others.
-"""
+"""Coordinate descent over the quantized codes of a matrix."""
 
 from __future__ import annotations
 
@@ -11,14 +9,16 @@ from mesp.block_function.dequantize import pack, unpack
 from mesp.models.quantization_formats import Quantization
 from mesp.quantization.least_squares import damp
 
-SWEEPS = 2  # passes over all codes; more change little
-# The share by which mean products of two different inputs are reduced. Few tokens give worse
-# estimates of these products than of mean squares.
+SWEEPS = 2  # passes over all codes; more passes change little
+# The fraction by which the off-diagonal products are reduced. Their estimates from few tokens are
+# less accurate than the estimates of the squares on the diagonal.
 SHRINKAGE = 0.2
 
 
 def shrink(moments: mx.array) -> np.ndarray:
-    """Returns the products [in, in] for `descend`, from sums of x xᵀ over the matrix's inputs x."""
+    """Returns the argument `products` [in, in] of `descend`, from sums of x xᵀ over the matrix's
+    inputs x.
+    """
     squares = mx.diag(moments)
     products = np.array((1 - SHRINKAGE) / mx.maximum(squares.mean(), 1e-30) * moments)
     np.fill_diagonal(products, damp(squares, len(squares)))
@@ -29,16 +29,16 @@ def descend(
     matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
     quantization: Quantization, last: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """Returns better codes of W [out, in], packed. The scales and biases of W stay.
+    """Returns better codes of W [out, in], packed. The scales and biases of W stay unchanged.
 
-    One code after another becomes the code that minimizes eᵀ P e, with all other codes fixed. e are
-    the errors of the code's row, and P is `products`. `last` is the highest code; None: the highest
-    of the bits.
+    Each code in turn is set to the value that minimizes eᵀ P e. Here e is the error of the code's
+    row, P is `products`, and the other codes are fixed. `last` is the highest code, by default
+    2^bits - 1.
     """
     size, levels = quantization.group_size, last or 2**quantization.bits - 1
     squares = np.diagonal(products)
     codes = unpack(packed, quantization.bits).reshape(matrix.shape)
-    # Arrays by columns of W, so that a column's codes of all rows lie together.
+    # The arrays are transposed, so that the codes of a column of W are contiguous.
     W, q, s, b = (
         np.array(mx.contiguous(each.astype(mx.float32).T))
         for each in (matrix, codes, scales, biases)

@@ -1,4 +1,4 @@
-"""Scales and biases with the least loss: a search over grids, each refitted by least squares."""
+"""Computes scales and biases by weighted least squares."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import mlx.core as mx
 from mesp.block_function.dequantize import pack
 from mesp.models.quantization_formats import Quantization
 
-# The grids that are searched, one for each number a. There are n steps from the first code to the
-# last. A grid has n + a steps from a group's smallest weight to its largest. If a < 0, the last
-# codes stay unused; if a > 0, the largest weights are clipped. Twice as many grids would reduce the
-# error by 1%.
+# The grids that are tried. For each number a, a grid has n + a steps between a group's smallest and
+# largest weight, where n is the highest code. If a > 0, the largest weights are clipped.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
-# How often the best grid is fitted again, each time with the codes that the last scale and bias
-# give
 REFITS = 2
-# A share of the mean moment. It is added to each moment, so that an unseen channel counts a little.
+# A fraction of the mean moment. It is added to each moment, so that no channel has weight 0.
 DAMPING = 1e-3
-ROUNDER = 1.5 * 2**23  # float32: adding and subtracting it rounds to whole numbers
+ROUNDER = 1.5 * 2**23  # adding and subtracting it rounds a float32 to an integer
 
 
 def quantize(
     matrix: mx.array, quantization: Quantization, moments: mx.array | None, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the packed codes, scales and biases of W [out, in], where scales and biases have the
-    dtype `dtype`. In each group, codes, scale and bias minimize the sum over its weights of m (W -
-    scale · code - bias)². m are the `moments` [in], the mean squares of W's inputs; None: all are
-    equal. This sum is at most as large as with MLX's scales and biases.
+    """Returns the packed codes of W [out, in], and its scales and biases of the dtype `dtype`.
+
+    In each group, the scale s and bias b are fitted to reduce
+
+        Σ m (W - s · code - b)²
+
+    The weights m are the `moments` [in], the mean squares of W's inputs, or 1 for None. The sum is
+    at most as large as with MLX's scales and biases.
     """
     size, levels = quantization.group_size, 2**quantization.bits - 1
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)
@@ -39,15 +39,14 @@ def quantize(
     m = m / m.sum(axis=0)
 
     mean = (m * x).sum(axis=0)
-    x = x - mean  # makes the weighted mean 0, so that a fit needs fewer sums
+    x = x - mean  # makes the weighted mean 0, which shortens the formulas of the fit
     mx_ = m * x
     low, high = x.min(axis=0), x.max(axis=0)
     per_range = _reciprocal(high - low)
 
     def fit(start: mx.array, inverse: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Returns the scale and bias that best fit a grid's codes, and the variance that scale and
-        bias explain.
-        """
+        """Returns the scale and bias that best fit a grid's codes, and the variance that they
+        explain."""
         q = _codes(x, start, inverse, levels)
         mean_q, with_x = (m * q).sum(axis=0), (mx_ * q).sum(axis=0)
         variance = (m * mx.square(q)).sum(axis=0) - mx.square(mean_q)
@@ -65,7 +64,9 @@ def quantize(
         best = better(best, fit(bias, _reciprocal(scale)))
 
     def stored(scale: mx.array, bias: mx.array) -> tuple[mx.array, ...]:
-        """Returns scale and bias as stored, their codes, and the remaining variance, negated."""
+        """Returns the scale and bias in the stored dtype, their codes, and the negated remaining
+        variance.
+        """
         scale, bias = scale.astype(dtype), (bias + mean).astype(dtype)
         s, b = scale.astype(mx.float32), bias.astype(mx.float32) - mean
         q = _codes(x, b, _reciprocal(s), levels)
@@ -79,18 +80,18 @@ def quantize(
 
 
 def damp(moments: mx.array | None, columns: int) -> mx.array:
-    """Returns the weights [columns] of a row's errors: 1 on average, and more than 0."""
+    """Returns positive weights [columns] of the errors of a row, about 1 on average."""
     if moments is None:
         return mx.ones(columns)
     return moments / mx.maximum(moments.mean(), 1e-30) + DAMPING
 
 
 def _reciprocal(x: mx.array) -> mx.array:
-    """Returns 1 / x, and 0 for x that is 0 or too small."""
+    """Returns 1 / x, or 0 if |x| < 1e-30."""
     small = mx.abs(x) < 1e-30
     return mx.where(small, 0.0, 1 / mx.where(small, 1.0, x))
 
 
 def _codes(x: mx.array, start: mx.array, inverse: mx.array, levels: int) -> mx.array:
-    """Returns the nearest codes, as float32. (The CPU's `mx.round` takes four times as long.)"""
+    """Returns the nearest codes, as float32. `mx.round` takes four times as long on a CPU."""
     return mx.clip((x - start) * inverse + ROUNDER - ROUNDER, 0, levels)

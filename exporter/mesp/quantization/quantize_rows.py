@@ -1,4 +1,4 @@
-"""Quantizes the matrices of a source model, some rows at a time."""
+"""Quantizes the matrices of a source model, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from mesp.quantization import least_squares
 from mesp.quantization.choose import Quantizations, not_quantized
 from mesp.quantization.coordinate_descent import descend, shrink
 
-TILE = 1 << 18  # elements of a matrix that are quantized at a time; they fit into a core's cache
-MOST_STREAMS = 8  # the most streams that quantize at once; each takes about 20 MB
+TILE = 1 << 18  # elements that are quantized at a time; they fit into a core's cache
+MOST_STREAMS = 8  # streams that quantize in parallel; each takes about 20 MB
 
-# A function from rows of a matrix and a dtype to the arrays of the quantized rows, with scales and
-# biases in this dtype.
+# Returns the arrays of the quantized rows of a matrix, with scales and biases of the given dtype.
 Quantizer = Callable[[mx.array, Quantization, mx.Dtype], tuple[mx.array, ...]]
 
 
 def nearest(matrix: mx.array, quantization: Quantization, dtype: mx.Dtype) -> tuple[mx.array, ...]:
-    """Returns rows quantized by MLX: each weight to the nearest value of its group's grid.
-
-    The grid goes from the smallest to the largest weight of the group.
+    """Returns rows as MLX quantizes them: each weight is rounded to the nearest value of its
+    group's grid.
     """
     return mx.quantize(matrix.astype(mx.float32), **asdict(quantization))
 
 
 def least_squares_of(moments: mx.array | None) -> Quantizer:
-    """Returns a quantizer: `least_squares.quantize` with the moments [in], if the mode has scales
-    and biases to fit. With moments [in, in], `descend` follows.
+    """Returns a quantizer that fits scales and biases by `least_squares.quantize`.
+
+    With moments [in, in], `descend` then improves the codes. Modes without fitted scales and biases
+    ignore the moments.
     """
     products = None
     if moments is not None and moments.ndim == 2:
@@ -62,11 +62,10 @@ def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
     quantize: Quantizer, expert: int | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the quantized matrix `source`, some rows at a time. A matrix that is quantized in the
-    source stays as it is.
+    """Yields the quantized matrix `source`, a few rows at a time.
 
-    `expert` is the index of one of stacked matrices. A bfloat16 bundle rounds float16 scales and
-    biases, by 3 bits of their mantissa.
+    A matrix that the source stores quantized keeps its codes. A bfloat16 bundle rounds float16
+    scales and biases. `expert` is the index of an expert in stacked matrices, or None.
     """
     quantization, in_files = quantizations.of(source), quantizations.in_files(source)
     parts = quantization.parts
@@ -96,7 +95,7 @@ def read_rows(
 ) -> tuple[mx.array, ...]:
     """Returns the arrays of some rows of a quantized matrix, in the bundle's format.
 
-    Codes of 1 bit become codes of 2 bits with the same scales and biases, and so the same values.
+    1-bit codes are stored with 2 bits.
     """
     packed, *others = (
         weights.rows(array, its_shape, rows)
@@ -110,8 +109,8 @@ def read_rows(
 def _on_every_core(
     compute: Callable[[slice], tuple[mx.array, ...]], tiles: Iterable[slice]
 ) -> Iterator[tuple[slice, tuple[mx.array, ...]]]:
-    """Yields each tile and its result, in order. Tiles are computed on all cores, by several
-    streams, because a CPU's stream has one thread.
+    """Yields each tile and its result, in order. Several streams are used, because MLX runs each
+    CPU stream on one thread.
     """
     pending: deque[tuple[slice, tuple[mx.array, ...]]] = deque()
     for tile, stream in zip(tiles, cycle(_streams()), strict=False):

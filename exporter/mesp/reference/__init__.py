@@ -1,24 +1,23 @@
-"""The mathematics of MeSP in plain MLX, which every other part is compared with.
+"""The mathematics of MeSP in plain MLX, for comparison with the other implementations.
 
 Each formula is followed by its derivative, the backward pass. In a backward pass, `dy` is the
-gradient of the loss by `y`. The modules are
+gradient of the loss with respect to `y`. The modules are
 
 - `pieces`: shared formulas, such as a linear layer with LoRA
 - `dropout`: the masks of LoRA dropout
 - `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block
 - `experts`: a mixture of experts
-- `per_layer`: embeddings for each layer
-- `block`: a whole block; `head`: the head and the loss
-- `methods`: MeSP, which differentiates a block by hand, from its input and its intermediates; MeBP,
-  the same loop over blocks with `mx.vjp`; MeZO, two forward passes with a seeded perturbation
+- `per_layer`: per-layer embeddings
+- `block`: a whole block
+- `head`: the head and the loss
+- `methods`: the training methods MeSP, MeBP and MeZO
 - `preferences`, `rewards`: the objectives of preference data and of rewards
-- `adamw8bit`: an optimizer; `private`: DP-SGD
+- `adamw8bit`: an optimizer
+- `private`: DP-SGD
 - `model`: the weights
 
-All arithmetic is float32, whatever the bundle's dtype. Nothing is tiled or tuned for speed. A
-formula leaves out what a family of models lacks (QK-norm, a soft cap, …). Sizes: T tokens, heads
-(of queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the elementwise
-product.
+All arithmetic is float32. Sizes: T tokens, heads (of queries), kv_heads (of keys and values), D =
+head_dim, V = vocabulary. ∘ is the elementwise product.
 """
 
 from mesp.reference.adamw8bit import *

@@ -1,4 +1,4 @@
-"""AdamW with its moments in 8 bits, as in bitsandbytes (Dettmers et al., arXiv:2110.02861)."""
+"""AdamW with 8-bit moments, as in bitsandbytes (Dettmers et al., arXiv:2110.02861)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ MOMENT_BLOCK = 256  # numbers that share a scale
 
 
 class Quantized(NamedTuple):
-    """P numbers in 8 bits: a number is the value of its code times the scale of its block."""
+    """P numbers in 8 bits. Each number is the value of its code times the scale of its block."""
 
     codes: mx.array  # uint8 [P]
     scales: mx.array  # float32 [⌈P / MOMENT_BLOCK⌉]
 
 
 def dynamic_map(signed: bool) -> mx.array:
-    """Returns the value of each of 256 codes, ascending, float32 [256].
+    """Returns the value of each of 256 codes, in ascending order, float32 [256].
 
-    The values are 0, 1 and some numbers for each power of ten p from 10⁻⁶ to 1. The interval from
-    0.1 p to p is cut into equal parts, and the middle of each part is a value. Each power has twice
-    as many parts as the next lower power: from 1 to 64 if `signed`, and from 2 to 128 if not. If
-    `signed`, the negatives of the values are values too.
+    The values include 0 and 1. For each power of ten p from 10⁻⁶ to 1, the interval from 0.1 p to p
+    is divided into equal parts. The middle of each part is a value. The number of parts doubles
+    from one power to the next: from 1 to 64 if `signed`, else from 2 to 128. If `signed`, the
+    negated middles are values too.
     """
     numbers = [0.0, 1.0]
     for power in range(7):
@@ -34,11 +34,10 @@ def dynamic_map(signed: bool) -> mx.array:
 
 
 def quantize(x: mx.array, signed: bool) -> Quantized:
-    """Returns x [P] in codes. A number is divided by the largest absolute value of its block, and
-    gets the code of the nearest value.
+    """Quantizes x [P].
 
-    The lower of two equally near values is taken. So a code is the number of midpoints between
-    neighbouring values that are below the divided number.
+    Each number is divided by the largest absolute value of its block, and gets the code of the
+    nearest value. The lower of two equally near values is taken.
     """
     numbers = dynamic_map(signed)
     middles = (numbers[:-1] + numbers[1:]) / 2
@@ -50,7 +49,7 @@ def quantize(x: mx.array, signed: bool) -> Quantized:
 
 
 def dequantize_moment(moment: Quantized, signed: bool) -> mx.array:
-    """Returns the numbers, float32 [P]."""
+    """Returns the dequantized numbers, float32 [P]."""
     scales = mx.repeat(moment.scales, MOMENT_BLOCK)[: moment.codes.size]
     return dynamic_map(signed)[moment.codes] * scales
 
@@ -67,7 +66,7 @@ def adamw8bit(
 ) -> tuple[mx.array, Quantized, Quantized]:
     """Returns w [P], m and v after a step of `mlx.optimizers.AdamW` with the gradient g [P].
 
-    w is updated with the new m and v before m and v are rounded to 8 bits.
+    The update of w uses the new m and v before they are rounded to 8 bits.
     """
     new_m = betas[0] * dequantize_moment(m, signed=True) + (1 - betas[0]) * g
     new_v = betas[1] * dequantize_moment(v, signed=False) + (1 - betas[1]) * mx.square(g)

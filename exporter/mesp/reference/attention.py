@@ -1,4 +1,4 @@
-"""Attention, causal and grouped-query, with the norms and RoPE of q and k."""
+"""Causal grouped-query attention, with the norms and RoPE of q and k."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def _turn(x: mx.array, mixer: AttentionMixer, direction: int) -> mx.array:
 
 
 def rope(x: mx.array, mixer: AttentionMixer) -> mx.array:
-    """Returns y_t = m R(t) x_t: dimensions i and i + n turn by the angle t f_i, i < n.
+    """Returns y_t = m R(t) x_t, which rotates dimensions i and i + n by the angle t f_i, for i < n.
 
-    x, y [..., T, D]. f has the mixer's n frequencies, and m is its `rope_scale`. Dimensions from 2n
+    x, y [..., T, D]. f are the mixer's n frequencies, and m is its `rope_scale`. Dimensions from 2n
     on stay unchanged.
     """
     return _turn(x, mixer, 1)
 
 
 def rope_backward(dy: mx.array, mixer: AttentionMixer) -> mx.array:
-    """Returns dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t, the rotation back."""
+    """Returns dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t."""
     return _turn(dy, mixer, -1)
 
 
 def _by_group(q: mx.array, kv_heads: int) -> mx.array:
-    """Returns [1, heads, T, D] as [1, kv_heads, group, T, D]: the query heads of a group share a
+    """Reshapes [1, heads, T, D] to [1, kv_heads, group, T, D]. The query heads of a group share a
     key and value head.
     """
     return q.reshape(1, kv_heads, -1, *q.shape[2:])
@@ -83,14 +83,13 @@ def attention_backward(
     d_attn_out: mx.array,
     mixer: AttentionMixer,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns dq, dk, dv. S and P are not stored but recomputed. Shapes as in `attention`.
+    """Returns dq, dk, dv. S and P are recomputed. Shapes as in `attention`.
 
-    dv = Pᵀ dO     dP = dO vᵀ     dS = P ∘ (dP - δ)     dZ = cap'(S) ∘ dS, Z = a q kᵀ
+        dv = Pᵀ dO     dP = dO vᵀ     dS = P ∘ (dP - δ)     dZ = cap'(S) ∘ dS, Z = a q kᵀ
+        dq = a dZ k     dk = a dZᵀ q
 
-    dq = a dZ k     dk = a dZᵀ q
-
-    δ = rowsum(P ∘ dP) comes from the softmax's normalization. It equals rowsum(O ∘ dO). dk and dv
-    are sums over the query heads that share a key and value head.
+    δ = rowsum(P ∘ dP) = rowsum(O ∘ dO) is the softmax's correction term. dk and dv are sums over
+    the query heads that share a key and value head.
     """
     q_shape = q.shape
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -109,7 +108,8 @@ def attention_backward(
 
 
 def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer) -> mx.array:
-    """Returns y = RoPE(QKNorm(x)), the q or k of the attention formula.   x, y [1, heads, T, D]"""
+    """Returns y = RoPE(QKNorm(x)), with x, y [1, heads, T, D]. Without `weight`, there is no
+    norm."""
     if weight is not None:
         x = rms_norm(x, weight, eps)
     return rope(x, mixer)
@@ -118,18 +118,18 @@ def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixe
 def place_backward(
     x: mx.array, dy: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer
 ) -> mx.array:
-    """Returns dx, through RoPE and then through QK-norm if the model has it."""
+    """Returns dx of `place`."""
     dy = rope_backward(dy, mixer)
     return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
 
 
-Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or the gradients by k̂ and v̂
+Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or their gradients
 
 
 def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:
-    """Returns k̂ = place(k), and v̂ = v or, with a norm of v, RMSNorm(v) without a weight.
+    """Returns k̂ = place(k), and v̂ = RMSNorm(v) or, without a norm of v, v.
 
-    All are [1, kv_heads, T, D].
+    All shapes are [1, kv_heads, T, D].
     """
     _, vector, eps = parts
     placed = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
@@ -139,8 +139,8 @@ def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixe
 def keys_and_values_backward(
     k: mx.array, v: mx.array, dy: Shared, parts: Parts, mixer: AttentionMixer
 ) -> Shared:
-    """Returns dk and dv from the gradients by k̂ and v̂. These gradients are sums over all blocks
-    that use k̂ and v̂.
+    """Returns dk and dv from `dy`, the gradients with respect to k̂ and v̂, summed over all blocks
+    that use them.
     """
     _, vector, eps = parts
     dk = place_backward(k, dy[0], vector.get("self_attn.k_norm.weight"), eps, mixer)
@@ -155,12 +155,13 @@ def mix_by_attention(
     stored: Stored,
     shared: Shared | None = None,
 ) -> list[mx.array]:
-    """Returns [q, k, v, attn_out] of x [1, T, hidden].
+    """Returns [q, k, v, attn_out] for x [1, T, hidden].
 
-    attn_out = attention(place(q(x)), k̂, v̂). If the mixer has gates, each head of the returned q
-    is a query and, after it, the gate of the head's output. An output gate is D numbers of q(x),
-    and a head gate is one number of g(x). A block without keys and values takes those of another
-    block, `shared`, as k and v.
+        attn_out = attention(place(q(x)), k̂, v̂)
+
+    With a gate, the returned q has each head's query followed by the head's gate. An output gate
+    has D values from q(x), a head gate one value from g(x). `shared` are another block's k̂ and v̂,
+    for a block that computes no keys and values.
     """
     p, vector, eps = parts
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
@@ -182,9 +183,9 @@ def mix_by_attention(
 def output_of_attention(
     intermediates: list[mx.array], parts: Parts, mixer: AttentionMixer
 ) -> mx.array:
-    """Returns the input of o [1, T, heads·D]: attn_out ∘ sigmoid(gate), or attn_out without gates.
+    """Returns the input of o [1, T, heads·D]: attn_out ∘ sigmoid(gate), or attn_out without a gate.
 
-    A gate [1, heads, T, 1 or D] multiplies each head of attn_out.
+    The gate's shape is [1, heads, T, 1 or D].
     """
     q, _, _, attn_out = intermediates
     if not mixer.gate_dim:
@@ -202,21 +203,22 @@ def mix_by_attention_backward(
     mixer: AttentionMixer,
     d_shared: Shared | None = None,
 ) -> tuple[mx.array, Matrices, Shared | None]:
-    """Returns dx, dA and dB of q, k, v and g, and the gradient by `shared`; None without `shared`.
+    """Returns dx, the gradients of the LoRA parameters of q, k, v and g, and the gradient with
+    respect to `shared`.
 
-    `intermediates` are the result of `mix_by_attention`. dy is the gradient by the input of o. If
-    there is a gate, let s = sigmoid(gate):
+    `intermediates` are the result of `mix_by_attention`. dy is the gradient with respect to the
+    input of o. With a gate and s = sigmoid(gate):
 
-    d_attn_out = dy ∘ s        d_gate = dy ∘ attn_out ∘ s ∘ (1 - s)
+        d_attn_out = dy ∘ s        d_gate = dy ∘ attn_out ∘ s ∘ (1 - s)
 
-    For a gate of one number a head, d_gate is the sum over the D numbers that it multiplies.
+    For a head gate, d_gate is summed over the head's D values.
 
-    If other blocks use k̂ and v̂ too, `d_shared` has the sums of their gradients by k̂ and v̂, and
+    If other blocks use k̂ and v̂ too, `d_shared` has the sums of their gradients:
 
-    d_k̂ += d_shared[0]        d_v̂ += d_shared[1]
+        d_k̂ += d_shared[0]        d_v̂ += d_shared[1]
 
-    A block that uses another block's k̂ and v̂ returns the gradients by k̂ and v̂, and no dA and dB
-    of k and v.
+    A block that uses another block's k̂ and v̂ has no LoRA parameters of k and v. Other blocks
+    return None for `shared`.
     """
     p, vector, eps = parts
     q, k, v, attn_out = intermediates

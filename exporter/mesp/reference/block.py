@@ -1,4 +1,4 @@
-"""The forward and backward pass of a block."""
+"""The forward and backward passes of a block."""
 
 from __future__ import annotations
 
@@ -45,18 +45,16 @@ from mesp.reference.short_convolution import (
     output_of_short_convolution,
 )
 
-# The intermediates of each mixer: the outputs of the mixer's projections, and the result of its
-# formula.
 MIXER_INTERMEDIATES = {
     AttentionMixer: ("q", "k", "v", "attn_out"),
     GatedDeltaNet: ("qkv", "z", "ba", "o"),
     ShortConvolution: ("b", "c", "u", "conv_out"),
     Mamba2Mixer: ("z", "xBC", "dt", "o"),
 }
-POST_NORMED = ("mixer_out", "mlp_out")  # more intermediates of a block with post norms
+POST_NORMED = ("mixer_out", "mlp_out")  # additional intermediates of a block with post-norms
 
-# For each mixer, three functions: one that returns its intermediates, one that makes the output
-# projection's input from the intermediates, and the derivative of both.
+# Three functions for each mixer. The first computes the intermediates. The second computes the
+# output projection's input from the intermediates. The third is the backward pass of both.
 MIXERS = {
     AttentionMixer: (mix_by_attention, output_of_attention, mix_by_attention_backward),
     GatedDeltaNet: (
@@ -80,8 +78,8 @@ def intermediate_names(block: Block) -> tuple[str, ...]:
 
 
 def records(starts: Sequence[int], T: int) -> list[slice]:
-    """Returns the ranges of the records of a sequence of T tokens; they begin at `starts`,
-    ascending.
+    """Returns the slice of each record in a sequence of T tokens. `starts` are the records' first
+    positions, in ascending order.
     """
     return [slice(*ends) for ends in pairwise([*starts, T])]
 
@@ -98,26 +96,20 @@ def block_forward(
     shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> list[mx.array]:
-    """Returns [y, mixer_in, the four of `MIXER_INTERMEDIATES`, x_mid, gate, up]: see
-    docs/formats.md.
+    """Returns y and the block's intermediates, which `intermediate_names` lists.
 
-    x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + w down(act(gate) ∘ up) + experts
+        x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + w down(act(gate) ∘ up) + experts
 
-    w is 1 except in some mixtures of experts: see `weigh_mlp`.
+    The factor w is 1 unless the MLP has a gate: see `weigh_mlp`. With post-norms, the outputs of
+    the mixer and the MLP are normed before they are added. In a block whose MLP has only experts,
+    gate and up are empty.
 
-    With post norms, the outputs of out and down are normed before they are added. The inputs of the
-    post norms, mixer_out and mlp_out, are returned too. `stored` is not applied to gate and up,
-    because the backward pass recomputes them.
-
-    The records of a packed sequence begin at the positions `starts`. In a block only the mixer
-    relates tokens to each other, so it runs on each record separately.
-
-    Gate and up are empty in a block whose MLP consists of experts: see `mix_by_experts`.
-
-    `per_layer` is p of `add_per_layer`, which is then the block's last formula. `shared` are the
-    keys and values of another block, for a block without keys and values: see
-    `shared_keys_and_values`. `masks` are those of `Dropout.masks` in a run with dropout: their rows
-    are the sequence's tokens.
+    - `starts`: the first positions of the records of a packed sequence. The mixer runs on each
+      record separately.
+    - `per_layer`: p of `add_per_layer`, or None.
+    - `shared`: the keys and values of another block, for a block that computes none.
+    - `masks`: the masks of `Dropout.masks`, or None without dropout.
+    - `stored`: a function that is applied to the stored arrays, but not to gate and up.
     """
     parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts
@@ -168,9 +160,8 @@ def block_forward(
 
 
 def _of_record(shared: Shared | None, record: slice) -> list[Shared]:
-    """Returns a record's part of the keys and values in `shared`, or of the gradients by keys and
-    values; [] if `shared` is None.
-    """
+    """Returns a list of one element, the slice of `shared` for a record, or [] if `shared` is
+    None."""
     return [] if shared is None else [(shared[0][..., record, :], shared[1][..., record, :])]
 
 
@@ -181,9 +172,7 @@ def shared_keys_and_values(
     block: Block,
     starts: Sequence[int] = (0,),
 ) -> Shared:
-    """Returns a block's k̂ and v̂ [1, kv_heads, T, D], which other blocks use too, from its
-    intermediates.
-    """
+    """Returns a block's k̂ and v̂ [1, kv_heads, T, D], from the block's intermediates."""
     parts = Parts.of(weights, lora, block)
     _, _, k, v, *_ = intermediates
     of_records = [
@@ -207,12 +196,11 @@ def block_backward(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """Returns dx [1, T, hidden], the gradient [P] by the flat LoRA vector, and the gradient by
+    """Returns dx [1, T, hidden], the gradient [P] of the flat LoRA vector, and the gradient of
     `shared`.
 
-    The formulas of `block_forward` are differentiated from the last to the first, from x and the
-    intermediates. `starts`, `per_layer` and `masks` are as in `block_forward`. `d_shared` is the
-    gradient by the block's keys and values, summed over all other blocks that use them.
+    `starts`, `per_layer` and `masks` are as in `block_forward`. `d_shared` is the gradient of the
+    block's keys and values, summed over all other blocks that use them.
     """
     parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts

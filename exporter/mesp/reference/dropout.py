@@ -1,7 +1,6 @@
-"""LoRA dropout: which inputs of a LoRA layer a training step drops.
+"""LoRA dropout: the masks that drop inputs of LoRA layers in training.
 
-A mask follows from the seed, the step, the sequence, the block and the layer, and from the indices
-of a token and an input. A mask is never stored, but recomputed wherever it is needed.
+The seed, step, sequence, block and layer determine a mask. So masks are recomputed and not stored.
 """
 
 from __future__ import annotations
@@ -14,23 +13,21 @@ import numpy as np
 from mesp.models.architecture import Block
 from mesp.reference.pieces import scattered
 
-Masks = dict[str, mx.array]  # M [T, in] of a LoRA layer; M [experts, T, in] of stacked experts
+Masks = dict[str, mx.array]  # M [T, in] of a LoRA layer, or [experts, T, in] of stacked experts
 
 
 class Dropout(NamedTuple):
-    """The dropout of a sequence in a step of training."""
+    """The dropout of one sequence in a training step."""
 
-    p: float  # probability that an input is dropped, 0 < p < 1
+    p: float  # the probability that an input is dropped, 0 < p < 1
     seed: int
     step: int  # from 0
     sequence: int = 0  # index in the step, from 0
 
     def masks(self, block: int, described: Block, T: int) -> Masks:
-        """Returns the masks of all linear layers of a block that can have an adapter, trained or
-        not.
+        """Returns the masks of a block's linear layers that can have an adapter, by name.
 
-        Each expert has a mask with a row for every token. An expert uses only the rows of the
-        tokens that chose it.
+        The mask of an expert has a row for every token of the sequence.
         """
         masks = {}
         for layer, (name, (*stack, _, in_size)) in enumerate(described.adapted().items()):
@@ -41,9 +38,9 @@ class Dropout(NamedTuple):
         return masks
 
     def key(self, block: int, layer: int) -> int:
-        """Returns the key of a LoRA layer's mask, 64 bits.
+        """Returns the 64-bit key of a LoRA layer's mask.
 
-        The key is s(s(s(s(s(seed) + step) + sequence) + block) + layer), where s is `scattered`.
+        key = s(s(s(s(s(seed) + step) + sequence) + block) + layer),    s = `scattered`
         """
         key = scattered(self.seed)
         for number in (self.step, self.sequence, block, layer):
@@ -52,16 +49,13 @@ class Dropout(NamedTuple):
 
 
 def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
-    """Returns M [T, in]: 0 with the probability p, and else 1 / (1 - p), so that the mean of M is
-    1.
+    """Returns M [T, in]. An entry is 0 with probability p, and 1 / (1 - p) otherwise.
 
-    r_t = hash(t + low half of key)        c_j = hash(j + high half of key) | 1
+        r_t = hash(t + low half of key)        c_j = hash(j + high half of key) | 1
+        M_tj = 0 where r_t c_j < p 2³²
 
-    M_tj = 0 where r_t c_j < p 2³²
-
-    The integers are unsigned, have 32 bits and wrap. c_j is odd, so the products of a column are as
-    uniform and independent as the r_t are: multiply-shift hashing (Dietzfelbinger et al. 1997). p
-    is rounded to float32, as in the trainer.
+    The integers are unsigned, have 32 bits and wrap. Multiply-shift hashing needs an odd c_j
+    (Dietzfelbinger et al. 1997). p is rounded to float32, as in the trainer.
     """
     p = np.float32(p)
     r = hash_32(mx.arange(T, dtype=mx.uint32) + _uint32(key & 0xFFFFFFFF))
@@ -73,8 +67,8 @@ def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
 
 
 def hash_32(x: mx.array) -> mx.array:
-    """Returns a bijective hash of uint32, in which each bit of x changes about half of the result's
-    bits.
+    """Returns a bijective hash of uint32. Changing one bit of x changes about half of the bits of
+    the hash.
     """
     x = (x ^ (x >> 16)) * _uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * _uint32(0x846CA68B)

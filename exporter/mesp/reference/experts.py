@@ -10,16 +10,16 @@ from mesp.reference.dropout import Masks
 from mesp.reference.model import Matrices, Weights, dequantize
 from mesp.reference.pieces import Projection, gated, gated_backward, linear, linear_backward
 
-# The numbers ε that are added to the sum by which weights are divided. A sum of sigmoids may be 0,
-# and LFM2 adds 1e-6 to it. The sum of a softmax is never 0.
+# The ε that is added to the sum of the scores before the division by it. LFM2 adds 1e-6, because a
+# sum of sigmoids may be 0.
 EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
 
 
 def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
-    """Returns the k experts of each token with the highest scores, int [T, k]. Of experts with
-    equal scores, the first is chosen.
+    """Returns the k experts with the highest scores for each token, int [T, k].
 
-    z [T, E] is the router's output. The choice has no gradient.
+    Of experts with equal scores, the first is chosen. z [T, E] is the router's output. The choice
+    has no gradient.
     """
     p = mx.sigmoid(z) if experts.scores == "sigmoid" else z
     p = p if bias is None else p + bias
@@ -27,10 +27,10 @@ def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
 
 
 def weigh(z: mx.array, experts: Experts) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns w = c p / (Σ p + ε) [T, k], p, and Σ p + ε, where p = sigmoid(z), or exp(z) for a
-    softmax.
+    """Returns w = c p / (Σ p + ε) [T, k], p [T, k], and Σ p + ε [T, 1].
 
-    z [T, k] is the router's output for the chosen experts, and c the scaling.
+    z [T, k] is the router's output for the chosen experts, and c is the scaling. p is sigmoid(z)
+    or, for a softmax, exp(z - max z).
     """
     highest = mx.stop_gradient(mx.max(z, axis=-1, keepdims=True))
     p = mx.sigmoid(z) if experts.scores == "sigmoid" else mx.exp(z - highest)
@@ -57,11 +57,11 @@ def mix_by_experts(
     hidden_act: str,
     masks: Masks | None = None,
 ) -> mx.array:
-    """Returns y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts.
+    """Returns y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)), summed over each token's experts.
 
-    x, y [1, T, hidden]. Each expert computes only the tokens that chose it. If the experts are
-    trained, `lora` has A [experts, in, rank] and B [experts, rank, out] of each stacked matrix.
-    With dropout, `masks` has M [experts, T, in] of each stacked matrix.
+    x, y [1, T, hidden]. Each expert computes only the tokens that chose it. `lora` has A [experts,
+    in, rank] and B [experts, rank, out] of each stacked matrix. It is empty if the experts are
+    frozen. With dropout, `masks` has M [experts, T, in] of each stacked matrix.
     """
     x = x[0]
     chosen, w = _route(x, weights, experts)
@@ -86,14 +86,13 @@ def mix_by_experts_backward(
 ) -> tuple[mx.array, Matrices]:
     """Returns dx and the gradients of `lora`.
 
-    For each expert, let X be the rows of its tokens, H = act(gate(X)) ∘ up(X), and dY the gradient
-    of its output:
+    For each expert, X are the rows of its tokens, H = act(gate(X)) ∘ up(X), and dY is the gradient
+    of y in these rows. Q is the input gradient of down for the output gradient dY.
 
-    Q = the gradient by down's input, if dY is the gradient by down's output
-    dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = gate's gradient by X + up's gradient by X
+        dw = rowsum(Q ∘ H)        dH = w ∘ Q        dX = input gradients of gate and up
+        dx += dX        dx += dz R for the router's matrix R
 
-    So the output of down is not recomputed. The router, whose matrix is R, adds dz R to dx. An
-    expert without tokens has the gradient 0.
+    The gradient of an expert without tokens is 0.
     """
     x, dy = x[0], dy[0]
     chosen, w = _route(x, weights, experts)
@@ -122,10 +121,9 @@ def mix_by_experts_backward(
 
 
 def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.array:
-    """Returns y = w ∘ out [1, T, hidden], w = sigmoid(x gᵀ). `out` is the output of an MLP beside
-    experts.
+    """Returns y = w ∘ out [1, T, hidden], with w = sigmoid(x gᵀ), or y = out if the MLP has no g.
 
-    Without g, y is out.
+    `out` is the output of an MLP beside experts.
     """
     g = _mlp_gate(weights, mlp, x.shape[-1])
     return out if g is None else mx.sigmoid(x @ g.T) * out
@@ -144,7 +142,7 @@ def weigh_mlp_backward(
 
 
 def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
-    """Returns g [1, hidden], float32: see `Experts`. None if the MLP has no g."""
+    """Returns g [1, hidden] as float32, or None if the MLP has no g."""
     name = mlp.experts and mlp.experts.mlp_gate
     return dequantize(weights, f"{name}.", hidden) if name else None
 
@@ -159,9 +157,8 @@ def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, m
 
 
 def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
-    """Returns each expert that some token chose, with the indices of the tokens that chose it and
-    with its place in each of these tokens' lists.
-    """
+    """Returns (expert, tokens that chose it, its index in each token's list), for each chosen
+    expert."""
     found = []
     for e in range(experts.num_experts):
         rows, slots = np.nonzero(np.array(chosen) == e)
@@ -179,9 +176,7 @@ def _projections(
     hidden: int,
     masks: Masks | None,
 ) -> list[Projection]:
-    """Returns an expert's gate, up and down for its tokens. The adapters of a frozen expert
-    are 0.
-    """
+    """Returns an expert's gate, up and down projections. The adapters of a frozen expert are 0."""
     found = []
     for name, (rows, columns) in experts.stacked(hidden).items():
         prefix = f"{name}."

@@ -1,18 +1,17 @@
-"""The gated delta net (Yang et al., arXiv:2412.06464), a mixer with a state instead of scores.
+"""Gated DeltaNet (Yang et al., arXiv:2412.06464), a mixer with a recurrent state.
 
-A value head h has a state S [key_dim, value_dim], and uses q and k of key head h // (value heads /
-key heads). A token multiplies the state by g = exp(κ), κ ≤ 0, and then moves Sᵀ k towards v by β:
+Each value head h has a state S [key_dim, value_dim]. It uses q and k of the key head h // (value
+heads / key heads). For each token, with the decay g = exp(κ), κ ≤ 0:
 
     S ← g S        S ← S + k (β (v - Sᵀ k))ᵀ        o = Sᵀ q
 
-C tokens, a chunk, are computed at once. In a chunk that begins with the state S, row i has
+A chunk of C tokens is computed at once. In a chunk that begins with the state S, row i is
 
     d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_j · k_i) d_j)
     o_i = γ_i Sᵀ q_i + Σ_{j≤i} Γ_ij (k_j · q_i) d_j
 
-Here Γ_ij = exp(κ_{j+1} + … + κ_i) is the decay from token j to token i of the chunk, and γ_i =
-exp(κ_1 + … + κ_i) is the decay since the chunk began. The first line is a linear system for the
-d_i, the rows of D. docs/method.md derives the rest.
+Γ_ij = exp(κ_{j+1} + … + κ_i) is the decay from token j to token i. γ_i = exp(κ_1 + … + κ_i) is the
+decay since the chunk began. The d_i are the rows of D. docs/method.md derives the matrix form.
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ from mesp.reference.pieces import (
 from mesp.reference.short_convolution import convolution, convolution_backward
 
 CHUNK = 64  # tokens
-UNIT_EPS = 1e-6  # the norms of q and k add this to the sum of squares
+UNIT_EPS = 1e-6  # added to the sum of squares in the norms of q and k
 
 
 class Chunk(NamedTuple):
-    """Tokens of value heads: q, k [Hv, C, key_dim], v [Hv, C, value_dim], κ, β [Hv, C, 1]."""
+    """The tokens of a chunk: q, k [Hv, C, key_dim], v [Hv, C, value_dim], κ = log_g and β [Hv,
+    C, 1]."""
 
     q: mx.array
     k: mx.array
@@ -48,9 +48,10 @@ class Chunk(NamedTuple):
 
 
 def unit_inverse(E: mx.array) -> mx.array:
-    """Returns M = (I + E)⁻¹ of strictly lower E [..., n, n], n a power of two, by halves:
+    """Returns M = (I + E)⁻¹ for a strictly lower triangular E [..., n, n]. n must be a power of
+    two.
 
-    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]
+        [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]
     """
     half = E.shape[-1] // 2
     if half == 0:
@@ -63,11 +64,11 @@ def unit_inverse(E: mx.array) -> mx.array:
 
 
 def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns the decays Γ [Hv, C, C] between tokens, 0 above the diagonal; γ, the decays since the
-    chunk's start; and δ, the decays until its end.
+    """Returns the decays Γ [Hv, C, C], γ [Hv, C, 1] and δ [Hv, C, 1] of a chunk.
 
-    γ and δ are [Hv, C, 1]. Each sum of κ is computed separately, because differences of one running
-    sum would lose digits.
+    Γ are the decays between tokens, 0 above the diagonal. γ are the decays since the chunk's start,
+    and δ the decays until its end. Each sum of κ is computed separately, because differences of
+    cumulative sums would lose digits.
     """
     C = log_g.shape[-2]
     row, column = mx.arange(C)[:, None], mx.arange(C)
@@ -77,7 +78,7 @@ def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def _products(c: Chunk, Gamma: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns A = Γ ∘ K Kᵀ strictly below the diagonal, P = Γ ∘ Q Kᵀ, M = (I + β A)⁻¹."""
+    """Returns A = Γ ∘ K Kᵀ strictly below the diagonal, P = Γ ∘ Q Kᵀ, and M = (I + β A)⁻¹."""
     below = mx.tri(Gamma.shape[-1], k=-1)
     A = below * Gamma * (c.k @ c.k.swapaxes(-1, -2))
     P = Gamma * (c.q @ c.k.swapaxes(-1, -2))
@@ -101,20 +102,19 @@ def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
 def chunk_backward(
     c: Chunk, S: mx.array, dO: mx.array, dS_after: mx.array
 ) -> tuple[Chunk, mx.array]:
-    """Returns the gradients by the chunk's arrays and by S. D is not stored but recomputed.
+    """Returns the gradients of the chunk's arrays and of S. D is recomputed.
 
-    dD = Pᵀ dO + δ K dS₊        Z = Mᵀ dD        dV = β Z        dβ = rowsum(Z ∘ (V - γ K S - A D))
+        dD = Pᵀ dO + δ K dS₊        Z = Mᵀ dD        dV = β Z
+        dβ = rowsum(Z ∘ (V - γ K S - A D))
+        dP = dO Dᵀ        dA = -dV Dᵀ        dQ = γ dO Sᵀ + (Γ ∘ dP) K
+        dK = (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q - γ dV Sᵀ + δ D dS₊ᵀ
+        dS = γ_C dS₊ + (γ Q)ᵀ dO - (γ K)ᵀ dV
 
-    dP = dO Dᵀ        dA = -dV Dᵀ        dQ = γ dO Sᵀ + (Γ ∘ dP) K
+    With X = P ∘ dP + A ∘ dA, u = rowsum(dO ∘ γ Q S - dV ∘ γ K S) and w = rowsum(δ K dS₊ ∘ D),
 
-    dK = (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q - γ dV Sᵀ + δ D dS₊ᵀ
+        dκ_m = Σ_{j<m≤i} X_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_C ⟨S, dS₊⟩
 
-    dS = γ_C dS₊ + (γ Q)ᵀ dO - (γ K)ᵀ dV
-
-    κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C. With X = P ∘ dP +
-    A ∘ dA, u = rowsum(dO ∘ γ Q S - dV ∘ γ K S) and w = rowsum(δ K dS₊ ∘ D)
-
-    dκ_m = Σ_{j<m≤i} X_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_C ⟨S, dS₊⟩
+    The four terms come from Γ, γ, δ and γ_C, which contain κ_m.
     """
     Gamma, gamma, delta = decays(c.log_g)
     A, P, M = _products(c, Gamma)
@@ -149,9 +149,8 @@ def chunk_backward(
 
 
 def _chunks(c: Chunk) -> list[Chunk]:
-    """Cuts T tokens into chunks. The last chunk is padded with tokens of k = β = κ = 0. Such tokens
-    don't change the state, and their outputs are not used.
-    """
+    """Cuts T tokens into chunks. The last chunk is padded with zeros, which do not change the
+    state."""
     T = c.q.shape[1]
     padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in c]
     return [
@@ -177,7 +176,7 @@ def _by_value_head(x: mx.array, value_heads: int) -> mx.array:
 def gated_delta_rule(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array
 ) -> mx.array:
-    """Returns O [Hv, T, value_dim]; the first state is zero.
+    """Returns O [Hv, T, value_dim] for an initial state of zero.
 
     q, k [Hk, T, key_dim], v [Hv, T, value_dim], κ = log g and β [Hv, T]
     """
@@ -192,8 +191,7 @@ def gated_delta_rule(
 def gated_delta_rule_backward(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, dO: mx.array
 ) -> tuple[mx.array, ...]:
-    """Returns dq, dk, dv, dκ, dβ, from the last chunk to the first. Shapes as in
-    `gated_delta_rule`.
+    """Returns dq, dk, dv, dκ, dβ. Shapes as in `gated_delta_rule`.
 
     dq and dk are sums over the value heads of a key head.
     """
@@ -216,9 +214,8 @@ def gated_delta_rule_backward(
 
 
 def log_decay(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
-    """Returns κ = -exp(A_log) ∘ softplus(a + dt_bias), of a's shape. The decay exp(κ) could
-    underflow.
-    """
+    """Returns κ = -exp(A_log) ∘ softplus(a + dt_bias), the logarithm of the decay. κ has a's
+    shape."""
     return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, 0)
 
 
@@ -243,21 +240,22 @@ def gated_norm_backward(
 
 
 def _heads(x: mx.array, size: int) -> mx.array:
-    """Returns [1, T, n·size] as [n, T, size]."""
+    """Reshapes [1, T, n·size] to [n, T, size]."""
     return x.reshape(x.shape[1], -1, size).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
-    """Returns [n, T, size] as [1, T, n·size], the inverse of `_heads`."""
+    """Reshapes [n, T, size] to [1, T, n·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 
 def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
-    """Returns the convolution's output, q and k before their norms, and the inputs of
-    `gated_delta_rule`.
+    """Returns the convolution's output, q' and k', and the inputs of `gated_delta_rule`.
 
-    q = RMSNorm(q') / key_dim and k = RMSNorm(k') / √key_dim for q', k', v = silu(conv(qkv)) by
-    heads, with ε = 10⁻⁶ / key_dim.
+        q', k', v = silu(conv(qkv))
+        q = RMSNorm(q') / key_dim        k = RMSNorm(k') / √key_dim
+
+    The norms are per head, with ε = 10⁻⁶ / key_dim.
     """
     keys, key_dim = mixer.num_key_heads * mixer.key_head_dim, mixer.key_head_dim
     conv = convolution(qkv, parts.vector["linear_attn.conv1d.weight"])
@@ -278,10 +276,10 @@ def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet
 def mix_by_gated_delta_net(
     x: mx.array, scale: float, parts: Parts, mixer: GatedDeltaNet, stored: Stored
 ) -> list[mx.array]:
-    """Returns [qkv, z, ba, o] of x [1, T, hidden].
+    """Returns [qkv, z, ba, o] for x [1, T, hidden].
 
-    ba is the projections b and a side by side; o is the output of the rule, with its heads side by
-    side.
+    ba concatenates the projections b and a. o concatenates the heads' outputs of
+    `gated_delta_rule`.
     """
     p = parts.p
     qkv, z = (stored(linear(x, p[name], scale)) for name in ("qkv", "z"))
@@ -293,9 +291,9 @@ def mix_by_gated_delta_net(
 def output_of_gated_delta_net(
     intermediates: list[mx.array], parts: Parts, mixer: GatedDeltaNet
 ) -> mx.array:
-    """Returns RMSNorm(o) ∘ silu(z) by heads, the input of the output projection.
+    """Returns RMSNorm(o) ∘ silu(z) [1, T, Hv·value_dim], the input of the output projection.
 
-    [1, T, Hv·value_dim]
+    The norm is per head.
     """
     _, z, _, o = intermediates
     o, z = (_heads(each, mixer.value_head_dim) for each in (o, z))
@@ -312,7 +310,7 @@ def mix_by_gated_delta_net_backward(
 ) -> tuple[mx.array, Matrices]:
     """Returns dx, and dA and dB of qkv, z, b and a.
 
-    dy [1, T, Hv·value_dim] is the gradient by the input of the output projection.
+    dy [1, T, Hv·value_dim] is the gradient of the output projection's input.
     """
     p, vector, eps = parts
     qkv, z, ba, o = intermediates

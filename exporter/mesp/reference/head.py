@@ -16,10 +16,10 @@ def cross_entropy(
     arch: Architecture,
     weights: mx.array | None = None,
 ) -> mx.array:
-    """Returns ℒ = Σ_t w_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
+    """Returns ℒ = Σ_t w_t (logsumexp(z_t) - z_t[target_t]), with z = cap(RMSNorm(x) Wᵀ).
 
-    x [1, T, hidden], the last block's output; targets [T] int; weights w [T], by default 1 / T each
-    -> ℒ [], in nats; with the default weights, in nats per token
+    x [1, T, hidden] is the last block's output. targets [T] are int. weights w [T] are 1 / T by
+    default. ℒ [] is in nats, and with the default weights in nats per token.
     """
     z = _logits(x, head, arch)
     z_target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
@@ -34,10 +34,10 @@ def cross_entropy_backward(
     arch: Architecture,
     weights: mx.array | None = None,
 ) -> mx.array:
-    """Returns dx. W is frozen, and w_t = 1 / T if there are no weights.
+    """Returns dx. W is frozen. w_t is 1 / T by default.
 
-    dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target)),   d_normed = dz W,   dx = rms_norm_backward(x,
-    d_normed)
+    dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target))
+    d_normed = dz W        dx = rms_norm_backward(x, d_normed)
     """
     z = _logits(x, head, arch)
     onehot = mx.arange(z.shape[-1]) == targets[:, None]

@@ -1,13 +1,12 @@
-"""Mamba-2 (Dao & Gu, arXiv:2405.21060): a mixer with a state for each head, in Granite 4.0-H.
+"""Mamba-2 (Dao & Gu, arXiv:2405.21060), a mixer with a recurrent state, as in Granite 4.0-H.
 
-A head has a state S [P, N], and uses B and C of its group, which has heads / groups heads. A token
-multiplies the state by exp(κ), κ = a Δ with a = -exp(A_log) and the time step Δ, and then adds Δ x
-Bᵀ:
+Each head has a state S [P, N], and shares B and C with the other heads of its group. For each
+token, with the time step Δ, κ = a Δ and a = -exp(A_log):
 
     S ← exp(κ) S + (Δ x) Bᵀ        y = S C + D x
 
-A chunk of tokens is computed at once, as in the gated delta rule. For one head, let Γ, γ and δ be
-the result of `decays`, S the state before the chunk, and U = Δ ∘ X:
+A chunk of tokens is computed at once. For one head, Γ, γ and δ are the result of `decays`, S is the
+state before the chunk, and U = Δ ∘ X:
 
     Π = Γ ∘ C Bᵀ        Y = γ ∘ (C Sᵀ) + Π U + D X        S₊ = γ_last S + (δ ∘ U)ᵀ B
 """
@@ -33,7 +32,9 @@ from mesp.reference.short_convolution import convolution, convolution_backward
 
 
 class StateSpaceChunk(NamedTuple):
-    """Tokens of all heads: u = Δ ∘ x [H, n, P], κ [H, n, 1], and the group's B and C [H, n, N]."""
+    """The tokens of a chunk: u = Δ ∘ x [H, n, P], κ [H, n, 1], and B and C [H, n, N] of each head's
+    group.
+    """
 
     u: mx.array
     log_decay: mx.array
@@ -42,8 +43,9 @@ class StateSpaceChunk(NamedTuple):
 
 
 def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.array]:
-    """Returns Y - D X [H, n, P] and the state after the chunk; S [H, P, N] is the state
-    before it.
+    """Returns Y - D X [H, n, P] and the state after the chunk.
+
+    S [H, P, N] is the state before the chunk.
     """
     Gamma, gamma, delta = decays(c.log_decay)
     Pi = Gamma * (c.C @ c.B.swapaxes(-1, -2))
@@ -54,18 +56,17 @@ def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.arr
 def state_space_chunk_backward(
     c: StateSpaceChunk, S: mx.array, dY: mx.array, dS_after: mx.array
 ) -> tuple[StateSpaceChunk, mx.array]:
-    """Returns the gradients by the chunk's arrays and by S. Each head has its own gradients by B
+    """Returns the gradients of the chunk's arrays and of S. Each head has its own gradients of B
     and C.
 
-    dΠ = dY Uᵀ        dU = Πᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
+        dΠ = dY Uᵀ        dU = Πᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
+        dC = γ ∘ (dY S) + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + δ ∘ (U dS₊)
 
-    dC = γ ∘ (dY S) + (Γ ∘ dΠ) B        dB = (Γ ∘ dΠ)ᵀ C + δ ∘ (U dS₊)
+    With u = rowsum(dY ∘ γ C Sᵀ) and w = rowsum(U ∘ δ B dS₊ᵀ),
 
-    κ_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_last:
+        dκ_m = Σ_{j<m≤i} (Π ∘ dΠ)_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_last ⟨S, dS₊⟩
 
-    dκ_m = Σ_{j<m≤i} (Π ∘ dΠ)_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_last ⟨S, dS₊⟩
-
-    where u = rowsum(dY ∘ γ C Sᵀ) and w = rowsum(U ∘ δ B dS₊ᵀ).
+    The four terms come from Γ, γ, δ and γ_last, which contain κ_m.
     """
     Gamma, gamma, delta = decays(c.log_decay)
     Pi = Gamma * (c.C @ c.B.swapaxes(-1, -2))
@@ -90,9 +91,8 @@ def state_space_chunk_backward(
 def _chunks(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array
 ) -> list[StateSpaceChunk]:
-    """Cuts T tokens into chunks. The last chunk is padded with tokens of Δ = 0, which don't change
-    the state.
-    """
+    """Cuts T tokens into chunks. The last chunk is padded with zeros, which do not change the
+    state."""
     heads, T = dt.shape
     step = dt[..., None]
     B, C = (mx.repeat(each, heads // each.shape[0], axis=0) for each in (B, C))
@@ -118,7 +118,7 @@ def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.arra
 def state_space(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array, D: mx.array
 ) -> mx.array:
-    """Returns y [H, T, P]; the first state is zero.
+    """Returns y [H, T, P] for an initial state of zero.
 
     x [H, T, P], Δ [H, T], B and C [groups, T, N], a = -exp(A_log) and D [H]
     """
@@ -129,9 +129,9 @@ def state_space(
 def state_space_backward(
     x: mx.array, dt: mx.array, B: mx.array, C: mx.array, a: mx.array, D: mx.array, dy: mx.array
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Returns dx, dΔ, dB, dC, from the last chunk to the first. Shapes as in `state_space`.
+    """Returns dx, dΔ, dB, dC. Shapes as in `state_space`.
 
-    dx = Δ ∘ dU + D dy        dΔ = rowsum(dU ∘ x) + a dκ
+        dx = Δ ∘ dU + D dy        dΔ = rowsum(dU ∘ x) + a dκ
 
     dB and dC are sums over the heads of a group. a and D are frozen.
     """
@@ -154,8 +154,9 @@ def state_space_backward(
 
 
 class Mamba2(NamedTuple):
-    """The frozen weights between the projections `in` and `out`. heads·P is the size of all heads
-    together.
+    """The frozen weights of a Mamba-2 mixer, except those of its projections.
+
+    P is the size of a head, N the size of the state, and K the width of the convolution.
     """
 
     conv_weight: mx.array  # [heads·P + 2 groups·N, K]
@@ -174,7 +175,7 @@ class Mamba2(NamedTuple):
         return cls(*arrays, mixer.num_groups, mixer.norm_eps)
 
     def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Returns z, xBC and dt, which lie side by side in a projection of x."""
+        """Splits the output of the projection `in` into z, xBC and dt."""
         values, channels = self.norm.size, self.conv_bias.size
         z, xBC, dt = mx.split(projected, [values, values + channels], axis=-1)
         return z, xBC, dt
@@ -193,22 +194,22 @@ class Mamba2(NamedTuple):
 
 
 def _heads(x: mx.array, count: int) -> mx.array:
-    """Returns [1, T, count·size] as [count, T, size]."""
+    """Reshapes [1, T, count·size] to [count, T, size]."""
     return x.reshape(x.shape[1], count, -1).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
-    """Returns [count, T, size] as [1, T, count·size], the inverse of `_heads`."""
+    """Reshapes [count, T, size] to [1, T, count·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 
 def mamba2(projected: mx.array, weights: Mamba2) -> tuple[mx.array, mx.array]:
-    """Returns o, the heads' outputs side by side, and y, the input of the output projection.
+    """Returns o, the concatenated outputs of the heads, and y, the input of the output projection.
 
-    o = state_space(silu(conv(xBC) + bias), Δ)        y = RMSNorm(o ∘ silu(z))
+        o = state_space(silu(conv(xBC) + bias), Δ)        y = RMSNorm(o ∘ silu(z))
 
-    projected [1, T, 2 heads·P + 2 groups·N + heads] -> o, y [1, T, heads·P]; the norm is over all
-    heads.
+    projected [1, T, 2 heads·P + 2 groups·N + heads] -> o, y [1, T, heads·P]. The norm is over all
+    heads together.
     """
     z, xBC, dt = weights.split(projected)
     conv = convolution(xBC, weights.conv_weight) + weights.conv_bias
@@ -217,12 +218,10 @@ def mamba2(projected: mx.array, weights: Mamba2) -> tuple[mx.array, mx.array]:
 
 
 def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mamba2) -> mx.array:
-    """Returns d_projected. o is stored, and the inputs of `state_space` are recomputed. With M = o
-    ∘ silu(z),
+    """Returns d_projected. The inputs of `state_space` are recomputed.
 
-    dM = rms_norm_backward(M, dy)        do = dM ∘ silu(z)        dz = dM ∘ o ∘ silu'(z)
-
-    d_dt = dΔ ∘ sigmoid(dt + dt_bias)
+    M = o ∘ silu(z)        dM = rms_norm_backward(M, dy)
+    do = dM ∘ silu(z)        dz = dM ∘ o ∘ silu'(z)        d_dt = dΔ ∘ sigmoid(dt + dt_bias)
     """
     z, xBC, dt = weights.split(projected)
     d_gated = rms_norm_backward(o * silu(z), dy, weights.norm, weights.eps)
@@ -242,14 +241,14 @@ def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mam
 def mix_by_mamba2(
     x: mx.array, scale: float, parts: Parts, mixer: Mamba2Mixer, stored: Stored
 ) -> list[mx.array]:
-    """Returns [z, xBC, dt, o] of x [1, T, hidden], where in(x) is z, xBC and dt side by side."""
+    """Returns [z, xBC, dt, o] for x [1, T, hidden]. z, xBC and dt are the parts of in(x)."""
     weights, projected = Mamba2.of(parts, mixer), stored(linear(x, parts.p["in"], scale))
     o, _ = mamba2(projected, weights)
     return [*weights.split(projected), stored(o)]
 
 
 def output_of_mamba2(intermediates: list[mx.array], parts: Parts, mixer: Mamba2Mixer) -> mx.array:
-    """Returns RMSNorm(o ∘ silu(z)), the input of the output projection.   [1, T, heads·P]"""
+    """Returns RMSNorm(o ∘ silu(z)) [1, T, heads·P], the input of the output projection."""
     z, _, _, o = intermediates
     return rms_norm(o * silu(z), parts.vector["mamba.norm.weight"], mixer.norm_eps)
 
@@ -264,7 +263,7 @@ def mix_by_mamba2_backward(
 ) -> tuple[mx.array, Matrices]:
     """Returns dx, and dA and dB of in.
 
-    dy [1, T, heads·P] is the gradient by the input of the output projection.
+    dy [1, T, heads·P] is the gradient of the output projection's input.
     """
     *split, o = intermediates
     weights, projected = Mamba2.of(parts, mixer), mx.concatenate(split, axis=-1)

@@ -1,4 +1,4 @@
-"""The model, and the three training methods."""
+"""The forward pass of a model, and the training methods MeSP, MeBP and MeZO."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mesp.reference.pieces import scattered
 
 
 def embed(model: Model, tokens: mx.array) -> mx.array:
-    """Returns the first block's input [1, T, hidden].   tokens [T] int"""
+    """Returns the first block's input [1, T, hidden]. tokens [T] are int."""
     rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
     return model.arch.embedding_scale * dequantize(rows, "", model.arch.hidden_size)[None]
 
@@ -32,11 +32,11 @@ def forward(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> list[mx.array]:
-    """Returns the input of each block and the output of the last, [1, T, hidden] each.   tokens [T]
-    int
+    """Returns each block's input and the last block's output, [1, T, hidden] each. tokens [T] are
+    int.
 
-    The records of a packed sequence begin at the positions `starts`. `dropout` is for training;
-    evaluation has no dropout.
+    `starts` are the first positions of the records of a packed sequence. `dropout` is for training
+    only.
     """
     return forward_with_shared(model, lora, tokens, scale, starts, dropout)[0]
 
@@ -49,10 +49,9 @@ def forward_with_shared(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> tuple[list[mx.array], dict[int, Shared]]:
-    """Returns the result of `forward`, and the shared keys and values, by the index of the block
-    that computes them.
+    """Returns the result of `forward`, and the keys and values that several blocks use.
 
-    A block that shares no keys and values depends on the other blocks through its input alone.
+    The keys and values are stored by the index of the block that computes them.
     """
     hidden, shared = [embed(model, tokens)], {}
     for i, block in enumerate(model.arch.blocks):
@@ -75,12 +74,11 @@ def forward_with_shared(
 
 
 def _masks(dropout: Dropout | None, index: int, block: Block, T: int) -> Masks | None:
-    """Returns the masks of a block; None without dropout."""
     return dropout.masks(index, block, T) if dropout else None
 
 
 def layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array | None:
-    """Returns p of `per_layer_input`; None if the model has no embeddings for each layer."""
+    """Returns `per_layer_input`, or None if the model has no per-layer embeddings."""
     return per_layer_input(model, tokens, x0, layer) if model.arch.per_layer else None
 
 
@@ -93,8 +91,8 @@ def loss(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> mx.array:
-    """Returns the cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T
-    targets.
+    """Returns the cross-entropy [] of a window of T + 1 tokens: T inputs, and T targets shifted by
+    one.
 
     `weights` are the targets' weights, as in `cross_entropy`. `starts` and `dropout` are as in
     `forward`.
@@ -103,9 +101,9 @@ def loss(
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
-# A function that returns three gradients of a block: dx, the gradient by the LoRA vector, and the
-# gradient by the shared keys and values, or None. Its arguments are x, dy, and then those of
-# `block_forward` after x.
+# Computes the gradients of a block: dx, the gradient of the LoRA vector, and the gradient of the
+# shared keys and values or None. The arguments are x, dy, and then those of `block_forward` after
+# x.
 BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 
 
@@ -122,10 +120,10 @@ def mesp_block_gradient(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """Returns dx, the flat LoRA gradient and the gradient by `shared` of a block, as MeSP computes
-    them: by formulas that were differentiated by hand.
+    """Returns a block's dx, flat LoRA gradient and gradient of `shared`, by hand-derived formulas
+    (MeSP).
 
-    The intermediates are recomputed, with the masks of the forward pass.
+    The intermediates are recomputed.
     """
     given = {"starts": starts, "per_layer": per_layer, "masks": masks}
     _, *intermediates = block_forward(x, lora, scale, weights, block, shared=shared, **given)
@@ -147,7 +145,7 @@ def mebp_block_gradient(
     d_shared: Shared | None = None,
     masks: Masks | None = None,
 ) -> tuple[mx.array, mx.array, Shared | None]:
-    """Returns what `mesp_block_gradient` does, by automatic differentiation: MeBP."""
+    """Returns the same gradients as `mesp_block_gradient`, by automatic differentiation (MeBP)."""
 
     def outputs(x: mx.array, lora: mx.array, *shared: mx.array) -> list[mx.array]:
         y, *intermediates = block_forward(
@@ -170,12 +168,12 @@ def mebp_block_gradient(
 
 
 class Gradients(NamedTuple):
-    """The loss of a window, the result of `forward`, and the loss's gradients."""
+    """The loss of a window, the hidden states and the gradients."""
 
     loss: mx.array  # []
-    x: list[mx.array]  # each block's input and the last one's output, [1, T, hidden]
-    dx: list[mx.array]  # the gradient by each array of x
-    lora: list[mx.array]  # the gradient by each block's flat LoRA vector, [P]
+    x: list[mx.array]  # each block's input and the last block's output, [1, T, hidden]
+    dx: list[mx.array]  # the gradient of each array of x
+    lora: list[mx.array]  # the gradient of each block's flat LoRA vector, [P]
 
 
 def gradients(
@@ -188,14 +186,10 @@ def gradients(
     starts: Sequence[int] = (0,),
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Returns the gradients of a window.   window [T + 1] int
+    """Returns the loss and gradients of a window [T + 1] int.
 
-    `weights` are as in `cross_entropy`, `starts` and `dropout` as in `forward`.
-
-    The forward pass keeps only the block inputs, and the keys and values that several blocks use,
-    until the block that computed them is differentiated. The gradients of the other blocks by these
-    keys and values are added up. The sum is d_shared of the block that computed the keys and
-    values.
+    `weights` are as in `cross_entropy`, `starts` and `dropout` as in `forward`. The forward pass
+    keeps only the block inputs, and the keys and values that several blocks use.
     """
     arch, targets = model.arch, window[1:]
     x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)
@@ -248,8 +242,9 @@ def mesp_step(
     learning_rate: float,
     dropout: Dropout | None = None,
 ) -> float:
-    """Takes one MeSP step with SGD: updates `lora` in place, and returns the loss before the
-    update.
+    """Takes one MeSP step with SGD, which updates `lora` in place.
+
+    Returns the loss before the update.
     """
     return _sgd_step(model, lora, window, scale, learning_rate, mesp_block_gradient, dropout)
 
@@ -257,8 +252,9 @@ def mesp_step(
 def mebp_step(
     model: Model, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
 ) -> float:
-    """Takes one MeBP step with SGD: updates `lora` in place, and returns the loss before the
-    update.
+    """Takes one MeBP step with SGD, which updates `lora` in place.
+
+    Returns the loss before the update.
     """
     return _sgd_step(model, lora, window, scale, learning_rate, mebp_block_gradient)
 
@@ -280,11 +276,11 @@ def mezo_step(
     step: int,
     epsilon: float = 1e-3,
 ) -> float:
-    """Takes one MeZO step with SGD: updates `lora` in place, and returns (ℒ₊ + ℒ₋) / 2.
+    """Takes one MeZO step with SGD, which updates `lora` in place.
 
-    This mean is the loss up to O(ε²).
+        ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ - ℒ₋) / 2ε ≈ z · ∇ℒ        lora -= lr g z
 
-    ℒ± = ℒ(lora ± ε z)        g = (ℒ₊ - ℒ₋) / 2ε ≈ z · ∇ℒ        lora -= lr g z
+    Returns (ℒ₊ + ℒ₋) / 2, which equals the loss up to O(ε²).
     """
     z = mezo_noise(lora, seed, step)
 
@@ -301,9 +297,9 @@ def mezo_step(
 
 
 def step_window(step: int, seed: int, windows: int) -> int:
-    """Returns the window that `step` (from 0) trains on.
+    """Returns the index of the window that `step` (from 0) trains on.
 
-    Each window is visited once an epoch. Successive steps are a stride apart: the smallest integer
+    Each window is visited once per epoch. Successive steps are a stride apart: the smallest integer
     ≥ 0.618 · windows that is coprime to windows.
     """
     stride = -(-618 * windows // 1000) if windows > 1 else 1
@@ -315,28 +311,25 @@ def step_window(step: int, seed: int, windows: int) -> int:
 def step_example(
     step: int, seed: int, examples: Sequence[Sequence[int]], mask: Sequence[int], seq_len: int
 ) -> tuple[int, int]:
-    """Returns the example (start, length) of a split that `step` (from 0) takes.
+    """Returns the example (start, length) that `step` (from 0) trains on.
 
-    Examples are cut to `seq_len` + 1 tokens. Examples that have a target after the cut are visited
-    in the order of `step_window`. An example is tokens[start : start + length]. The loss of an
-    example is a mean over the predictions of all its tokens but the first one and those whose
-    `mask` is 0. `mask` has an entry for each token of the stream.
+    Examples are cut to `seq_len` + 1 tokens. Examples without targets are skipped. The others are
+    visited in the order of `step_window`. `mask` has an entry for each token of the stream: 0 if
+    the token is not a target.
     """
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
     return usable[step_window(step, seed, len(usable))]
 
 
-OPEN = 16  # the most sequences that may take another record
+OPEN = 16  # the number of sequences that may take another record
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """Packs records of these `lengths` in tokens into sequences of at most `seq_len` inputs.
-    Returns the indices of the records in each sequence.
+    """Packs records of these `lengths` in tokens into sequences of `seq_len` inputs.
 
-    Only the last `OPEN` sequences may take another record. A record goes into the first of these
-    sequences that has room for all of its tokens, or else begins a new sequence. The last token of
-    a sequence is only a target, not an input.
+    Returns the indices of the records in each sequence. A record goes into the first of the last
+    `OPEN` sequences that has room for it, or else begins a new sequence.
     """
     sequences: list[list[int]] = []
     room: list[int] = []

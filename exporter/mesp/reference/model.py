@@ -1,4 +1,4 @@
-"""A model's frozen weights, and the vectors of its LoRA parameters."""
+"""A model's frozen weights, and the layout of its LoRA parameters."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ Weights = dict[str, mx.array]
 
 @dataclass
 class Model:
-    """Frozen weights, by mlx-lm's names (docs/formats.md lists them).
+    """Frozen weights, by mlx-lm's names. docs/formats.md lists the names.
 
-    `blocks` has one dictionary a block. `embedding` and `head` hold `weight` [V, hidden] packed,
-    `scales` and, unless the quantization has none, `biases`; `head` also holds `norm` [hidden], the
-    final RMSNorm. In a model that ties embedding and head, both hold the embedding's matrix.
+    `blocks` has a dictionary for each block. `embedding` and `head` hold the quantized matrix [V,
+    hidden] as `weight`, `scales` and, in affine mode, `biases`. `head` also holds `norm` [hidden],
+    the final RMSNorm's weight. In a model with tied embeddings, both hold the same matrix.
     """
 
     arch: Architecture
     blocks: list[Weights]
     embedding: Weights
     head: Weights
-    # The weights for embeddings for each layer, if the model has these: the table of all layers
+    # The weights of per-layer embeddings, or an empty dictionary if the model has none: the table
     # (`model.embed_tokens_per_layer`), a projection (`model.per_layer_model_projection`), and the
     # norm of the projection's output.
     per_layer: Weights = field(default_factory=dict)
 
     @classmethod
     def of(cls, bundle: Bundle) -> Model:
-        """Returns the model with all weights of a bundle, read into memory."""
+        """Reads all weights of a bundle into memory."""
         arch = bundle.architecture
         blocks = [bundle.block(i) for i in range(arch.num_hidden_layers)]
         return cls(arch, blocks, bundle.embedding(), bundle.head(), bundle.per_layer())
 
 
 def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
-    """Returns W [out, in], float32, from `name`weight, `name`scales and, if it has them,
-    `name`biases.
+    """Returns W [out, in], float32, from `name`weight, `name`scales and, if present, `name`biases.
 
-    The arrays' shapes tell the quantization.
+    The quantization follows from the arrays' shapes.
     """
     quantization = Quantization.of(weights, name, in_size)
     packed, scales, *biases = (weights[name + part] for part in quantization.parts)
@@ -65,24 +64,21 @@ def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
     )
 
 
-# LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
-# module in the order of `Block.modules`. The projections of a fused module share the module's A,
-# and each uses its own columns of B. Then come A [experts, in, rank] and B [experts, rank, out] of
-# each kind of expert matrix, if experts are trained. With DoRA, m [out] follows each B, but experts
-# have no m.
+# LoRA parameters are one flat float32 vector per block. The vector holds A [in, rank] and B [rank,
+# out] of each module in the order of `Block.modules`. The projections of a fused module share its
+# A, and each uses its own columns of B. If experts are trained, A [experts, in, rank] and B
+# [experts, rank, out] of each kind of expert matrix follow. With DoRA, the magnitudes m [out]
+# follow each module's B.
 
 Matrices = dict[str, tuple[mx.array, ...]]
 
 
 def unpack_lora(flat: mx.array, block: Block) -> Matrices:
-    """Returns the matrices A and B of each module and of trained experts from the flat vector [P].
-
-    If the vector has magnitudes, m of each module is returned too.
-    """
+    """Returns A and B of each module and of trained experts, and m if the vector has magnitudes."""
     matrices: Matrices = {}
     start = 0
-    # There are fewer magnitudes than numbers in matrices of rank 1, so the remainder is the number
-    # of magnitudes.
+    # The vector's size is rank · lora_size(1) + the number of magnitudes. This number is smaller
+    # than lora_size(1).
     rank, magnitudes = divmod(flat.size, block.lora_size(1))
     for name, (*stack, out_size, in_size) in block.adapted().items():
         middle = start + math.prod(stack) * in_size * rank
@@ -99,21 +95,20 @@ def unpack_lora(flat: mx.array, block: Block) -> Matrices:
 
 
 def experts_lora(flat: mx.array, block: Block) -> Matrices:
-    """Returns the LoRA matrices of the experts, or none if the experts are frozen."""
+    """Returns the LoRA matrices of the experts. The dictionary is empty if the experts are
+    frozen."""
     of_modules = block.modules
     matrices = unpack_lora(flat, block)
     return {name: pair for name, pair in matrices.items() if name not in of_modules}
 
 
 def pack_lora(matrices: Matrices, block: Block) -> mx.array:
-    """Returns the flat vector [P] of each module's A, B and, with DoRA, m, or of their
-    gradients.
-    """
+    """Returns the flat vector [P] of each A, B and, with DoRA, m, or of their gradients."""
     return mx.concatenate([m.reshape(-1) for name in block.adapted() for m in matrices[name]])
 
 
 def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
-    """Returns initial flat LoRA vectors, one a block: A uniform in ±1/√in, B zero."""
+    """Returns an initial flat LoRA vector for each block: A is uniform in ±1/√in, and B is zero."""
     vectors = []
     block_keys = mx.random.split(mx.random.key(seed), arch.num_hidden_layers)
     for block, block_key in zip(arch.blocks, block_keys, strict=True):
@@ -129,9 +124,7 @@ def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
 
 
 def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
-    """Returns the vector with DoRA's m after each B. When training begins, m is the norm of each
-    row of W.
-    """
+    """Returns the vector with DoRA's initial magnitudes m added: the norms of the rows of W."""
     matrices = unpack_lora(flat, block)
     for module, (_, in_size) in block.sizes().items():
         m = mx.linalg.norm(dequantize(weights, f"{module}.", in_size), axis=1)
@@ -139,13 +132,12 @@ def add_magnitudes(flat: mx.array, weights: Weights, block: Block) -> mx.array:
     return pack_lora(matrices, block)
 
 
-# A function that changes an array as a bundle's dtype would when the array is stored, for example
-# by rounding.
+# Rounds an array as storing it in the bundle's dtype would.
 Stored = Callable[[mx.array], mx.array]
 
 
 class Parts(NamedTuple):
-    """The operands of a block's formulas: projections and vectors, by their names."""
+    """The operands of a block's formulas: projections and weight vectors, by name."""
 
     p: dict[str, Projection]
     vector: Weights
@@ -157,8 +149,8 @@ class Parts(NamedTuple):
     ) -> Parts:
         """Returns the operands of a block.
 
-        A projection of a fused module takes its rows of W and bias, and its columns of B. The
-        module's A and mask of dropout belong to each of its projections.
+        A projection of a fused module has its own rows of W and bias, and its own columns of B. It
+        shares the module's A and dropout mask.
         """
         matrices = unpack_lora(lora, block)
         projections = {}
@@ -180,9 +172,7 @@ class Parts(NamedTuple):
         return cls(projections, vectors, block.arch.rms_norm_eps)
 
     def of_record(self, record: slice) -> Parts:
-        """Returns the operands for some tokens of the sequence, with these tokens' rows of the
-        masks.
-        """
+        """Returns the operands for some tokens: the masks are cut to the rows of these tokens."""
         return self._replace(
             p={
                 name: each if each.M is None else each._replace(M=each.M[record])
@@ -192,10 +182,9 @@ class Parts(NamedTuple):
 
 
 def fuse(gradients: Matrices, block: Block) -> Matrices:
-    """Returns the gradients by A and B of each module, from the gradients of its projections.
+    """Returns the gradients of each module's LoRA parameters, from those of its projections.
 
-    The outputs of a module's projections lie side by side, and so do the projections' dB and dm.
-    The projections share A, so their dA are added.
+    The projections' dB and dm are concatenated. The projections share A, so their dA are added.
     """
     fused = {}
     for module, names in block.modules.items():

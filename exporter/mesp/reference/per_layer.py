@@ -1,4 +1,4 @@
-"""Embeddings for each layer (PLE), as in Gemma 3n and Gemma 4."""
+"""Per-layer embeddings (PLE), as in Gemma 3n and Gemma 4."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ NORM = "post_per_layer_input_norm.weight"
 
 
 def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array:
-    """Returns p of a layer, [1, T, size], from the tokens [T] and the first block's input x₀ [1, T,
+    """Returns p [1, T, size] of a layer, from the tokens [T] and the first block's input x₀ [1, T,
     hidden].
 
-    p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
+        p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 
-    e are the layer's columns of the tokens' rows in the table of all layers, and W [size, hidden]
-    are the layer's rows of the projection. p is not trained, and does not depend on anything
-    trained.
+    e are the tokens' rows of the table, cut to the layer's columns. W [size, hidden] are the
+    layer's rows of the projection. p depends on no trained parameter.
     """
     arch, arrays = model.arch, model.per_layer
     assert arch.per_layer
@@ -45,7 +44,8 @@ def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) ->
 def add_per_layer(
     h: mx.array, per_layer: mx.array, scale: float, parts: Parts, hidden_act: str
 ) -> mx.array:
-    """Returns y = c (h + RMSNorm(out(act(gate(h)) ∘ p))).   h, y [1, T, hidden]; p [1, T, size]
+    """Returns y = c (h + RMSNorm(out(act(gate(h)) ∘ p))), with h, y [1, T, hidden] and p [1, T,
+    size].
 
     c is the block's `layer_scalar`.
     """
@@ -58,13 +58,12 @@ def add_per_layer(
 def add_per_layer_backward(
     h: mx.array, per_layer: mx.array, dy: mx.array, scale: float, parts: Parts, hidden_act: str
 ) -> tuple[mx.array, Matrices]:
-    """Returns dh, and dA and dB of gate and out.
+    """Returns dh, and dA and dB of gate and out. p is frozen.
 
     u = gate(h), m = act(u) ∘ p and z = out(m) are recomputed from h.
 
-    dh₁ = c dy     dz = rms_norm_backward(z, dh₁)     dm = the gradient by out's input, from dz
-
-    du = dm ∘ p ∘ act'(u)     dh = dh₁ + the gradient by gate's input, from du     p is frozen.
+        dh₁ = c dy     dz = rms_norm_backward(z, dh₁)     dm = input gradient of out for dz
+        du = dm ∘ p ∘ act'(u)     dh = dh₁ + input gradient of gate for du
     """
     p, vector, eps = parts
     u = linear(h, p["ple_gate"], scale)

@@ -12,9 +12,9 @@ class Projection(NamedTuple):
     """A linear layer: frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank,
     out].
 
-    h = x A [..., rank] is None unless it was stored. Only comparisons of methods store it. M [T,
-    in] is the mask of LoRA dropout, and m [out] the trained magnitudes of DoRA; both are None if
-    they are not used.
+    - `h`: x A [..., rank] if it was stored, else None.
+    - `M`: the mask [T, in] of LoRA dropout, or None.
+    - `m`: the magnitudes [out] of DoRA, or None.
     """
 
     W: mx.array
@@ -27,9 +27,9 @@ class Projection(NamedTuple):
 
 
 def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
-    """Returns y = z + bias,   z = x Wᵀ + s ((x ∘ M) A) B.   x [..., T, in] -> y [..., T, out]
+    """Returns y = z + bias [..., T, out], with z = x Wᵀ + s ((x ∘ M) A) B and x [..., T, in].
 
-    With DoRA y = (m / n) ∘ z + bias, where n is `row_norms`.
+    With DoRA, y = (m / n) ∘ z + bias, where n is `row_norms`.
     """
     y = x @ p.W.T + scale * ((_masked(x, p.M) @ p.A) @ p.B)
     if p.m is not None:
@@ -40,10 +40,11 @@ def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
 def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> tuple[mx.array, ...]:
     """Returns dx, dA and dB. W and bias are frozen. h is recomputed unless it was stored.
 
-    h = (x ∘ M) A     dh = s dy Bᵀ     dB = s hᵀ dy     dA = (x ∘ M)ᵀ dh     dx = dy W + (dh Aᵀ) ∘ M
+        h = (x ∘ M) A     dh = s dy Bᵀ     dB = s hᵀ dy     dA = (x ∘ M)ᵀ dh
+        dx = dy W + (dh Aᵀ) ∘ M
 
-    With DoRA, it also returns dm = Σ_t dy_t ∘ z_t / n, and (m / n) ∘ dy takes the place of dy in
-    the other formulas.
+    With DoRA, also returns dm = Σ_t dy_t ∘ z_t / n. The other formulas then have (m / n) ∘ dy in
+    place of dy.
     """
     dm = []
     if p.m is not None:
@@ -61,13 +62,12 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
 
 
 def row_norms(p: Projection, scale: float) -> mx.array:
-    """Returns n [out], the norm of each row of W + s (A B)ᵀ. n counts as a constant in the
-    gradient.
+    """Returns n [out], the norm of each row of W + s (A B)ᵀ. The gradient treats n as a constant.
 
-    n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖² for each row. The sums come from W A [out, rank] and Aᵀ
-    A [rank, rank]:
+    For each row,
 
-    ⟨W, (A B)ᵀ⟩ = rowsum(W A ∘ Bᵀ)        ‖A B‖² = rowsum(Bᵀ Aᵀ A ∘ Bᵀ)
+        n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖²
+        ⟨W, (A B)ᵀ⟩ = rowsum(W A ∘ Bᵀ)        ‖A B‖² = rowsum(Bᵀ Aᵀ A ∘ Bᵀ)
     """
     of_w = mx.sum(p.W * p.W, axis=1)
     of_both = mx.sum((p.W @ p.A) * p.B.T, axis=1)
@@ -76,25 +76,22 @@ def row_norms(p: Projection, scale: float) -> mx.array:
 
 
 def _masked(x: mx.array, M: mx.array | None) -> mx.array:
-    """Returns x ∘ M, or x without dropout."""
     return x if M is None else x * M
 
 
 def _rows(x: mx.array) -> mx.array:
-    """Returns [..., n] as [tokens, n], because a matrix's gradient is a sum over all tokens."""
+    """Reshapes [..., n] to [tokens, n]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def rms_norm(x: mx.array, weight: mx.array | float, eps: float) -> mx.array:
-    """Returns y = x r ∘ w,   r = 1 / √(mean(x²) + ε).   x [..., n], w [n] or 1 -> y [..., n]"""
+    """Returns y = x r ∘ w, r = 1 / √(mean(x²) + ε), with x, y [..., n] and w [n] or 1."""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * r * weight
 
 
 def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: float) -> mx.array:
-    """Returns dx = r g - x r³ mean(g ∘ x), g = dy ∘ w. The second term comes through r. w is
-    frozen.
-    """
+    """Returns dx = r g - x r³ mean(g ∘ x), with g = dy ∘ w and r as in `rms_norm`. w is frozen."""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     g = dy * weight
     dx_direct = r * g
@@ -103,14 +100,12 @@ def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: 
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
-    """Returns [1, T, heads·D] as [1, heads, T, D]."""
+    """Reshapes [1, T, heads·D] to [1, heads, T, D]."""
     return x.reshape(1, x.shape[1], heads, -1).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: mx.array) -> mx.array:
-    """Returns [1, heads, T, D] as [1, T, heads·D], the inverse of `split_heads` and so its backward
-    too.
-    """
+    """Reshapes [1, heads, T, D] to [1, T, heads·D], the inverse of `split_heads`."""
     return x.transpose(0, 2, 1, 3).reshape(1, x.shape[2], -1)
 
 
@@ -166,11 +161,7 @@ def gated_backward(
 
 
 def scattered(seed: int) -> int:
-    """Returns the first output of SplitMix64 with this state, in 64 bits.
-
-    The results for neighbouring seeds lie far apart: counting up from one result does not reach
-    another.
-    """
+    """Returns the first output of SplitMix64 with the state `seed`, an integer of 64 bits."""
     z = (seed + 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64

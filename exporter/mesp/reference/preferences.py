@@ -1,7 +1,7 @@
-"""Objectives on preference data, as in TRL 1.9.0.
+"""Losses on preference data, as in TRL 1.9.0.
 
-In formulas c is the chosen and r the rejected answer of a pair, ρ = log π - log π₀, and μ = log π /
-n for an answer with n targets.
+c is the chosen and r the rejected answer of a pair, ρ = log π - log π₀, and μ = log π / n for an
+answer with n targets.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """The terms of an answer y of n tokens in an objective: log π(y) and log π₀(y).
+    """The log-probabilities of an answer y of n tokens: log π(y) and, as `reference`, log π₀(y).
 
-    Both are sums over the answer's targets, in nats. π₀ is the model as it was when the run began.
+    Both are sums over the answer's targets, in nats. π₀ is the model before the run.
     """
 
     logp: float
@@ -28,9 +28,10 @@ class Answer(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A pair's loss, and its derivatives by -log π of the two answers.
+    """The loss of a pair, and the weights of the two answers.
 
-    Each derivative is the weight that every target of the answer has in the gradient.
+    A weight is the derivative of the loss with respect to -log π of the answer. Every target of the
+    answer has this weight in the gradient.
     """
 
     loss: float
@@ -69,10 +70,10 @@ def simpo(chosen: Answer, rejected: Answer, beta: float, gamma: float) -> Prefer
 
 
 def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """Returns ℒ = -β log sigmoid(o),   o = f(μ_c) - f(μ_r),   f(x) = x - log(1 - eˣ), the log odds
-    of eˣ.
+    """Returns ℒ = -β log sigmoid(o), with o = f(μ_c) - f(μ_r) and the log odds f(x) = x - log(1 -
+    eˣ).
 
-    The caller adds the chosen answer's mean loss over all targets, including those in the prompt.
+    The caller adds the chosen answer's mean loss.
     """
     means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
     odds = [mean - math.log(-math.expm1(mean)) for mean in means]
@@ -96,10 +97,11 @@ def kto(
 ) -> tuple[float, list[float]]:
     """Returns the mean loss of a batch, and the weight of each answer's targets.
 
-    ℒ = w (1 - sigmoid(± β (ρ - k))), with + and w = `desirable` for good answers, and with - and w
-    = `undesirable` for bad ones. k = max(0, the mean ρ of `mismatched`) is a constant in the
-    gradient. `mismatched` are the batch's prompts, each with the answer of the record before it
-    in the batch.
+        good answers:  ℒ = desirable (1 - sigmoid(β (ρ - k)))
+        bad answers:   ℒ = undesirable (1 - sigmoid(-β (ρ - k)))
+
+    k = max(0, mean ρ of `mismatched`) is a constant in the gradient. `mismatched` pairs each prompt
+    of the batch with the answer of another record.
     """
     kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))
     total, weights = 0.0, []

@@ -1,6 +1,5 @@
-"""DP-SGD (Abadi et al., arXiv:1607.00133): each example's gradient is clipped, and noise is
-added.
-"""
+"""DP-SGD (Abadi et al., arXiv:1607.00133): gradients are clipped per example, and noise is
+added."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import mlx.core as mx
 
 
 def clip_factor(gradient: Sequence[mx.array], clip: float) -> float:
-    """Returns min(1, C / (‖g‖ + 10⁻⁶)), with the norm over all arrays of an example's gradient."""
+    """Returns min(1, C / (‖g‖ + 10⁻⁶)). The norm is over all arrays of an example's gradient."""
     norm = math.sqrt(sum(mx.square(part).sum().item() for part in gradient))
     return min(1.0, clip / (norm + 1e-6))
 
@@ -26,9 +25,8 @@ def private_gradient(
 ) -> list[mx.array]:
     """Returns (Σ clip_factor(gᵢ) gᵢ + Z C n) / B.
 
-    gᵢ are the `gradients` of the examples that were drawn. Z is the noise `multiplier`, and C is
-    `clip`. n is `noise`, drawn from a standard normal distribution; it has as many arrays as each
-    gᵢ. B is the `expected` number of examples.
+    gᵢ are the `gradients` of the examples. n is `noise`, from a standard normal distribution. Z is
+    the noise `multiplier`, C is `clip`, and B is the `expected` number of examples.
     """
     sums = [multiplier * clip * n for n in noise]
     for gradient in gradients:
@@ -38,7 +36,8 @@ def private_gradient(
 
 
 def _numbers(key: bytes, purpose: bytes, step: int, index: int) -> list[int]:
-    """Returns four numbers of 64 bits: the SHA-256 of the key, a purpose, a step and an index."""
+    """Returns the SHA-256 of the key, a purpose, a step and an index, as four integers of 64
+    bits."""
     counters = step.to_bytes(8, "little") + index.to_bytes(8, "little")
     digest = hashlib.sha256(key + purpose + counters).digest()
     return [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
@@ -55,7 +54,7 @@ def poisson_sample(key: bytes, step: int, expected: int, count: int) -> list[int
 
 
 def private_noise(key: bytes, step: int, sizes: Sequence[int]) -> list[mx.array]:
-    """Returns n of each block: a standard normal vector of its size."""
+    """Returns a standard normal vector of each block's size."""
     seeds = (_numbers(key, b"noise", step, block)[0] for block in range(len(sizes)))
     return [
         mx.random.normal((size,), key=mx.random.key(seed))

@@ -1,4 +1,4 @@
-"""Group relative policy optimization: the weights of sampled answers (arXiv:2402.03300)."""
+"""Group relative policy optimization (arXiv:2402.03300)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 def grpo(
     rewards: Sequence[float], tokens: Sequence[int], longest: int | None = None
 ) -> tuple[float, list[float]]:
-    """Returns the loss of a group's answers, and the weight of each answer's targets in the
+    """Returns the loss of a group's answers, and the weight a of each answer's targets in the
     gradient.
 
-    GRPO        A = (r - mean r) / (std r + 1e-4)      a = A / (G n)
-    Dr. GRPO    A = r - mean r                         a = A / (G n_max)
+        GRPO        A = (r - mean r) / (std r + 1e-4)      a = A / (G n)
+        Dr. GRPO    A = r - mean r                         a = A / (G n_max)
 
-    a is an answer's weight. The answers are samples of the model that is updated. std is the sample
-    standard deviation, as in TRL.
+    The model that is updated has sampled the answers. std is the sample standard deviation.
 
     Args:
-    rewards: r of G answers to one prompt, G at least 2.
-    tokens: n, the number of targets of each answer.
-    longest: n_max of Dr. GRPO (arXiv:2503.20783); None for GRPO.
+
+    - rewards: r of G answers to one prompt, G at least 2.
+    - tokens: n, the number of targets of each answer.
+    - longest: n_max of Dr. GRPO (arXiv:2503.20783); None for GRPO.
     """
     group = len(rewards)
     mean = sum(rewards) / group

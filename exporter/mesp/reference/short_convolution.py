@@ -1,4 +1,4 @@
-"""The short convolution: a mixer in which a token sees a few tokens before it."""
+"""The short convolution, a mixer in which each token sees itself and a few earlier tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mesp.reference.pieces import linear, linear_backward
 
 
 def convolution(x: mx.array, w: mx.array) -> mx.array:
-    """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j}, each channel separately; x is 0 before its start.
+    """Returns y_t = Σ_j w_j ∘ x_{t-K+1+j} for each channel. x is padded with zeros on the left.
 
     x, y [1, T, channels], w [channels, K]
     """
@@ -29,7 +29,8 @@ def convolution_backward(dy: mx.array, w: mx.array) -> mx.array:
 def mix_by_short_convolution(
     x: mx.array, scale: float, parts: Parts, mixer: ShortConvolution, stored: Stored
 ) -> list[mx.array]:
-    """Returns [b, c, u, conv(b ∘ u)] of x [1, T, hidden], all of x's shape.   b, c, u = in(x)"""
+    """Returns [b, c, u, conv(b ∘ u)] with b, c, u = in(x). All have the shape of x [1, T,
+    hidden]."""
     b, c, u = (stored(each) for each in mx.split(linear(x, parts.p["in"], scale), 3, axis=-1))
     return [b, c, u, stored(convolution(b * u, parts.vector["conv.conv.weight"]))]
 
@@ -52,7 +53,8 @@ def mix_by_short_convolution_backward(
 ) -> tuple[mx.array, Matrices]:
     """Returns dx, and dA and dB of in.
 
-    dc = dy ∘ conv_out     d_bu = convolution_backward(dy ∘ c)     db = u ∘ d_bu     du = b ∘ d_bu
+    dc = dy ∘ conv_out        d_bu = convolution_backward(dy ∘ c)
+    db = u ∘ d_bu        du = b ∘ d_bu
     """
     b, c, u, conv_out = intermediates
     d_bu = convolution_backward(dy * c, parts.vector["conv.conv.weight"])

@@ -1,6 +1,7 @@
-"""Reads a run's log, `metrics.jsonl`: one JSON object a line, described in docs/formats.md.
+"""Reads a run's log, `metrics.jsonl`, which has one JSON object per line.
 
-Sizes are in bytes, times in seconds, and losses in nats a token.
+docs/formats.md describes the records. Sizes are in bytes, times in seconds, and losses in nats per
+token.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
     import pandas
 
 LOG_NAME = "metrics.jsonl"
-SIZE = 1 << 28  # the most bytes of a log
-LINE = 1 << 20  # the most bytes of a line; the record of a step has about 500 bytes
+SIZE = 1 << 28  # maximum size of a log in bytes
+LINE = 1 << 20  # maximum size of a line in bytes; the record of a step has about 500 bytes
 
-# If a log has no end record, its run is taken to be running, unless nothing was added to the log
-# for this many seconds.
+# A run without an end record counts as running until its log is unchanged for this time.
 SILENCE = timedelta(minutes=10)
 
-# The fields that every record of a kind must have, by kind.
+# Required fields of each kind of record.
 FIELDS: dict[str, dict[str, type]] = {
     "start": {},
     "step": {
@@ -50,7 +50,6 @@ FIELDS: dict[str, dict[str, type]] = {
     },
     "end": {"reason": str, "step": int, "seconds": float, "footprint_peak_bytes": int},
 }
-# The fields that a record of a kind may have, by kind.
 OPTIONAL: dict[str, dict[str, type]] = {
     "start": {"host": str, "settings": dict, "model": dict},
     "plan": {"predicted_peak_bytes": int, "examples": int},
@@ -71,8 +70,9 @@ Record = dict[str, Any]
 
 
 def is_record(value: object) -> bool:
-    """Returns whether a value is a record with the fields of its kind. A record of an unknown kind
-    may have any fields.
+    """Returns whether a value is a record with the fields of its kind.
+
+    A record of an unknown kind may have any fields.
     """
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         return False
@@ -83,8 +83,8 @@ def is_record(value: object) -> bool:
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Returns whether a JSON value is of a kind: text (str), an object (dict), a count (int) or a
-    finite number (float).
+    """Returns whether a JSON value is text (str), an object (dict), a non-negative integer (int)
+    or a finite number (float).
     """
     if kind in (str, dict):
         return isinstance(value, kind)
@@ -96,8 +96,10 @@ def is_a(kind: type, value: object) -> bool:
 
 
 class Speed(NamedTuple):
-    """Two speeds in tokens a second: of all tokens that the model reads, and of those that count in
-    the loss. Both are None if no time has passed.
+    """Tokens per second: `tokens` counts all tokens that the model reads, `in_loss` only the
+    targets.
+
+    Both are None if no time has passed.
     """
 
     tokens: float | None
@@ -105,7 +107,7 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, steps: Iterable[Record]) -> Speed:
-        """Returns the speed of some steps, from their records. Old logs have no `input_tokens`."""
+        """Returns the speed over some steps, from their records."""
         steps = list(steps)
         seconds = sum(step["seconds"] for step in steps)
         if not seconds:
@@ -114,7 +116,7 @@ class Speed(NamedTuple):
         return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
 
     def words(self, unit: str) -> str:
-        """Returns both speeds with their unit, or one if they are equal, as for packed text."""
+        """Returns both speeds with their unit, or one if they are equal."""
         said = f"{decimal(self.tokens, 0)} {unit}"
         if self.tokens == self.in_loss:
             return said
@@ -123,10 +125,9 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class RunLog:
-    """A run as its log describes it so far: its records by kind, described in docs/formats.md.
+    """A run, as far as its log describes it: the records by kind.
 
-    `folder` is None for a log without a folder. `stopped_by` is the number of the signal that asked
-    `mesp.train` to end the run; None if no signal did.
+    `stopped_by` is the number of the signal that asked `mesp.train` to end the run, or None.
     """
 
     start: Record = field(default_factory=dict)
@@ -142,7 +143,7 @@ class RunLog:
 
     @classmethod
     def of(cls, records: Iterable[Record], folder: Path | None = None) -> RunLog:
-        """Returns the run with these records. Records of unknown kinds are skipped."""
+        """Returns the run with these records. Records of unknown kinds are ignored."""
         found: dict[str, Any] = {}
         several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
         last_time = None
@@ -158,10 +159,10 @@ class RunLog:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> RunLog:
-        """Reads the log in a run's folder, also during the run.
+        """Reads the log in a run's folder, also while the run continues.
 
-        An incomplete last line is skipped: its writer was killed, or is still writing. Raises
-        MespError if there is no log, or if another line is not a record.
+        An incomplete last line is skipped. Raises MespError if there is no log, or if another line
+        is not a record.
         """
         path = Path(folder) / LOG_NAME
         with plain_os_errors(f"Cannot read the log {path}"):
@@ -181,20 +182,20 @@ class RunLog:
 
     @property
     def last_step(self) -> int:
-        """The last finished step, counted from 1; 0 before the first."""
+        """The number of the last finished step, counted from 1, or 0 before the first."""
         return self.steps[-1]["step"] if self.steps else 0
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step, in nats a token."""
+        """The training loss of each step, in nats per token."""
         return [step["loss"] for step in self.steps]
 
     @property
     def adapters(self) -> Path:
-        """The folder of the adapters last saved. It has them in mlx-lm's form, and its folder
-        `peft` has them in PEFT's form.
+        """The folder of the last saved adapters, in mlx-lm's format. Its subfolder `peft` has
+        PEFT's format.
 
-        Raises MespError if none have been saved.
+        Raises MespError if no adapters have been saved.
         """
         folder = None if self.folder is None else self.folder / "adapters"
         if folder is None or not (folder / "adapters.safetensors").exists():
@@ -202,8 +203,9 @@ class RunLog:
         return folder
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Returns the records of the steps, a row each: `loss` in nats a token, `seconds`,
-        `tokens`, `footprint_bytes` and the other fields in docs/formats.md. Needs pandas.
+        """Returns the records of the steps, one row per step. Needs pandas.
+
+        docs/formats.md describes the columns. `loss` is in nats per token.
         """
         import pandas
 
@@ -215,7 +217,7 @@ class RunLog:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest memory footprint of the run, in bytes; None before the first step."""
+        """The highest memory footprint of the run in bytes, or None if it is unknown."""
         peaks = [step["footprint_peak_bytes"] for step in self.steps]
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
@@ -225,18 +227,18 @@ class RunLog:
 
     @property
     def best(self) -> Record | None:
-        """The record of the lowest held-out loss after a step; None if none was measured."""
+        """The evaluation with the lowest held-out loss after a step, or None if there was none."""
         after = [record for record in self.evals_of("valid") if record["step"] > 0]
         return min(after, key=lambda record: record["loss"], default=None)
 
     @property
     def test(self) -> float | None:
-        """The loss on the test data at the end, in nats a token; None if it was not measured."""
+        """The final loss on the test data in nats per token, or None if it was not measured."""
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
-        """Returns a sentence on the strength that the run gave the adapters at its end. Returns
-        None if the run did not choose a strength.
+        """Returns a sentence on the strength of the adapters, or None if the run did not choose a
+        strength.
         """
         if not self.strength:
             return None
@@ -251,7 +253,8 @@ class RunLog:
 
     @property
     def held_out(self) -> tuple[float | None, float | None]:
-        """The held-out loss before the first step, and the latest after a step, in nats a token.
+        """The held-out losses before the first step and after the latest evaluated step, in nats
+        per token.
 
         Each is None if it was not measured.
         """
@@ -261,9 +264,7 @@ class RunLog:
         return (before[0] if before else None, after[-1] if after else None)
 
     def state(self, now: datetime | None = None) -> str:
-        """Returns the reason in the end record. If there is no end record, returns `running`, or
-        `killed` if nothing was added to the log for `SILENCE`.
-        """
+        """Returns the reason in the end record or, without an end record, `running` or `killed`."""
         if self.end:
             return str(self.end.get("reason", "?"))
         if self.last_time is None:
@@ -273,16 +274,15 @@ class RunLog:
             last = datetime.fromisoformat(self.last_time)
             if last.tzinfo is None:
                 last = last.replace(tzinfo=UTC)
-            # The time of the last record may be later than now, if this clock was set back, or if
-            # another clock is ahead.
+            # The last record may have a later time than now, if clocks differ.
             return "running" if abs(now - last) < SILENCE else "killed"
-        except (ValueError, OverflowError):  # no time, or a time beyond the years that datetime has
+        except (ValueError, OverflowError):  # not a time, or one that datetime cannot represent
             return "killed"
 
 
 def _records(path: Path, data: bytes) -> Iterator[Record]:
-    """Yields the records of a log. Raises MespError for an invalid line, except an incomplete last
-    one.
+    """Yields the records of a log. Raises MespError for an invalid line, unless it is an incomplete
+    last line.
     """
     for number, line in enumerate(io.BytesIO(data), 1):
         if not line.strip():
@@ -298,5 +298,5 @@ def _records(path: Path, data: bytes) -> Iterator[Record]:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Returns the folders at or below `root` that hold a log, in order of name."""
+    """Returns the sorted folders at or below `root` that contain a log."""
     return sorted(path.parent for path in root.rglob(LOG_NAME))

@@ -1,15 +1,13 @@
 """Computes the differential privacy of noise, with Google's dp-accounting.
 
-In a run with DP-SGD, each step draws each of N examples with the probability q = B / N (Poisson
-sampling), and adds Gaussian noise of Z times the norm that an example's gradient is clipped to.
-This is the subsampled Gaussian mechanism. Its Rényi differential privacy composes over the steps
-(Mironov et al., arXiv:1908.10530). Two data sets are adjacent if they are equal except that one of
-them has one example more.
+In DP-SGD, each step draws each of N examples with probability q = B / N (Poisson sampling). The
+step adds Gaussian noise of Z times the clipping norm. The Rényi differential privacy of this
+subsampled Gaussian mechanism composes over the steps (Mironov et al., arXiv:1908.10530). Adjacent
+data sets differ by one additional example.
 
-A federation's noise is the Gaussian mechanism. Its ε is computed exactly (the analytic Gaussian
-mechanism, arXiv:1805.06530). k answers with noise, even if each depends on those before, have the ε
-of one answer with 1/√k of the noise. A random choice of clients in each round could reduce ε, but
-no such choice is assumed.
+A federation adds noise by the Gaussian mechanism. Its ε is exact (the analytic Gaussian mechanism,
+arXiv:1805.06530). k releases have the ε of one release with 1/√k of the noise. No sampling of
+clients is assumed.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Steps:
-    """A number of steps, `count`, with Gaussian noise.
+    """`count` steps with Gaussian noise.
 
-    The noise is `noise` times the largest norm of an example's gradient. Each step draws each
-    example with the probability `sampled`.
+    `noise` is the noise's standard deviation as a multiple of the clipping norm. Each step draws
+    each example with probability `sampled`.
     """
 
     count: int
@@ -36,7 +34,7 @@ class Steps:
 
 
 def epsilon(steps: Iterable[Steps], delta: float) -> float:
-    """Returns the ε of all `steps` together; infinite if some steps have no noise.
+    """Returns the ε of all `steps` together. It is infinite if some steps have no noise.
 
     Raises MespError if dp-accounting is not installed.
     """
@@ -47,8 +45,8 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
         raise MespError(
             "The ε of --dp-noise needs dp-accounting: `pip install 'mesp[privacy]'`."
         ) from error
-    # The library warns of each Rényi order that it leaves out. The warnings are not shown, because
-    # leaving an order out can only increase ε.
+    # Hides the library's warnings about Rényi orders that it leaves out. Leaving an order out can
+    # only increase ε.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
     for each in steps:
@@ -60,9 +58,10 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
-    """Returns the ε of this many releases together.
+    """Returns the ε of a number of releases together.
 
-    Each release has Gaussian noise with a standard deviation of `noise` times its sensitivity.
+    The noise of each release is Gaussian. Its standard deviation is `noise` times the release's
+    sensitivity.
     """
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
@@ -70,9 +69,8 @@ def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
 
 
 def noise_for(epsilon: float, delta: float) -> float:
-    """Returns the smallest noise with which one release has this ε, as a multiple of the release's
-    sensitivity.
-    """
+    """Returns the smallest noise with which one release has this ε, as a multiple of its
+    sensitivity."""
     from dp_accounting.gaussian_mechanism import get_sigma_gaussian
 
     return float(get_sigma_gaussian(epsilon, delta))

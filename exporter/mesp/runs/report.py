@@ -1,6 +1,6 @@
-"""Writes a page about one or several runs. The page needs no other file.
+"""Writes an HTML page about one or several runs. The page loads no other file.
 
-If a run has a `samples.json`, a list of `{"prompt", "before", "after"}`, the page shows it.
+The page shows a run's `samples.json`, a list of `{"prompt", "before", "after"}`, if there is one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from mesp.settings.train_settings import TrainSettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# A smoothed line has at least this many points if the run has this many steps. The loss of a single
-# step is noisy, because a step has few sequences.
+# The minimum number of points of a smoothed line, if the run has enough steps.
 POINTS = 40
-SAMPLES_SIZE = 16 << 20  # bytes
+SAMPLES_SIZE = 16 << 20  # maximum size in bytes
 PHASES = ("forward", "loss", "backward")
-WIDTH, HEIGHT = 5, 3.5  # the size of a picture, in inches of 72 points
-HOW_STARTED = ("resume", "dry_run")  # settings that say nothing about a run
-INK = "#010203"  # stands for the page's text colour in matplotlib's drawings
+WIDTH, HEIGHT = 5, 3.5  # size of a picture in inches
+HOW_STARTED = ("resume", "dry_run")
+INK = "#010203"  # placeholder for the page's text colour in matplotlib's drawings
 Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, RunLog, str], None]
 
 
 def write_report(folders: Iterable[Path], out: Path) -> None:
-    """Writes a page about the runs in `folders`, each a run's folder or a folder of runs.
+    """Writes a page about the runs in `folders`. Each folder is a run's or contains runs.
 
     Raises MespError if a folder has no run, or if `out` is not *.html.
     """
@@ -55,7 +54,7 @@ def write_report(folders: Iterable[Path], out: Path) -> None:
         if not found:
             raise MespError(f"There is no run in {folder}.")
         for path in found:
-            # The name may have bytes that are not text.
+            # The name may contain bytes that are not valid UTF-8.
             name = unique_name(os.fsencode(path.name).decode("utf-8", "replace"), runs)
             runs[name], samples[name] = RunLog.load(path), read_samples(path / "samples.json")
     text = render_page(runs, samples)
@@ -72,7 +71,7 @@ def unique_name(name: str, taken: dict[str, RunLog]) -> str:
 
 
 def read_samples(path: Path) -> list[dict[str, str]]:
-    """Returns the model's answers before and after training; empty if the run has no samples."""
+    """Returns the model's answers before and after training, or [] if the run has no samples."""
     if not path.exists():
         return []
     try:
@@ -91,8 +90,9 @@ def read_samples(path: Path) -> list[dict[str, str]]:
 def smooth(
     run: RunLog, value: Callable[[dict[str, Any]], float]
 ) -> tuple[list[float], list[float]]:
-    """Returns steps and values, as means over neighbouring steps. If the run has at least `POINTS`
-    steps, there are at least `POINTS` means and fewer than twice as many.
+    """Returns the means of steps and values over groups of successive steps.
+
+    Runs with at least `POINTS` steps get at least `POINTS` groups.
     """
     size = max(1, len(run.steps) // POINTS)
     groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
@@ -103,9 +103,8 @@ def smooth(
 
 
 def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
-    """Returns an SVG in the page's colours. `paint(axes, name, run, color)` draws each run
-    into it.
-    """
+    """Returns an SVG picture in the page's colours. `paint(axes, name, run, color)` draws each
+    run."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -135,7 +134,7 @@ def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_prope
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue().decode()
     drawing = svg[svg.index("<defs>") :].replace(INK, "currentColor").replace("xlink:", "")
-    # The names of elements must be unique in the whole page, which has several pictures.
+    # Ids must be unique in the whole page, which has several pictures.
     drawing = re.sub(
         r'(id="|href="#|url\(#)', rf"\g<1>{paint.__qualname__.split('.')[0]}-", drawing
     )
@@ -145,7 +144,6 @@ def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_prope
 
 def draw_loss(runs: dict[str, RunLog]) -> str:
     def paint(axes: Axes, name: str, run: RunLog, color: str) -> None:
-        # The loss on replayed texts does not fall, so it is not drawn.
         own = [step for step in run.steps if not step.get("replayed")]
         run = replace(run, steps=tuple(own or run.steps))
         if len(runs) == 1 and len(run.steps) > POINTS:
@@ -154,7 +152,6 @@ def draw_loss(runs: dict[str, RunLog]) -> str:
             xs, ys = [step["step"] for step in some], [step["loss"] for step in some]
             axes.plot(xs, ys, ".", color=color, alpha=0.3, markersize=2, linewidth=0)
         axes.plot(*smooth(run, lambda step: step["loss"]), color=color, label=f"{name}, training")
-        # Points are not joined by a line, because nothing was measured between them.
         for split, style in (("valid", "o"), ("test", "*")):
             evals = [(record["step"], record["loss"]) for record in run.evals_of(split)]
             if evals:
@@ -165,14 +162,14 @@ def draw_loss(runs: dict[str, RunLog]) -> str:
 
 
 def unit_of_loss(runs: dict[str, RunLog]) -> str:
-    """Returns the unit of the runs' losses; empty if a run has an objective or rewards."""
+    """Returns the unit of the runs' losses, or "" if a run has an objective or rewards."""
     others = ("objective", "group_size")
     has_others = any(run.settings.get(name) is not None for run in runs.values() for name in others)
     return "" if has_others else "nats a token"
 
 
 def draw_reward(runs: dict[str, RunLog]) -> str:
-    """Returns a picture of the mean reward of each step's answers; empty if no run has rewards."""
+    """Returns a picture of the mean reward of each step, or "" if no run has rewards."""
     rewarded = {name: run for name, run in runs.items() if rewarded_steps(run)}
     if not rewarded:
         return ""
@@ -203,7 +200,7 @@ def draw_memory(runs: dict[str, RunLog]) -> str:
 
 
 def draw_time(runs: dict[str, RunLog]) -> str:
-    """Returns a picture of seconds a step by phase: over the steps of one run, or the means of
+    """Returns a picture of seconds per step by phase: over the steps of one run, or the means of
     several.
     """
     if len(runs) > 1:
@@ -249,7 +246,7 @@ def has_phases(run: RunLog) -> bool:
 
 
 def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]]) -> str:
-    """Returns the page, which loads nothing: it contains its style and pictures."""
+    """Returns the page as HTML. Its style and pictures are inline."""
     pictures = [
         draw_loss(runs), draw_reward(runs), draw_memory(runs), draw_time(runs),
     ]  # fmt: skip
@@ -266,7 +263,7 @@ def render_page(runs: dict[str, RunLog], samples: dict[str, list[dict[str, str]]
 
 
 def render_document(title: str, *parts: str) -> str:
-    """Returns a whole page that has these parts in its body, and the style `STYLE`."""
+    """Returns a whole HTML page with these parts in its body."""
     body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
@@ -305,9 +302,7 @@ small { opacity: .7 }
 
 
 def render_table(runs: dict[str, RunLog], rows: list[Row], kind: str = "") -> str:
-    """Returns a table with a column for each run. One or two columns fit on a phone without
-    scrolling.
-    """
+    """Returns a table with a column for each run."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
     lines = [f"<tr><th></th>{head}</tr>"]
     for name, values in rows:
@@ -345,7 +340,7 @@ def summary_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def describe_reward(run: RunLog) -> str:
-    """Returns the mean rewards of the first and last tenth of the steps; `-` without rewards."""
+    """Returns the mean rewards of the first and last tenth of the steps, or `-` without rewards."""
     steps = rewarded_steps(run)
     some = max(1, len(steps) // 10)
     means = (sum(step["reward"] for step in part) / some for part in (steps[:some], steps[-some:]))
@@ -360,7 +355,7 @@ def describe_sampled(run: RunLog) -> str:
 
 
 def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
-    """Returns the table's rows of the settings that apply to a run."""
+    """Returns a table row for each setting that applies to a run."""
     applying = [settings_that_apply(run.settings) for run in runs.values()]
 
     def said(value: object) -> str:
@@ -375,14 +370,12 @@ def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a log that have a value and a use. For example, MeZO's ε has no use
-    in a run of another method.
-    """
+    """Returns the settings of a log that have a value and apply to the run."""
     declared = {
         each.key or name: (name, each) for name, each in list_settings(TrainSettings).items()
     }
     by_name = {name: settings.get(key) for key, (name, _) in declared.items()}
-    by_name["reward"] = settings.get("group_size")  # the engine does not know the reward
+    by_name["reward"] = settings.get("group_size")  # the log has the group size, but not the reward
     return {
         key: value
         for key, value in settings.items()
@@ -393,7 +386,7 @@ def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def render_events(runs: dict[str, RunLog]) -> str:
-    """Returns the events of all runs, such as a pause or a failure; empty if there are none."""
+    """Returns the events of all runs, such as a pause or a failure, or "" if there are none."""
     items = []
     for name, run in runs.items():
         for event in run.events:

@@ -1,4 +1,4 @@
-"""The table of runs that tools/collect.py prints, and that begins a page of `mesp report`."""
+"""The table of runs that tools/collect.py prints and `mesp report` shows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ COLUMNS = (
 
 
 def table_row(run: RunLog) -> list[str]:
-    """Returns the row of a run under `COLUMNS`: losses as first → last, tokens a second, footprint
-    in MB.
-    """
+    """Returns a run's row under `COLUMNS`, with losses as first → last and the footprint in MB."""
     losses = run.losses
     before, after = run.held_out
     return [

@@ -1,4 +1,4 @@
-"""Makes the options of a command from the declared settings."""
+"""Makes a command's options from the declared settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Number(click.FloatRange):
-    """The type of an option that is a finite number in a range. click's own type accepts `nan`."""
+    """The type of an option that is a finite number in a range. click.FloatRange accepts `nan`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         converted = super().convert(value, param, ctx)
@@ -28,9 +28,9 @@ class Number(click.FloatRange):
 
 
 class SomeOf(click.ParamType[list[str]]):
-    """The type of an option that takes some of a setting's choices, such as `q,v`.
+    """The type of an option that takes a list of a setting's choices, such as `q,v`.
 
-    Its value is a list in the order of the choices.
+    The value is a list in the order of the choices.
     """
 
     name = "list"
@@ -49,7 +49,7 @@ class SomeOf(click.ParamType[list[str]]):
 
 
 def make_type(declared: Setting) -> click.ParamType[Any]:
-    """Returns click's type of a setting's option."""
+    """Returns click's type for a setting's option."""
     if declared.kind is list:
         return SomeOf(declared.choices or ())
     if declared.choices is not None:
@@ -73,7 +73,7 @@ def make_type(declared: Setting) -> click.ParamType[Any]:
 def _read_numbers(
     _: click.Context, option: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, float]:
-    """Returns a dictionary of several NAME=NUMBER, repeated or separated by commas."""
+    """Parses NAME=NUMBER pairs, repeated or separated by commas."""
     parts = [part.strip() for text in given for part in text.split(",") if part.strip()]
     try:
         return {key: float(value) for key, value in (pair.split("=") for pair in parts)}
@@ -90,9 +90,9 @@ def _whole(bound: float | None) -> int | None:
 def add_options(
     kind: type[Settings], defaults: Mapping[str, Any] | None = None, names: Collection[str] = ()
 ) -> Decorator:
-    """Returns a decorator that adds an option for each setting that a dataclass declares.
+    """Returns a decorator that adds an option for each setting of a dataclass.
 
-    With `names`, only these settings get an option. `defaults` replace the declared defaults.
+    `names` limits the settings that get an option. `defaults` replace declared defaults.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ def _option(name: str, declared: Setting, default: Any) -> Decorator:
 
 
 def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
-    """Returns the settings that were typed, or that the file of --config has."""
+    """Returns the settings that were given on the command line or in the file of --config."""
     found = {}
     for each in fields(kind):
         key = each.metadata["setting"].key or each.name
@@ -137,7 +137,7 @@ def find_given(context: click.Context, kind: type[Settings]) -> dict[str, Any]:
 
 
 def require_values(context: click.Context, *names: str) -> None:
-    """Raises click's own error for the first parameter that has no value."""
+    """Raises click.MissingParameter for the first of the named parameters that has no value."""
     for parameter in context.command.params:
         if parameter.name in names and context.params[parameter.name] is None:
             raise click.MissingParameter(ctx=context, param=parameter)

@@ -1,9 +1,7 @@
 """The declaration, check and JSON form of settings.
 
-The settings of a dataclass that derives from `Settings` are its fields, each with a `Setting`.
-These declarations determine the options of the commands, `--config`, the settings that a
-federation's server may set, those that may change when a run is resumed, and `RunSettings` in
-Swift.
+A dataclass that derives from `Settings` declares its fields with `setting`. Command options,
+`--config` and `RunSettings` in Swift are made from these declarations.
 """
 
 from __future__ import annotations
@@ -22,27 +20,29 @@ from mesp.errors import MespError
 class Setting:
     """The declaration of a setting, without its name and default."""
 
-    kind: type  # int, float, bool, str, list (some of `choices`), dict (of numbers) or Path
+    kind: type  # int, float, bool, str, list (of `choices`), dict (of numbers) or Path
     help: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    choices: Collection[str] | None = None  # or a dictionary that describes each
-    default_text: str | None = None  # describes a default that is None
-    key: str = ""  # the setting's key in settings.json, if it differs from its name
+    # the allowed values, or a dictionary from each value to its description
+    choices: Collection[str] | None = None
+    default_text: str | None = None  # describes the default if it is None
+    key: str = ""  # the key in settings.json, if it differs from the name
     metavar: str | None = None
-    aliases: Collection[str] = ()  # names of the option in other trainers
-    federated: bool = False  # whether the server of a federation may set it
-    # Whether it may change when a run is resumed, because no result depends on it.
+    aliases: Collection[str] = ()  # other trainers' names of the option
+    federated: bool = False  # whether a federation's server may set it
+    # Whether it may change when a run is resumed, because it does not affect the result.
     may_change: bool = False
-    can_be_refused: bool = False  # whether there is an option with --no- too
-    # Another setting that this one needs, and the values that the other must have; None: any value.
+    can_be_refused: bool = False  # whether the option also has a --no- form
+    # Another setting that this one needs, and the values that it must have. None: any value.
     only_with: tuple[str, Collection[str] | None] | None = None
 
     def applies(self, settings: Mapping[str, Any]) -> bool:
-        """Returns whether the setting `only_with` has one of the values that this setting needs;
-        true if this setting needs none. `settings` are by name or by key.
+        """Returns whether the setting in `only_with`, if any, has one of the needed values.
+
+        `settings` are by name or by key.
         """
         if self.only_with is None:
             return True
@@ -50,7 +50,7 @@ class Setting:
         return settings[other] is not None if values is None else settings[other] in values
 
     def find_problem(self, value: Any) -> str | None:
-        """Returns the requirement that a value does not meet, as the end of a sentence, or None."""
+        """Returns the requirement that a value violates, as the end of a sentence, or None."""
         if self.kind is list:
             choices = self.choices or ()
             names = value if isinstance(value, list) else [None]
@@ -86,10 +86,9 @@ class Setting:
 
 
 def is_held(value: object) -> bool:
-    """Returns whether mesp-engine can hold a value.
+    """Returns whether mesp-engine can represent a number.
 
-    The engine holds whole numbers of 64 bits, and floating-point numbers of 32 bits. A number that
-    would become infinite or 0 in 32 bits is not held.
+    The engine has 64-bit integers and float32. A float must not become infinite or 0 in float32.
     """
     if type(value) is int:
         return abs(value) < 1 << 63
@@ -101,21 +100,20 @@ def is_held(value: object) -> bool:
 
 
 def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
-    """Returns a field of a dataclass of settings."""
+    """Returns a dataclass field with a `Setting`."""
     return field(default=default, metadata={"setting": Setting(kind, help, **others)})
 
 
 def list_settings(kind: type[Settings]) -> dict[str, Setting]:
-    """Returns the settings that a dataclass declares, by name."""
+    """Returns the declared settings of a dataclass, by name."""
     return {each.name: each.metadata["setting"] for each in fields(kind)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that are declared as fields."""
+    """The base class of dataclasses whose fields are settings."""
 
     def __post_init__(self) -> None:
-        """Raises MespError if a setting has an invalid value."""
         for each in fields(self):
             value, declared = getattr(self, each.name), each.metadata["setting"]
             if value is None and each.default is None:
@@ -125,10 +123,10 @@ class Settings:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
-        """Returns the settings in the object of a `settings.json`.
+        """Returns the settings in the object of a `settings.json`. Missing settings get their
+        defaults.
 
-        Settings that the object lacks, such as those that an older version did not have, get their
-        defaults. Raises TypeError or MespError if the object is invalid.
+        Raises TypeError or MespError if the object is invalid.
         """
         keys = {declared.key or name: name for name, declared in list_settings(cls).items()}
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
@@ -142,14 +140,14 @@ class Settings:
 
 
 def name_option(name: str) -> str:
-    """Returns the option of a setting, such as `--seq-len`."""
+    """Returns the option's name, such as `--seq-len`."""
     return "--" + name.replace("_", "-")
 
 
 def refuse_changes(
     before: Settings, given: Mapping[str, Any], declared: Mapping[str, Setting]
 ) -> None:
-    """Raises MespError if a setting in `given` would change a resumed run."""
+    """Raises MespError if `given` changes a setting that a resumed run must keep."""
     for name, value in given.items():
         was = getattr(before, name)
         if not declared[name].may_change and value != was:

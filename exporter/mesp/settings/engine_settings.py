@@ -1,7 +1,7 @@
 """The settings in a settings.json of mesp-engine besides those of `TrainSettings`.
 
-Programs set them, and no command has an option for them. They are declared here for Swift:
-`Core/Run/RunSettings.swift` is generated from these and from `TrainSettings`.
+Programs set them, and no command has an option for them. `Core/Run/RunSettings.swift` is generated
+from them and from `TrainSettings`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """The settings that programs set. Some name folders of tokens, which `TextData` in the app or
-    `mesp data` wrote.
+    """The settings that programs set. Folders of tokens are written by `TextData` in the app or
+    `mesp data`.
     """
 
     bundle: str = setting(Path, MISSING, "Folder of the bundle.", may_change=True)

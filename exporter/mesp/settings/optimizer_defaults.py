@@ -1,7 +1,6 @@
-"""The default optimizer and learning rate of a run; docs/decisions.md has the reasons.
+"""The default optimizer and learning rate of a run.
 
-`Core/Run/OptimizerDefaults.swift` has the same rule for the app, and RunTests.swift compares the
-two.
+docs/decisions.md has the reasons. `Core/Run/OptimizerDefaults.swift` must have the same rule.
 """
 
 from __future__ import annotations
@@ -9,14 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-# The paper's update, and the engine's default in a settings file.
+# The paper's optimizer and learning rate.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
 
-ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
+ADAMW = ("adamw8bit", "adamw")  # with 8-bit and float32 moments
 
 
 def choose_optimizer(method: str) -> str:
-    """Returns AdamW with its moments in 8 bits; for MeZO, SGD."""
+    """Returns "sgd" for MeZO, and else "adamw8bit"."""
     return "sgd" if method == "mezo" else "adamw8bit"
 
 
@@ -29,9 +28,8 @@ def choose_learning_rate(
 ) -> float:
     """Returns the default learning rate.
 
-    For AdamW it is 0.007 / √hidden_size: 5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B. For
-    SGD it is 0.1. With an objective, a run gets a tenth of these rates, and with a reward a third.
-    For MeZO the rate is 1e-4.
+    The rate is 0.007 / √hidden_size for AdamW, 0.1 for SGD, and 1e-4 for MeZO. Except for MeZO, an
+    objective divides the rate by 10, and a reward by 3.
     """
     if method == "mezo":
         return float(PAPER["learning_rate"])

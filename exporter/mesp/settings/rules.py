@@ -1,4 +1,4 @@
-"""The rules between settings: which go together, and which a bundle supports."""
+"""Checks which settings go together, and which a bundle supports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from mesp.settings.train_settings import MAX_SEQUENCES, TrainSettings
 
 
 def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
-    """Raises MespError if settings do not go together, have no use, or the bundle does not support
-    them.
-    """
+    """Raises MespError if the settings contradict each other, have no use, or do not fit the
+    bundle."""
     check_use(settings, manifest)
     _check_goal(settings, manifest)
     _check_privacy(settings)
@@ -23,12 +22,10 @@ def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def check_use(settings: TrainSettings, manifest: Manifest) -> None:
-    """Raises MespError if a setting of the update or the adapters has no use, or the model does not
-    support it.
-    """
+    """Raises MespError if a setting has no use, or if the model does not support it."""
     for each in fields(settings):
         declared = each.metadata["setting"]
-        # A default is not a request, even if a settings.json that is used as --config has it.
+        # A setting with its default value counts as not given.
         if getattr(settings, each.name) != each.default and not declared.applies(vars(settings)):
             other, values = declared.only_with
             wanted = f" {' or '.join(values)}" if values else ""
@@ -57,8 +54,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
     if (settings.num_layers or 1) > layers:
         raise MespError(f"--num-layers {settings.num_layers} is more than the {layers} blocks.")
     if settings.dropout:
-        # MeZO compares two losses, and an objective several likelihoods. Dropout would add noise to
-        # the comparison. The function that MeBP differentiates has no input for a mask.
+        # MeZO and objectives compare losses, and dropout would add noise. MeBP's block function has
+        # no masks.
         refused = {
             f"--method {settings.method}": settings.method != "mesp",
             f"--objective {settings.objective}": settings.objective is not None,
@@ -66,9 +63,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
         }
         _refuse_beside("--dropout", refused)
     if settings.dora:
-        # The function that MeBP differentiates has no input for magnitudes. Neither mlx-lm nor PEFT
-        # has magnitudes of experts. Choosing the adapters' strength multiplies B by a factor, which
-        # would leave the change by the magnitudes as it is.
+        # MeBP's block function has no magnitudes. Neither mlx-lm nor PEFT has magnitudes of
+        # experts. --max-forgetting scales B only, which leaves the magnitudes unchanged.
         refused = {
             "--method mebp": settings.method == "mebp",
             "--freeze-a": settings.freeze_a,
@@ -100,9 +96,7 @@ def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses data without preferences for an objective, and preference data without an
-    objective.
-    """
+    """Requires preference data exactly if there is an objective."""
     train = manifest.data.get("train")
     if train is None or (train.labels is not None) == (settings.objective is not None):
         return
@@ -120,7 +114,6 @@ def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses settings and data that do not go together with rewards."""
     if settings.reward is None:
         return
     refused = {
@@ -145,10 +138,6 @@ def _check_reward(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
-    """Refuses replay and choosing the adapters' strength in runs with an objective or rewards.
-
-    Also refuses replay with DP-SGD, and choosing the strength without held-out data.
-    """
     refused = {
         f"--objective {settings.objective}": settings.objective is not None,
         "--reward": settings.reward is not None,
@@ -157,8 +146,7 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
         _refuse_beside("--replay", refused | {"--dp-clip": settings.dp_clip is not None})
     if settings.max_forgetting is None:
         return
-    # With an objective or rewards, the loss on the data's answers says little about what the model
-    # learns.
+    # With an objective or rewards, the loss on the data's answers does not measure what is learned.
     for typed, is_given in refused.items():
         _refuse_beside(typed, {"--max-forgetting": is_given})
     if not settings.val_batches or "valid" not in manifest.data:
@@ -169,7 +157,6 @@ def _check_forgetting(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def _check_privacy(settings: TrainSettings) -> None:
-    """Refuses settings that do not go together with DP-SGD."""
     if settings.dp_clip is None and settings.dp_noise is None:
         return
     if settings.dp_clip is None or settings.dp_noise is None:
@@ -191,7 +178,7 @@ def _check_privacy(settings: TrainSettings) -> None:
 
 
 def _refuse_beside(option: str, others: Mapping[str, bool]) -> None:
-    """Raises MespError if one of the `others` is given: none goes together with `option`."""
+    """Raises MespError if one of the incompatible `others` is given together with `option`."""
     for typed, is_given in others.items():
         if is_given:
             raise MespError(f"{typed} does not go together with {option}: leave out one of them.")

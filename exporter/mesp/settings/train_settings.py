@@ -1,7 +1,7 @@
-"""The settings of a training run, each declared once; `declaration.py` says what uses them.
+"""The settings of a training run.
 
-After a change of the settings, `make generated` writes `Core/Run/RunSettings.swift` again.
-`rules.py` says which settings go together.
+After a change, `make generated` updates `Core/Run/RunSettings.swift`. `rules.py` checks which
+settings go together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mesp.settings.optimizer_defaults import (
     choose_optimizer,
 )
 
-# The choices of a setting, with descriptions for readers of the Swift API.
 METHODS = {
     "mesp": "The structured backward pass, written by hand.",
     "mebp": "The same loop over blocks, with gradients from automatic differentiation.",
@@ -55,17 +54,16 @@ OFFLOADS = {
     "all": "Also the adapters' parameters, the optimizer's state and sums of gradients.",
 }
 PREFERRED_SEQ_LEN = 256
-GROUP_SIZE = 8  # of sampled answers
-MAX_STEPS = 10**6  # large enough for any run, and small enough that no product with it overflows
-MAX_SEQUENCES = 1 << 16  # of a step
+GROUP_SIZE = 8  # sampled answers per prompt
+MAX_STEPS = 10**6  # maximum number of steps; products with it do not overflow
+MAX_SEQUENCES = 1 << 16  # maximum number of sequences in a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
-    """The settings of a run, which depends on nothing else besides its bundle.
+    """The settings of a training run.
 
-    If a setting is None although None is not one of its values, its value depends on the bundle.
-    `complete` fills it in.
+    `complete` replaces None by a value that depends on the bundle.
     """
 
     steps: int = setting(
@@ -285,8 +283,9 @@ class TrainSettings(Settings):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:
-        """Returns the settings with the given names and values. Raises MespError if a name is
-        unknown, or if `steps` is missing.
+        """Returns the settings with the given values, by name.
+
+        Raises MespError if a name is unknown, or if `steps` is missing.
         """
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
@@ -296,11 +295,11 @@ class TrainSettings(Settings):
         return cls(**given)
 
     def complete(self, manifest: Manifest, paper: bool = False) -> TrainSettings:
-        """Returns the settings with the bundle's defaults filled in.
+        """Returns the settings with the sequence length, rank, optimizer and learning rate filled
+        in.
 
-        They are the sequence length, the rank, and the optimizer with its learning rate: the
-        paper's with `paper`, else the default ones. Raises MespError if the bundle does not support
-        a setting, or if `paper` and another update are given.
+        `paper` selects the paper's optimizer and learning rate. Raises MespError if the bundle does
+        not support a setting, or if a setting contradicts `paper`.
         """
         update = PAPER if paper else {}
         for name, value in update.items():
@@ -329,10 +328,9 @@ class TrainSettings(Settings):
 
 
 def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
-    """Returns the wanted value. If none is wanted, returns the preferred value or, if the bundle
-    does not have it, the largest.
+    """Returns the wanted value or, for None, the preferred or else the largest available one.
 
-    Raises MespError if the bundle does not have the wanted value.
+    Raises MespError if the wanted value is not available.
     """
     if wanted is None:
         return preferred if preferred in available else max(available)

@@ -12,18 +12,18 @@ from mesp.models.config_json import complete
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SideInputs, SourceModel, product
 
-# The number and length of the sequences that the model reads; more or longer ones change little
+# The number and length of the calibration sequences. More or longer ones change little.
 SEQUENCES, LENGTH = 4, 128
-# The number of sequences of a text if products of two inputs are computed too. There are many
-# products, so few tokens would estimate them badly.
+# The number of sequences if products of two inputs are computed too. Their estimates need more
+# tokens.
 CALIBRATION_SEQUENCES = 16
-# Products are computed for matrices with at most so many inputs. For a matrix of this width, the
-# products take 67.1 MB.
+# The maximum number of inputs of a matrix for which products are computed. The products of 4096
+# inputs take 67.1 MB.
 WIDEST = 4096
 
 
 def draw_tokens(vocab_size: int) -> np.ndarray:
-    """Returns random ids, all equally likely, which take the place of a text if there is none."""
+    """Returns uniformly random token ids, for calibration without a text."""
     return np.random.default_rng(0).integers(vocab_size, size=SEQUENCES * LENGTH)
 
 
@@ -31,9 +31,7 @@ def choose_excerpts(
     tokens: np.ndarray, source: Source, arch: Architecture, count: int = SEQUENCES,
     length: int = LENGTH,
 ) -> list[list[int]]:  # fmt: skip
-    """Returns sequences of tokens from evenly spread places of a text, each after the begin
-    token.
-    """
+    """Returns sequences from evenly spaced places of a text, each after the begin token."""
     count = min(count, max(len(tokens) // length, 1))
     starts = np.linspace(0, max(len(tokens) - length, 0), count, dtype=int)
     begin = complete(source.config).get("bos_token_id")
@@ -42,11 +40,10 @@ def choose_excerpts(
 
 
 class Moments:
-    """The second moments of matrices' inputs, while the model reads `sequences`.
+    """The second moments of the inputs of a model's matrices over `sequences`.
 
-    A moment is a sum over the tokens: of an input's square and, `with_products`, of the product of
-    two inputs. A block runs when its moments are asked for, so blocks must be asked for in order.
-    Only the inputs of the next block are kept.
+    The moments are sums of x² over the tokens or, `with_products`, sums of x xᵀ. `of_block` must be
+    called for the blocks in order.
     """
 
     def __init__(
@@ -91,5 +88,5 @@ class Moments:
         return mx.square(x).sum(axis=0)
 
     def of_head(self) -> mx.array:
-        """Returns the moments of the head's input, after all blocks: squares only."""
+        """Returns the squared moments of the head's input. All blocks must have run."""
         return sum(mx.square(self.model.final(x)[0]).sum(axis=0) for x in self.xs)

@@ -1,4 +1,4 @@
-"""The files beside a model's weights: its config.json, its tokenizer and its terms."""
+"""The files that accompany a model's weights: configurations, tokenizer and licence terms."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from mesp.hub_download import TOKENIZER_FILES
 from mesp.license import is_terms
 
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
-# Keys that name Python code for transformers or mlx-lm to run.
+# Keys that name Python code to run.
 CODE = ("auto_map", "custom_pipelines", "model_file")
 
 
 def files_to_copy(names: Iterable[str]) -> list[str]:
-    """Returns the files of a model's folder that are copied beside its weights; none is code."""
+    """Returns the names of tokenizer and licence files, which are copied with the weights."""
     return sorted(name for name in names if name in TOKENIZER_FILES or is_terms(name))
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
-    """Copies files of `source`; configurations are written without the code that they name.
+    """Copies files of `source`. Configurations are copied without the keys in `CODE`.
 
-    Raises MespError if a file is a link to one outside of `source`. In a cache of the Hugging Face
-    Hub, links into the repository's folder in the cache are allowed. Raises OSError if a file
-    cannot be copied.
+    Raises MespError if a file is a link that leads out of `source` or, in a Hugging Face cache, out
+    of the repository's folder. Raises OSError if a file cannot be copied.
     """
     root = root_of(source)
     for name in names:
@@ -43,7 +42,7 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
 
 
 def configs_naming_code(source: Path, names: Iterable[str]) -> list[str]:
-    """Returns the configurations in a folder that name code.
+    """Returns the names of the configurations in a folder that have a key of `CODE`.
 
     Raises MespError if a configuration is not a JSON object, and OSError if it cannot be read.
     """
@@ -66,14 +65,14 @@ def _read(config: Path) -> dict[str, Any]:
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
-    """Writes a configuration without the keys that name Python code."""
+    """Writes a configuration without the keys in `CODE`."""
     text = json.dumps(without_code(config), indent=2, ensure_ascii=False)
     with create(path) as file:
         file.write(f"{text}\n".encode())
 
 
 def without_code(value: Any) -> Any:
-    """Returns a JSON value without keys that name Python code, at any depth."""
+    """Returns a JSON value without the keys in `CODE`, at any depth."""
     if isinstance(value, dict):
         return {key: without_code(each) for key, each in value.items() if key not in CODE}
     return [*map(without_code, value)] if isinstance(value, list) else value

@@ -31,9 +31,10 @@ DEMO = Path(__file__).parents[1] / "demo_model"
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a model; `folder` is None for random weights of a known geometry.
+    """A model to export. `folder` is None for random weights of a known geometry.
 
-    For a GGUF file, `folder` holds the file's tokenizer, and is deleted with `temporary`.
+    For a GGUF file, `folder` is a temporary folder with the tokenizer. It is deleted with
+    `temporary`.
     """
 
     name: str
@@ -50,9 +51,9 @@ def find_source(model: str, random_weights: bool) -> Source:
     """Finds a model by short name, folder, GGUF file, Hub id or ``demo``, and downloads it if
     necessary.
 
-    A GGUF file on the Hub is ``owner/name/file.gguf`` or, with its quantization, as in llama.cpp,
-    ``owner/name:Q4_K_M``. With `random_weights` only the geometry and tokenizer are needed; for a
-    short name nothing is downloaded. Raises MespError if there is no such model.
+    A GGUF file on the Hub is ``owner/name/file.gguf`` or, by its quantization,
+    ``owner/name:Q4_K_M``. With `random_weights`, only the geometry and the tokenizer are needed.
+    Raises MespError if there is no such model.
     """
     if model == "demo":
         return replace(_local_source(DEMO), name="demo", id="demo")
@@ -79,13 +80,11 @@ def find_source(model: str, random_weights: bool) -> Source:
 
 
 def _has_model(folder: Path, random_weights: bool) -> bool:
-    """Returns whether a folder has a config.json and weights; random weights need no file."""
     has_weights = random_weights or any(folder.glob("model*.safetensors"))
     return has_weights and (folder / "config.json").exists()
 
 
 def _refuse_gguf(name: str, files: list[str]) -> None:
-    """Raises MespError if there are GGUF files, because one of them must be named."""
     if files:
         raise MespError(
             f"{name} holds its model as GGUF files; name the one to read: --model {files[0]}"
@@ -114,7 +113,7 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
 def _gguf_source(file: Path, repository: Path) -> Source:
     """Returns the model of a GGUF file, with a temporary folder for its tokenizer and terms.
 
-    The terms are those in the folder `repository`.
+    The terms come from the folder `repository`.
     """
     try:
         from mesp.source_model.gguf.config import config_of
@@ -144,7 +143,6 @@ def _gguf_source(file: Path, repository: Path) -> Source:
 
 
 def _hub_gguf(repo: str, file: str) -> Source:
-    """Returns the model of a GGUF file in a Hub repository."""
     folder = download_gguf_file(repo, file)
     source = _gguf_source(folder / file, folder)
     return replace(source, id=f"{repo}/{file}", revision=folder.name)

@@ -1,4 +1,4 @@
-"""The forward pass of a source model, one block after another, some rows of a matrix at a time."""
+"""The forward pass of a source model. Matrices are read and multiplied in tiles of rows."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from mesp.quantization.quantize_rows import read_rows
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
 
-# A function that is called with the name and the input of each module
+# A callback that gets the name and the input of each module.
 Seen = Callable[[str, mx.array], None]
 
 
 def product(x: mx.array, W: mx.array) -> mx.array:
-    """Returns x Wᵀ by NumPy: the BLAS in MLX's wheels for Linux takes about 30 times as long."""
+    """Returns x Wᵀ, computed by NumPy. In MLX's Linux wheels, the product takes about 30 times as
+    long.
+    """
     return mx.array(np.asarray(x.astype(mx.float32)) @ np.asarray(W).T)
 
 
 @dataclass(frozen=True)
 class SourceProjection:
-    """Some outputs of a module, x Wᵀ + bias, float32; W [out, in] and bias [out] or None."""
+    """A projection x Wᵀ + bias in float32, with W [out, in] and bias [out] or None."""
 
     read: Callable[[slice], mx.array]  # returns rows of W
     shape: tuple[int, int]
@@ -52,7 +54,7 @@ class SourceProjection:
 
 @dataclass
 class SideInputs:
-    """The inputs of the blocks of a sequence besides the output of the block before."""
+    """The inputs of a sequence's blocks besides the previous block's output."""
 
     tokens: Sequence[int]
     x0: mx.array  # the first block's input
@@ -62,18 +64,17 @@ class SideInputs:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A source model that runs without LoRA, in float32."""
+    """A source model without LoRA, computed in float32."""
 
     weights: Weights
     arch: Architecture
-    quantizations: Quantizations  # the quantizations of matrices that are quantized in the source
+    quantizations: Quantizations  # as in the source's files
 
     def matrix(
         self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
     ) -> mx.array:
-        """Returns some rows of a matrix [out, in], float32; `expert` is the index of a stacked
-        matrix.
-        """
+        """Returns some rows of a matrix [out, in], float32. `expert` selects one of stacked
+        matrices."""
         stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
@@ -91,8 +92,8 @@ class SourceModel:
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
-        """Returns a layer's part of the tokens' embeddings for each layer, [1, T, size]; None for a
-        model without such embeddings.
+        """Returns a layer's part of the per-layer embeddings [1, T, size], or None if the model has
+        none.
         """
         if self.arch.per_layer is None:
             return None
@@ -130,8 +131,8 @@ class SourceModel:
                 return self.matrix(prefix + module, sizes[module], some)
 
             bias = vector(f"{module}.bias", (biases[module],))[rows] if module in biases else None
-            # For a fused module, `seen` is called once, because all its projections have the same
-            # input.
+            # All projections of a fused module have the same input, so `seen` is called for the
+            # first only.
             is_first = rows.start == 0
             return SourceProjection(
                 read, shape, bias, lambda x: seen(module, x) if is_first else None
@@ -166,13 +167,13 @@ class SourceModel:
         return y
 
     def final(self, x: mx.array) -> mx.array:
-        """Returns the input of the head, from the output of the last block."""
+        """Returns the input of the head, from the last block's output."""
         size, arch = (self.arch.hidden_size,), self.arch
         weight = read_norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)
 
     def logits(self, final: mx.array, rows: slice) -> mx.array:
-        """Returns the logits of some ids, from the result of `final`."""
+        """Returns the logits of some token ids, from the result of `final`."""
         name = "model.embed_tokens" if self.arch.tie_word_embeddings else "lm_head"
         z = product(final, self.table(name, rows))
         return soft_cap(z, self.arch.final_logit_softcapping)

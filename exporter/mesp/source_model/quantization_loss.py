@@ -1,4 +1,4 @@
-"""The loss of quantization: the distance of a model's predictions from its source's."""
+"""The loss of quantization: how far a model's predictions are from those of its source."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TILE = 1 << 20  # logits that are computed at a time
 
 @dataclass(frozen=True)
 class QuantizationLoss:
-    """The distance of a model from its source over the positions of some sequences.
+    """The distance of a model's predictions from its source's, over the positions of sequences.
 
-    `kl` [n] has, for each position, the sum of p ln(p / q) over the vocabulary. p is a token's
-    probability in the source, and q in the model. `source` and `model` [m] are -ln p and -ln q of
-    the tokens that come next.
+    `kl` [n] is the Kullback-Leibler divergence Σ p ln(p / q) at each position. p are the source's
+    probabilities, and q the model's. `source` and `model` [m] are -ln p and -ln q of the next
+    tokens.
     """
 
     kl: np.ndarray
@@ -30,7 +30,7 @@ class QuantizationLoss:
 
     @classmethod
     def of(cls, parts: Iterable[QuantizationLoss]) -> QuantizationLoss:
-        """Returns several losses as one."""
+        """Concatenates several losses."""
         return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))
 
     @property
@@ -40,7 +40,7 @@ class QuantizationLoss:
 
 
 def compute_head_inputs(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
-    """Returns the inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
+    """Returns the inputs of the head, float32 [T, hidden] for each sequence."""
     xs = [model.embed(tokens) for tokens in sequences]
     side_inputs = list(map(SideInputs, sequences, xs))
     for index in range(model.arch.num_hidden_layers):
@@ -58,7 +58,7 @@ def measure_loss(
 ) -> QuantizationLoss:
     """Returns the distance of `model` from `source`.
 
-    The results of `compute_head_inputs` for both models may be given.
+    `of_source` and `of_model` may give the results of `compute_head_inputs`.
     """
     found = (
         of_source or compute_head_inputs(source, sequences),
@@ -72,8 +72,10 @@ def measure_loss(
 
 
 class _Distribution:
-    """Sums of exp(z) and of exp(z) · value at each position, over logits z that come in tiles, and
-    the logits of the tokens that come next.
+    """Sums of exp(z) and of exp(z) · value over the logits z at each position, accumulated over
+    tiles.
+
+    `target` has the logits of the next tokens.
     """
 
     def __init__(self, length: int):
@@ -101,9 +103,6 @@ class _Distribution:
 def _compare(
     source: SourceModel, model: SourceModel, x: mx.array, y: mx.array, tokens: Sequence[int]
 ) -> QuantizationLoss:
-    """Returns the loss of one sequence, from the results of `compute_head_inputs` for both
-    models.
-    """
     p, q = _Distribution(len(tokens)), _Distribution(len(tokens))
     for rows in cut(source.arch.vocab_size, max(TILE // len(tokens), 1)):
         zp, zq = source.logits(x, rows), model.logits(y, rows)

@@ -1,4 +1,4 @@
-"""Random weights, for measuring memory and time."""
+"""Random weights, for measurements of memory and time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 
 class RandomWeights:
-    """Weights of a geometry, drawn at random when they are read; see `Weights`."""
+    """Weights that are drawn at random when they are read. See `Weights`."""
 
     has_float16_scales = False
     is_converted = False
 
     def __init__(self, seed: int, norm: float = 1.0):
-        """Sets the seed, and `norm`, the value of the norms' weights outside linear attention."""
+        """`norm` is the value of the norms' weights outside linear attention."""
         self.seed, self.norm = seed, norm
         self.generators: dict[str, np.random.Generator] = {}
 

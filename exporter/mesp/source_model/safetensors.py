@@ -1,4 +1,4 @@
-"""Reads the weights in a model folder, `model*.safetensors`."""
+"""Reads the weights `model*.safetensors` in a model folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.mlps import MOST_EXPERTS
 from mesp.models.tensor_names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
 
-# A type in a safetensors file -> the NumPy dtype to read it with, and MLX's dtype. NumPy has no
-# bfloat16.
+# Dtype in a safetensors file -> (NumPy dtype to read it, MLX dtype). NumPy has no bfloat16.
 TENSOR_DTYPES = {
     "F32": (np.float32, mx.float32),
     "F16": (np.float16, mx.float16),
@@ -28,21 +27,20 @@ TENSOR_DTYPES = {
 FLOATS = ("F32", "F16", "BF16")
 
 
-HEADER = 16 << 20  # the most bytes of a header: enough for a file with 100,000 tensors
-ROWS = 1 << 12  # the rows of a table that are compared at a time
+HEADER = 16 << 20  # maximum header size in bytes, enough for 100,000 tensors
+ROWS = 1 << 12  # rows that are compared at a time
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
 class SafetensorsWeights:
-    """The tensors of a model folder, mapped, and read by rows; see `Weights`."""
+    """The tensors of a memory-mapped model folder. See `Weights`."""
 
     def __init__(self, folder: Path, arch: Architecture):
-        """Raises MespError if a file is missing or damaged, or if the files hold other tensors than
-        the architecture has.
-        """
+        """Raises MespError if a file is missing or damaged, or if tensors are missing or
+        unknown."""
         self.folder, self.arch = folder, arch
         self.is_converted = False
-        self.left_out = 0  # tensors that are not used, for example of vision
+        self.left_out = 0  # unused tensors, for example of a vision encoder
         self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
         self.expected = _names(arch)
         for file in _files(folder):
@@ -56,8 +54,7 @@ class SafetensorsWeights:
             )
 
     def _map(self, file: Path) -> None:
-        """Adds a file's tensors. A file has the length of its JSON header, the header, and the
-        data. The header tells the place of each tensor in the data.
+        """Adds a file's tensors.
 
         The safetensors package is not used, because it cannot read part of a bfloat16 tensor.
         """
@@ -80,13 +77,12 @@ class SafetensorsWeights:
             raise MespError(
                 f"The weights {file} cannot be read ({error.strerror}); download the model again."
             ) from error
-        except Exception as error:  # a damaged header can contain anything
+        except Exception as error:  # a damaged header can cause any error
             raise MespError(
                 f"The weights {file} are truncated or damaged; download the model again."
             ) from error
 
     def _add(self, theirs: str, tensor: dict[str, Any], data: np.ndarray) -> None:
-        """Adds a tensor of a file under MeSP's names."""
         names = names_here(theirs, self.arch)
         if not names:
             self.left_out += 1
@@ -106,7 +102,7 @@ class SafetensorsWeights:
             raise ValueError("a shape or an offset that is no count")
         array = data[begin:end].view(stored).reshape(tensor["shape"])
         if names[0].endswith(CONVOLUTIONS) and array.ndim == 3:
-            # [channels, 1, kernel], or in mlx-lm's form [channels, kernel, 1]
+            # [channels, 1, kernel], or [channels, kernel, 1] in mlx-lm's models
             self.is_converted = array.shape[2] == 1
             array = array.reshape(len(array), -1)
         are_stacked = ".switch_mlp." in names[0] and array.ndim == 3
@@ -138,13 +134,14 @@ class SafetensorsWeights:
                 self.tensors[each] = its
 
     def _is_known(self, name: str) -> bool:
-        """Returns whether the architecture has the tensor, or a matrix that it is part of."""
+        """Returns whether the architecture has the tensor, or a matrix that the tensor is part
+        of."""
         stem, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             name = f"{stem}.weight"
         if name in self.expected or name == f"{_HEAD}weight":
             return True
-        return f"{name_of_expert(stem, 0)}.weight" in self.expected  # one of stacked matrices
+        return f"{name_of_expert(stem, 0)}.weight" in self.expected  # one expert's matrix
 
     def _unused(self, name: str) -> MespError:
         if name.startswith("language_model."):
@@ -158,8 +155,9 @@ class SafetensorsWeights:
         )
 
     def _find_head(self) -> None:
-        """Finds out whether head and embedding are stored, and chooses the tensors of both. If the
-        config.json ties head and embedding, one may be missing, or both may be stored and differ.
+        """Chooses the tensors of head and embedding.
+
+        If config.json ties both, one may be missing, or both may be stored and differ.
         """
         embedding, head = (
             {name.removeprefix(its): a for name, a in self.tensors.items() if name.startswith(its)}
@@ -178,8 +176,10 @@ class SafetensorsWeights:
             self.arch = replace(self.arch, tie_word_embeddings=False)
 
     def _check_types(self) -> None:
-        """Raises MespError unless packed weights are of the type U32, scales without biases are of
-        U8, and all other tensors hold floating-point numbers.
+        """Raises MespError for a tensor of a wrong type.
+
+        Packed weights are U32, scales without biases are U8, and all other tensors are
+        floating-point.
         """
         for name, (_, dtype) in self.tensors.items():
             stem, _, part = name.rpartition(".")
@@ -223,9 +223,10 @@ class SafetensorsWeights:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the weight files of a folder, chosen as transformers does: one file with all weights,
-    or the files that the index names or, without an index, all weight files. Raises MespError if a
-    file is missing.
+    """Returns the weight files of a folder, chosen as transformers does.
+
+    model.safetensors comes first, then the files in the index, then all weight files. Raises
+    MespError if a file is missing.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
@@ -247,7 +248,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _names(arch: Architecture) -> set[str]:
-    """Returns MeSP's names of the architecture's tensors, with each stacked matrix separately."""
+    """Returns MeSP's names of the architecture's tensors, with a name for each expert's matrix."""
     names = set()
     for name, (count, *_) in arch.tensors().items():
         if ".switch_mlp." in name:
@@ -259,7 +260,6 @@ def _names(arch: Architecture) -> set[str]:
 
 
 def _are_equal(one: tuple[np.ndarray, mx.Dtype], other: tuple[np.ndarray, mx.Dtype]) -> bool:
-    """Returns whether two tensors hold the same numbers."""
     (a, dtype), (b, other_dtype) = one, other
     return (dtype, a.shape) == (other_dtype, b.shape) and all(
         np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS)

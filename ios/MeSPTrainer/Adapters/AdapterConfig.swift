@@ -3,15 +3,14 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The fields of an adapter_config.json that are used. The other fields do not change the result of the adapters.
+/// The fields of adapter_config.json that affect the adapters' results.
 struct AdapterConfig {
     let format: AdapterFormat
     let rank: Int
-    /// The scale of the adapters, α / rank.
+    /// The factor s in s (x A) B.
     let scale: Float
-    /// Whether a layer that joins n modules has n times the rank.
+    /// Whether a layer that concatenates n modules has n times the rank.
     let joins: Bool
-    /// Whether the adapters are DoRA adapters, which have magnitudes.
     let isDoRA: Bool
     private let fields: Fields
     private let blocks: Int
@@ -22,11 +21,11 @@ struct AdapterConfig {
             let scale: Float
             let keys: [String]?
         }
-        // mlx-lm
+        // Fields of mlx-lm:
         let fineTuneType: String?
         let loraParameters: Parameters?
         let numLayers: Int?
-        // PEFT
+        // Fields of PEFT:
         let peftType: String?
         let r: Int?
         let loraAlpha: Float?
@@ -40,7 +39,7 @@ struct AdapterConfig {
         let layersToTransform: OneOrMore<Int>?
     }
 
-    /// A list, or one value in its place, such as a number or a pattern of module names.
+    /// A single value or a list of values.
     fileprivate enum OneOrMore<Value: Decodable>: Decodable {
         case one(Value)
         case list([Value])
@@ -62,8 +61,9 @@ struct AdapterConfig {
         }
     }
 
-    /// - Throws: `MeSPError` if a folder has no configuration, or if the trainer does not support its configuration. The messages continue “Cannot
-    ///   load the adapters: …”.
+    /// Reads the folder's adapter_config.json.
+    ///
+    /// - Throws: `MeSPError` if the file is missing or not supported. Its message continues “Cannot load the adapters: …”.
     init(_ folder: URL, of architecture: Architecture) throws {
         let file = AdapterFormat.configFile
         guard let json = regularFile(folder.appendingPathComponent(file), followsLinks: true) else {
@@ -97,11 +97,10 @@ struct AdapterConfig {
         }
     }
 
-    /// Returns whether a layer of a block has adapters according to the configuration, by the rules of the library that wrote it. A pattern in place
-    /// of a list of names is not evaluated: `target_modules` then admits every linear layer, and `exclude_modules` excludes none. In this case the
-    /// folder's tensors determine which layers have adapters.
+    /// Returns whether the configuration gives a layer adapters. A regular expression in `target_modules` admits every layer, and one in
+    /// `exclude_modules` excludes none.
     ///
-    /// - Parameter prefix: the prefix of the blocks' names.
+    /// - Parameter prefix: the part of the layers' full names before `.layers`.
     func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {
         let name = "\(prefix).layers.\(block).\(layer.name)"
         func ends(_ names: [String]?) -> Bool { (names ?? []).contains { name == $0 || name.hasSuffix(".\($0)") } }
@@ -119,7 +118,9 @@ struct AdapterConfig {
 }
 
 extension AdapterConfig.Fields {
-    /// Returns whether the layers that join n modules have n times the rank. Throws if `rank_pattern` or `alpha_pattern` sets any other rank or α.
+    /// Returns whether layers that concatenate n modules have n times the rank.
+    ///
+    /// - Throws: an error if `rank_pattern` or `alpha_pattern` sets any other rank or α.
     fileprivate func joins(_ rank: Int, _ alpha: Float, of architecture: Architecture) throws -> Bool {
         let (ranks, alphas) = (rankPattern ?? [:], alphaPattern ?? [:])
         guard !ranks.isEmpty || !alphas.isEmpty else { return false }

@@ -7,13 +7,13 @@ import MeSPSentences
 /// Adapters that were read from files.
 package struct LoadedAdapters {
     package let rank: Int
-    /// The scale of the adapters, α / rank.
+    /// The factor s in s (x A) B.
     package let scale: Float
-    /// The flat vector `[P]` of each block.
+    /// One flat vector `[P]` of LoRA parameters for each block.
     package let lora: [MLXArray]
     package let layouts: [LoRALayout]
 
-    /// The size of the vectors, in bytes. The vectors have float32 matrices for every linear layer, and for all experts if some expert has adapters.
+    /// The size of all vectors in bytes, as float32.
     package var bytes: Int { layouts.reduce(0) { $0 + 4 * $1.count } }
 
     package init(rank: Int, scale: Float, lora: [MLXArray], layouts: [LoRALayout]) {
@@ -21,8 +21,9 @@ package struct LoadedAdapters {
     }
 }
 
-/// Writes a folder of adapters that mlx-lm and mlx-swift-lm load. The subfolder `peft` has the adapters in PEFT's format. Existing files are replaced
-/// when all new files are written. Only one matrix at a time is in memory.
+/// Writes a folder of adapters that mlx-lm and mlx-swift-lm load, with a subfolder `peft` in PEFT's format.
+///
+/// Existing files are replaced only after all new files are written.
 ///
 /// - Parameters:
 ///   - blocks: the trained blocks, which end with the last block of the model.
@@ -30,8 +31,8 @@ package struct LoadedAdapters {
 ///   - model: the Hugging Face id of the base model.
 ///   - strength: the factor by which each B is multiplied.
 ///   - dropout: the run's dropout, for the configurations.
-///   - magnitudes: with DoRA, returns the norms of the rows of W, `[magnitudes]`, for the modules of a layout. These norms are the m of an untrained
-///     module that shares a written layer with a trained module. nil without DoRA.
+///   - magnitudes: with DoRA, returns the norms of W's rows, `[magnitudes]`, for the modules of a layout. An untrained module that is written gets
+///     these norms as m.
 ///   - lora: returns the parameters `[P]` of a block's trained modules.
 package func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
@@ -90,7 +91,7 @@ package func saveAdapterFolder(
 /// - Parameters:
 ///   - withExperts: whether the vectors include experts' matrices even if the folder has none.
 ///   - onlyB: whether a module may have B without A.
-///   - absent: returns a block's parameters `[P]`, which replace the matrices that the folder lacks; zeros by default.
+///   - absent: returns parameters `[P]` of a block, for the matrices that the folder lacks. The default is zeros.
 package func loadAdapters(
     from folder: URL, architecture: Architecture, withExperts: Bool = false, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) throws -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
@@ -103,7 +104,6 @@ package func loadAdapters(
     return LoadedAdapters(rank: reader.rank, scale: reader.scale, lora: lora, layouts: reader.layouts)
 }
 
-/// Reads a folder of adapters block by block. Errors name the folder.
 struct AdapterReader {
     private(set) var layouts = [LoRALayout]()
     var rank: Int { config.rank }
@@ -113,11 +113,10 @@ struct AdapterReader {
     private let config: AdapterConfig
     private let tensors: Safetensors
     private let prefix: String
-    /// The names of the tensors that are not read yet.
+    /// The names of the tensors that have not been read.
     private var names: Set<String>
     private var format: AdapterFormat { config.format }
 
-    /// - Parameter withExperts: whether the layouts include experts' matrices even if the folder has none.
     init(_ folder: URL, of architecture: Architecture, withExperts: Bool = false) throws {
         (self.folder, self.architecture) = (folder, architecture)
         (config, tensors) = try Self.naming(folder) {
@@ -153,7 +152,7 @@ struct AdapterReader {
     ///
     /// - Parameters:
     ///   - onlyB: whether a module may have B without A.
-    ///   - absent: parameters `[P]` that replace the matrices which the folder lacks; nil for zeros.
+    ///   - absent: parameters `[P]` for the matrices that the folder lacks. The default is zeros.
     mutating func read(_ block: Int, onlyB: Bool = false, absent: MLXArray? = nil) throws -> MLXArray {
         try Self.naming(folder) {
             let layout = layouts[block]
@@ -187,7 +186,6 @@ struct AdapterReader {
         }
     }
 
-    /// Throws if the folder has a tensor that belongs to no block.
     func checkEnd() throws {
         try Self.naming(folder) {
             if let name = names.min() {
@@ -200,7 +198,7 @@ struct AdapterReader {
         let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
         let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
         let name = format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
-        // PEFT writes the name of a magnitude without `.weight`, and reads names with and without it.
+        // PEFT reads magnitudes with and without the suffix `.weight`.
         return matrix == "m" && tensors.shape("\(name).weight") != nil ? "\(name).weight" : name
     }
 
@@ -216,7 +214,7 @@ struct AdapterReader {
             throw MeSPError(
                 "\(name) has the shape \(found), where the model needs \(format.turned(shape, matrix))")
         }
-        // The product of 0 and a number that is not finite is NaN.
+        // 0 · x is NaN if x is infinite or NaN.
         guard try (array.asType(.float32) * 0).sum().number(Float.self) == 0 else {
             throw MeSPError("\(name) has numbers that are not finite; train them again")
         }

@@ -4,20 +4,18 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The format of a library's adapters: names and layouts. DoRA's m is `[out]` in both formats.
+/// A file format of adapters. m has the shape `[out]` in both formats.
 package enum AdapterFormat {
-    /// The format of mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration. Experts have A `[experts, rank,
-    /// in]` and B `[experts, out, rank]`.
+    /// The format of mlx-lm and mlx-swift-lm: A `[in, rank]` and B `[rank, out]`. Experts have A `[experts, rank, in]` and B `[experts, out, rank]`.
     case mlx
-    /// The format of Hugging Face PEFT: A `[rank, in]`, B `[out, rank]`, and α in the configuration. Experts have A `[experts · rank, in]` and B
-    /// `[out, rank · experts]`.
+    /// The format of Hugging Face PEFT: A `[rank, in]` and B `[out, rank]`. Experts have A `[experts · rank, in]` and B `[out, rank · experts]`.
     case peft
 
     package static let configFile = "adapter_config.json"
 
     package var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
 
-    /// Returns a block's linear layers in this format, and the layers or parameters that stand for experts' matrices.
+    /// Returns the layers of a block that can have adapters in this format, including parameters of experts.
     func layers(of block: BlockShape) -> [AdaptedLayer] {
         let joined = self == .peft ? block.architecture.hfModules ?? [] : []
         return block.trainable.compactMap { module in
@@ -30,10 +28,12 @@ package enum AdapterFormat {
         }
     }
 
+    /// Returns the name of a tensor in this format.
+    ///
     /// - Parameters:
     ///   - matrix: `A`, `B` or `m`.
     ///   - layer: a layer from `layers(of:)`.
-    ///   - prefix: the prefix of the blocks' names; nil for the architecture's.
+    ///   - prefix: the part of the name before `.layers`. The default is the architecture's.
     ///   - isNested: whether both parameters of the experts have adapters. PEFT then nests their wrappers.
     package func name(
         _ matrix: String, _ layer: AdaptedLayer, _ block: Int, of architecture: Architecture, prefix: String? = nil,
@@ -49,20 +49,17 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns the prefix of the blocks' names.
     func prefix(of architecture: Architecture) -> String {
         self == .mlx ? architecture.mlxPrefix : architecture.hfPrefix
     }
 
-    /// Returns the prefix of the blocks' names in a file whose tensors have these names. PEFT's prefix differs if only the text model of a multimodal
-    /// model was loaded for training.
+    /// Returns the part of tensor names before `.layers` in a file. PEFT writes `model` if only the text model of a multimodal model was trained.
     func prefix(of architecture: Architecture, in names: Set<String>) -> String {
         let prefix = prefix(of: architecture)
         let isAlone = self == .peft && !names.contains { $0.hasPrefix("base_model.model.\(prefix).layers.") }
         return isAlone ? "model" : prefix
     }
 
-    /// Returns the trainer's matrix A, B or m in this format.
     func turned(_ array: MLXArray, _ matrix: String) -> MLXArray {
         guard array.ndim == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -72,7 +69,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns the trainer's matrix, of this shape, from a matrix in this format. The function is the inverse of `turned`.
+    /// Converts a matrix in this format into the trainer's matrix, of shape `shape`. Inverse of `turned`.
     func turnedBack(_ array: MLXArray, _ matrix: String, to shape: [Int]) -> MLXArray {
         guard shape.count == 3 else { return self == .mlx ? array : array.T }
         switch (self, matrix) {
@@ -82,7 +79,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns the shape in this format of a matrix with this shape in the trainer.
+    /// Converts the shape of the trainer's matrix `A` or `B` into the shape in this format.
     package func turned(_ shape: [Int], _ matrix: String) -> [Int] {
         guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
         switch (self, matrix) {
@@ -92,7 +89,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns the configuration for adapters of some `modules` in some `blocks`.
+    /// Returns the contents of adapter_config.json.
     func config(
         rank: Int, scale: Double, dropout: Double, isDoRA: Bool, blocks: Range<Int>, of architecture: Architecture,
         modules: [Module], model: String
@@ -109,7 +106,7 @@ package enum AdapterFormat {
             let allBlocks = blocks.count == architecture.numHiddenLayers
             let layers = self.layers(of: architecture, modules)
             let joined = layers.filter { $0.modules.count > 1 }.map { ($0.name, rank * $0.modules.count) }
-            // A multimodal model, and a block with experts, may have other modules with the same last names. Then a pattern of whole names is needed.
+            // In a multimodal model or with experts, other modules may end with the same names. Then a pattern of full names is needed.
             let isAlone = architecture.hfPrefix == "model" && !architecture.hasExperts
             let linear = layers.filter { !$0.isStacked }
             let parameters = blocks.flatMap { block in
@@ -120,7 +117,7 @@ package enum AdapterFormat {
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": isDoRA,
-                // PEFT refuses dropout for parameters (experts). PEFT uses the value only in training.
+                // PEFT does not allow dropout for experts' parameters.
                 "lora_dropout": parameters.isEmpty ? dropout : 0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
                 "rank_pattern": Dictionary(uniqueKeysWithValues: joined),
@@ -134,7 +131,6 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns the layers of all blocks that contain some of the modules, without duplicates.
     func layers(of architecture: Architecture, _ modules: [Module]) -> [AdaptedLayer] {
         architecture.kinds.flatMap(layers).reduce(into: []) { found, layer in
             guard layer.modules.contains(where: modules.contains) else { return }
@@ -142,7 +138,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// Returns a regular expression of the layers' whole names.
+    /// Returns a regular expression that matches the layers' full names in `blocks`.
     private func pattern(of layers: [AdaptedLayer], _ blocks: Range<Int>, prefix: String) -> String {
         let names = layers.map(\.name).joined(separator: "|")
         return "\(prefix).layers.(\(blocks.map(String.init).joined(separator: "|"))).(\(names))"
@@ -153,14 +149,14 @@ package enum AdapterFormat {
         MeSPError("they use \(what), which is not supported; train plain LoRA adapters")
     }
 
-    /// Throws unless `isSupported`: every layer must have the folder's rank and α, or n times both if the layer joins n modules.
     static func checkRanks(_ isSupported: Bool) throws {
         guard isSupported else { throw unsupported("rank_pattern or alpha_pattern") }
     }
 }
 
-/// A linear layer in the model of a library. The layer is one of a block's modules, or joins several modules by concatenating their outputs. In
-/// PEFT's format the layer may also be a parameter of experts.
+/// A layer that can have adapters in the model of another library.
+///
+/// It is one module, or a linear layer that concatenates the outputs of several modules, or a parameter of experts.
 package struct AdaptedLayer {
     let name: String
     let modules: [Module]
@@ -169,16 +165,15 @@ package struct AdaptedLayer {
 
     var isStacked: Bool { modules.allSatisfy(\.isStacked) }
 
-    /// Returns the part of PEFT's names before `lora_A`. For a linear layer this part is the layer's name. For a parameter of experts it is the name
-    /// of the module with the parameter, because PEFT wraps this module once for each parameter. The first wrapper, for the gate, is inside the
-    /// second wrapper.
+    /// Returns the part of PEFT's names before `lora_A`.
+    ///
+    /// PEFT wraps the experts' module once for each parameter with adapters. The gate's wrapper is inside the other one.
     fileprivate func wrapper(isNested: Bool) -> String {
         guard isStacked, let end = name.lastIndex(of: ".") else { return name }
         return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
-    /// Returns A, B and m of the joined layer from the A, B and m of its modules. The joined layer has the same outputs as the modules together. The
-    /// A are concatenated, and the B are on a block diagonal.
+    /// Returns the matrices of the layer from those of its modules. The A are concatenated, and the B form a block diagonal.
     func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
         guard parts.count > 1 else { return parts[0] }
         let magnitudes = parts.compactMap(\.m)
@@ -193,8 +188,8 @@ package struct AdaptedLayer {
             m: magnitudes.isEmpty ? nil : concatenated(magnitudes))
     }
 
-    /// Returns the matrices of each module from A, B or m of the layer. If `joins` is set, each module has its own `rank` columns of A and rows of B.
-    /// Otherwise all modules share these columns and rows.
+    /// Splits A, B and m of the layer among its modules. With `joins`, each module has its own `rank` columns of A and rows of B. Otherwise the
+    /// modules share them.
     func parts(
         a: MLXArray?, b: MLXArray?, m: MLXArray?, rank: Int, joins: Bool, in block: BlockShape
     ) -> [(a: MLXArray?, b: MLXArray?, m: MLXArray?)] {

@@ -2,22 +2,23 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// The layout of a block's LoRA matrices in one flat float32 vector `[count]`. Each module has A `[in, rank]`, then B `[rank, out]`, row-major. The
-/// projections of a module share its A, and each projection has its own columns of B. Stacked matrices of experts have A `[experts, in, rank]` and B
-/// `[experts, rank, out]`. With DoRA, m `[out]` follows the B of each module except experts.
+/// The layout of a block's LoRA matrices in one flat float32 vector `[count]`.
 ///
-/// Gradients and the optimizer's state are vectors `[trainedCount]` of the trained parameters only.
+/// Each module has A `[in, rank]`, then B `[rank, out]`, then with DoRA m `[out]`, each row-major. Experts have A `[experts, in, rank]` and B
+/// `[experts, rank, out]` without m. The projections of a module share A, and each has its own columns of B.
+///
+/// Gradients and optimizer states have only the trained parameters, `[trainedCount]`.
 package struct LoRALayout {
     package let block: BlockShape
     package let rank: Int
-    /// The trained modules, which have matrices, in the block's order.
+    /// The modules that have LoRA matrices, in the block's order.
     package let modules: [Module]
-    /// Whether only B is trained.
+    /// Whether A is frozen, so that only B is trained.
     package let freezesA: Bool
-    /// Whether the layout is for DoRA. Then A is trained too.
+    /// Whether the modules have DoRA magnitudes.
     package let hasMagnitudes: Bool
 
-    /// - Parameter modules: nil for all of the block's linear layers.
+    /// - Parameter modules: the modules that have LoRA matrices. The default is all linear layers of the block, without experts.
     package init(
         block: BlockShape, rank: Int, modules: [Module]? = nil, freezesA: Bool = false, hasMagnitudes: Bool = false
     ) {
@@ -28,7 +29,6 @@ package struct LoRALayout {
     /// P, the number of LoRA parameters of the block.
     package var count: Int { modules.reduce(0) { $0 + size($1) } }
 
-    /// The number of trained parameters.
     package var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + shapes($1).b.reduce(1, *) } : count }
 
     private func shapes(_ module: Module) -> (a: [Int], b: [Int]) { block.shapes([module], rank: rank) }
@@ -38,15 +38,14 @@ package struct LoRALayout {
         return a.reduce(1, *) + b.reduce(1, *) + magnitudes(of: module)
     }
 
-    /// Returns the number of a module's magnitudes.
     private func magnitudes(of module: Module) -> Int {
         hasMagnitudes && !module.isStacked ? block.dimensions(module).outputs : 0
     }
 
-    /// The number of the block's magnitudes.
+    /// The number of DoRA magnitudes of the block.
     package var magnitudes: Int { modules.reduce(0) { $0 + magnitudes(of: $1) } }
 
-    /// Returns a module's part of a vector `[magnitudes]` of all the block's magnitudes; nil if the module has no magnitudes.
+    /// Returns a module's magnitudes from the block's magnitudes `[magnitudes]`, or nil if the module has none.
     package func magnitudes(_ module: Module, in all: MLXArray) -> MLXArray? {
         let (start, count) = (
             modules.prefix { $0 != module }.reduce(0) { $0 + magnitudes(of: $1) }, magnitudes(of: module)
@@ -64,7 +63,7 @@ package struct LoRALayout {
             a: flat[start..<middle].reshaped(a), b: flat[middle..<m].reshaped(b), m: m < end ? flat[m..<end] : nil)
     }
 
-    /// Returns the matrices of a projection as views of `flat`; nil if its module has none.
+    /// Returns the matrices of a projection as views of `flat`, or nil if its module has no LoRA matrices.
     package func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices? {
         let (module, outputs) = block.place(projection)
         guard modules.contains(module) else { return nil }
@@ -77,7 +76,7 @@ package struct LoRALayout {
         flattened(matrices.flatMap { [$0.a, $0.b] + [$0.m].compactMap { $0 } })
     }
 
-    /// Returns the gradient `[trainedCount]` from the gradients of all projections. The gradient of a shared A is the sum over its projections.
+    /// Returns the gradient `[trainedCount]`. The gradient of an A is the sum over the projections that share it.
     package func packed(_ gradients: LoRAGradients) -> MLXArray {
         flattened(
             modules.flatMap { module in
@@ -90,7 +89,7 @@ package struct LoRALayout {
             })
     }
 
-    /// Returns the gradients of every expert's A, then of every expert's B, with zeros for an expert that no token chose.
+    /// Returns the gradients of each expert's A, then of each expert's B. An expert without tokens has zeros.
     private func stacked(_ module: Module, _ experts: [Int: LoRAGradients]) -> [MLXArray] {
         let (projection, numbers) = (module.projections[0], 0..<block.stack(module)[0])
         let (a, b) = shapes(module)
@@ -105,12 +104,12 @@ package struct LoRALayout {
 
     // MARK: - What is trained
 
-    /// Returns the trained parameters `[trainedCount]` of a vector.
+    /// Returns the trained parameters `[trainedCount]` in `flat`.
     package func trained(in flat: MLXArray) -> MLXArray {
         freezesA ? flattened(modules.map { matrices($0, in: flat).b }) : flat
     }
 
-    /// Returns the vector `flat` with its trained parameters replaced by `trained`, `[trainedCount]`.
+    /// Returns `flat` with `trained`, of shape `[trainedCount]`, in place of its trained parameters.
     package func replacing(in flat: MLXArray, trained: MLXArray) -> MLXArray {
         guard freezesA else { return trained }
         var start = 0
@@ -122,8 +121,9 @@ package struct LoRALayout {
             })
     }
 
-    /// Returns the factors of the parameters' learning rate, float32 `[P]`: 1 for A, and `ratio` for B and m, as PEFT groups them; nil if all are 1.
-    /// The function is only for layouts in which A is trained.
+    /// Returns a learning-rate factor for each parameter, float32 `[P]`: 1 for A, and `ratio` for B and m. Returns nil if `ratio` is 1.
+    ///
+    /// Requires that A is trained.
     package func rateFactors(ofB ratio: Float) -> MLXArray? {
         guard ratio != 1 else { return nil }
         let factors: [MLXArray] = modules.flatMap { module in
@@ -135,14 +135,14 @@ package struct LoRALayout {
 
     // MARK: - Vectors of all the block's modules
 
-    /// The layout that the block function takes. It has all linear layers, and all experts' matrices if this layout has any.
+    /// The layout with all linear layers of the block. It includes all experts' matrices if this layout has any.
     package var whole: LoRALayout {
         LoRALayout(
             block: block, rank: rank, modules: modules.contains(where: \.isStacked) ? block.trainable : nil,
             hasMagnitudes: hasMagnitudes)
     }
 
-    /// Returns the vector of the whole layout. For a module without matrices, A and B are zeros, and m is 1.
+    /// Returns `flat` extended to the layout `whole`. Modules without matrices get zeros for A and B, and ones for m.
     package func whole(_ flat: MLXArray) -> MLXArray {
         let all = whole.modules
         guard modules != all else { return flat }
@@ -159,14 +159,13 @@ package struct LoRALayout {
             })
     }
 
-    /// Returns the parameters of this layout's modules from a vector of another layout that has all these modules. By default the other layout is the
-    /// whole layout.
+    /// Returns the parameters of this layout's modules from a vector of another layout, by default of `whole`.
     package func part(of vector: MLXArray, in other: LoRALayout? = nil) -> MLXArray {
         let other = other ?? whole
         return packed(modules.map { other.matrices($0, in: vector) })
     }
 
-    /// Returns parameters `[P]` with which the block equals the base model's: A and B are zero, and m is taken from `magnitudes`.
+    /// Returns parameters `[P]` that leave the base model unchanged: A and B are zero, and m is taken from `magnitudes`.
     package func base(_ magnitudes: MLXArray) -> MLXArray {
         packed(
             modules.map { module in
@@ -176,9 +175,9 @@ package struct LoRALayout {
             })
     }
 
-    /// Returns the initial parameters of the block with this index, float32 `[P]`: A is uniform in ±1/√in, and B is zero, as in mlx-lm.
+    /// Returns initial parameters, float32 `[P]`: A is uniform in ±1/√in and B is zero, as in mlx-lm.
     ///
-    /// - Parameter magnitudes: m of all modules, with DoRA.
+    /// - Parameter magnitudes: with DoRA, the initial m of all modules.
     package func initial(seed: UInt64, block index: Int, magnitudes: MLXArray? = nil) -> MLXArray {
         let key = MLXRandom.split(key: MLXRandom.key(seed), into: block.architecture.numHiddenLayers)[index]
         let all = whole.modules
@@ -194,8 +193,7 @@ package struct LoRALayout {
     }
 }
 
-/// The matrices A `[in, rank]` and B `[rank, out]` of a module or projection, stacked for experts. With DoRA there is also m `[out]`. When a layer is
-/// computed, the factors of x Wᵀ stand in place of m; see `DoRA`.
+/// The matrices A `[in, rank]` and B `[rank, out]`, with DoRA also m `[out]`. Matrices of experts are stacked along a first axis.
 package struct LoRAMatrices {
     package let a: MLXArray
     package let b: MLXArray
@@ -203,18 +201,18 @@ package struct LoRAMatrices {
 
     package init(a: MLXArray, b: MLXArray, m: MLXArray? = nil) { (self.a, self.b, self.m) = (a, b, m) }
 
-    /// Returns the matrices of some of the outputs.
+    /// Returns the matrices for a range of outputs.
     package func outputs(_ range: Range<Int>) -> LoRAMatrices {
         LoRAMatrices(a: a, b: b[0..., range], m: m?[range])
     }
 }
 
-/// The gradients of the trained A, B and m, by projection.
+/// The gradients of A, B and m, by projection.
 package struct LoRAGradients {
     package var a = [Projection: MLXArray]()
     package var b = [Projection: MLXArray]()
     package var m = [Projection: MLXArray]()
-    /// The gradients of each expert that some token chose, by the expert's number.
+    /// The gradients of experts by index. Experts without tokens are absent.
     package var experts = [Int: LoRAGradients]()
 
     package init() {}
@@ -228,7 +226,7 @@ package struct LoRAGradients {
 }
 
 extension BlockShape {
-    /// Returns the shapes of A and B for modules with the same input, as if they were one module.
+    /// Returns the shapes of A and B for the concatenation of modules with the same input.
     package func shapes(_ modules: [Module], rank: Int) -> (a: [Int], b: [Int]) {
         let (stack, (inputs, outputs)) = (stack(modules[0]), dimensions(modules))
         return (stack + [inputs, rank], stack + [rank, outputs])

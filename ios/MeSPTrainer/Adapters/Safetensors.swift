@@ -8,9 +8,9 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// The tensors of a mapped safetensors file. A tensor becomes an array on request.
+/// The tensors of a memory-mapped safetensors file.
 ///
-/// MLX's reader is not suitable for files that may be damaged, because it trusts the header and allocates memory before it reads the data.
+/// The reader checks the header, so that a damaged file cannot cause large allocations. MLX's own reader trusts the header.
 package struct Safetensors {
     package let metadata: [String: String]
     private let tensors: [String: Tensor]
@@ -56,7 +56,7 @@ package struct Safetensors {
         "F32": .float32, "F16": .float16, "BF16": .bfloat16, "U32": .uint32, "U8": .uint8, "I32": .int32, "I64": .int64,
     ]
 
-    /// - Throws: `MeSPError` if the file doesn't exist, or if its header doesn't fit its length. The messages continue a sentence about the folder.
+    /// - Throws: `MeSPError` if the file does not exist or is damaged.
     package init(_ url: URL) throws {
         let name = url.lastPathComponent
         guard let file = regularFile(url, followsLinks: true) else { throw MeSPError("it has no \(name)") }
@@ -64,7 +64,7 @@ package struct Safetensors {
         self = tensors
     }
 
-    /// Reads a file's contents. Returns nil unless the header is valid and its tensors' data fill the rest of the file.
+    /// Returns nil unless the header is valid and the tensors' data fill the rest of the file.
     init?(_ file: Data) {
         guard file.count >= 8 else { return nil }
         let length = file.withUnsafeBytes { UInt64(littleEndian: $0.loadUnaligned(as: UInt64.self)) }
@@ -94,10 +94,10 @@ package struct Safetensors {
 
     var names: Set<String> { Set(tensors.keys) }
 
-    /// Whether `writeSafetensors` has sealed the file: its last 32 bytes are meant to be the SHA-256 of all bytes before them.
+    /// Whether the file ends with a seal, which is meant to be the SHA-256 of all bytes before it.
     package var isSealed: Bool { tensors[Seal.name]?.dataOffsets == [data.count - Seal.size, data.count] }
 
-    /// Whether the file is sealed and has not changed since it was sealed. The check reads the whole file.
+    /// Whether the seal equals the SHA-256 of all bytes before it. The check reads the whole file.
     package var isIntact: Bool {
         guard isSealed else { return false }
         var hash = SHA256()
@@ -107,7 +107,7 @@ package struct Safetensors {
 
     package func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
 
-    /// A copy of the tensor called `name`; nil if the file has no such tensor.
+    /// A copy of the named tensor, or nil if the file has no such tensor.
     package subscript(name: String) -> MLXArray? {
         guard let tensor = tensors[name], let dtype = Self.dtypes[tensor.dtype] else { return nil }
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
@@ -115,12 +115,11 @@ package struct Safetensors {
     }
 }
 
-/// The last tensor of a sealed file.
 private enum Seal {
     static let (name, size) = ("sha256", 32)
 }
 
-/// A tensor for a new file. The tensor is computed when it is written.
+/// A tensor for a new file. `make` computes its values when the tensor is written.
 package struct NewTensor {
     let name: String
     let shape: [Int]
@@ -132,7 +131,7 @@ package struct NewTensor {
     }
 }
 
-/// Writes a safetensors file. The new file replaces the file at `url` only when the new file is completely on the disk.
+/// Writes a safetensors file. The file at `url` is replaced only after the new file is completely on disk.
 ///
 /// - Parameters:
 ///   - seal: whether to add a last tensor, `sha256`, with the SHA-256 of all bytes before it.
@@ -143,7 +142,7 @@ package func writeSafetensors(
     try writeWhole(url, isInBackup: isInBackup, safetensors(tensors, metadata: metadata, seal: seal))
 }
 
-/// Returns a function that writes a safetensors file. MLX's writer would hold all tensors in memory at once, and doesn't report a short write.
+/// Returns a function that writes a safetensors file with one tensor at a time in memory.
 func safetensors(
     _ tensors: [NewTensor], metadata: [String: String], seal: Bool = false
 ) throws -> (FileHandle) throws -> Void {
@@ -160,7 +159,7 @@ func safetensors(
     for tensor in tensors { describe(tensor.name, tensor.shape, tensor.dtype) }
     if seal { describe(Seal.name, [Seal.size], .uint8) }
     var json = try JSONSerialization.data(withJSONObject: header, options: .sortedKeys)
-    // The tensors start at a multiple of 8 bytes.
+    // Padding makes the tensors' data start at a multiple of 8 bytes.
     json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
 
     let start = json

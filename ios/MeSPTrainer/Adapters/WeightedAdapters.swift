@@ -3,34 +3,36 @@ import MLX
 import MeSPBundle
 import MeSPSentences
 
-/// A folder of adapters in the format of mlx-lm or PEFT, with the factor of the term that the adapters add to a layer's output.
+/// A folder of adapters in the format of mlx-lm or PEFT, with a weight.
 ///
-/// A model can have several adapters at once, of any ranks. Its layers are then y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b, with the weight wᵢ and the scale sᵢ
-/// of the adapters i. A layer with DoRA is g ∘ (x Wᵀ + s (x A) B), with a factor in g for each output. In the sum, adapters with DoRA have B ∘ g in
-/// place of B, and add the term w (g − 1) ∘ (x Wᵀ).
+/// A model can have several adapters of any ranks. With LoRA, a layer computes
+///
+///     y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b
+///
+/// with weight wᵢ and scale sᵢ of the adapters i. With DoRA, whose output is g ∘ (x Wᵀ + s (x A) B), Bᵢ is replaced by Bᵢ ∘ gᵢ and the term wᵢ (gᵢ −
+/// 1) ∘ (x Wᵀ) is added.
 package struct WeightedAdapters: Sendable, Equatable {
     package let folder: URL
-    /// The factor, from 0 to 10. Adapters with weight 0 are left out.
+    /// The weight, from 0 to 10. Adapters with weight 0 are left out.
     package let weight: Float
 
     package init(_ folder: URL, weight: Float = 1) { (self.folder, self.weight) = (folder, weight) }
 }
 
-/// Returns the vector with which a block is computed (`DoRA.scaled`), from adapters with magnitudes. This vector depends on the model's weights.
+/// A function that reads a block's DoRA adapters and returns the vector with which the block is computed (`DoRA.scaled`).
 ///
 /// - Parameters:
 ///   - scale: the scale of the adapters.
-///   - read: reads A, B and m `[P]`. The function receives parameters with which the block equals the base model's.
+///   - read: reads A, B and m as a vector `[P]`. Its argument supplies the matrices that the folder lacks.
 package typealias DoRAReading = (
     _ block: Int, LoRALayout, _ scale: Float, _ read: (_ base: MLXArray) throws -> MLXArray
 ) throws -> MLXArray
 
 /// Reads several folders of adapters as one set.
 ///
-/// - Returns: the adapters, or nil if no weight is above 0. With one folder, the scale includes the weight. With several folders, the matrices are
-///   joined: the rank is the sum of the folders' ranks, each B includes its weight and scale, and the scale is 1. If some adapters have magnitudes, m
-///   is the factor of x Wᵀ.
-/// - Throws: `MeSPError` that names a folder which does not fit the model, or a weight out of range.
+/// - Returns: the adapters, or nil if no weight is above 0. With one folder, the scale includes the weight. With several folders, the rank is the sum
+///   of their ranks, B includes weight and scale, and the scale is 1. With DoRA, m holds the factor of x Wᵀ.
+/// - Throws: `MeSPError` if a folder does not fit the model or a weight is out of range.
 package func loadAdapters(
     _ adapters: [WeightedAdapters], architecture: Architecture, dora: DoRAReading
 ) throws -> LoadedAdapters? {
@@ -49,7 +51,7 @@ package func loadAdapters(
         : architecture.layouts(
             rank: rank, withExperts: readers.contains(where: \.hasExperts),
             hasMagnitudes: readers.contains(where: \.hasMagnitudes))
-    // Reading block by block takes little more memory than the result.
+    // Reading one block at a time limits the peak memory.
     let lora = try layouts.enumerated().map { block, layout in
         let parts = try readers.indices.map { index in
             WeightedVector(
@@ -71,24 +73,21 @@ extension AdapterReader {
     fileprivate var hasExperts: Bool { layouts.contains { $0.modules.contains(where: \.isStacked) } }
     fileprivate var hasMagnitudes: Bool { layouts.contains(where: \.hasMagnitudes) }
 
-    /// Returns the vector with which a block is computed.
     fileprivate mutating func read(_ block: Int, _ dora: DoRAReading) throws -> MLXArray {
         guard layouts[block].hasMagnitudes else { return try read(block) }
         return try dora(block, layouts[block], scale) { base in try read(block, absent: base) }
     }
 }
 
-/// A block's adapters from one folder, to be joined with the adapters from other folders.
 struct WeightedVector {
     let layout: LoRALayout
-    /// The vector with which the block is computed.
+    /// The LoRA parameters `[P]`, with the factors g in place of m.
     let vector: MLXArray
     let weight: Float
-    /// The factor of B: the product of weight and scale; 1 if there is only one folder, because then the scale of the result includes the weight.
+    /// The factor of B: weight · scale, or 1 for a single folder, whose weight is part of the scale.
     let factorOfB: Float
 
-    /// Returns the matrices of a module: A, `factorOfB` · B and, with DoRA, w (g − 1) as m. If the layout lacks the matrices of experts, A and B are
-    /// zeros.
+    /// Returns A, `factorOfB` · B and, with DoRA, weight · (g − 1) as m. A module without matrices gets zeros.
     fileprivate func matrices(_ module: Module) -> LoRAMatrices {
         guard layout.modules.contains(module) else {
             let (a, b) = layout.block.shapes([module], rank: layout.rank)
@@ -100,7 +99,7 @@ struct WeightedVector {
 }
 
 extension LoRALayout {
-    /// Returns the vector of all `parts` joined. Its rank is the sum of their ranks.
+    /// Returns the concatenation of all `parts`. Its rank is the sum of their ranks.
     func joined(_ parts: [WeightedVector]) -> MLXArray {
         packed(
             modules.map { module in
@@ -113,11 +112,11 @@ extension LoRALayout {
     }
 }
 
-/// A model's adapters and the dates of their files. If two values of this type are equal, the model computes the same results with either.
+/// The chosen adapters and the modification dates of their files. Adapters with weight 0 are left out.
 package struct AdapterSelection: Sendable, Equatable {
     private struct Part: Sendable, Equatable {
         let adapters: WeightedAdapters
-        /// The modification dates of the files; nil for a missing file.
+        /// The files' modification dates, with nil for a missing file.
         let written: [Date?]
     }
 

@@ -3,13 +3,13 @@
     import AppIntents
     import MeSPAppModel
 
-    /// Continues a waiting or interrupted run while the app is in the background. The Shortcuts app, Siri and the Action button offer it.
+    /// Continues a waiting or interrupted run in the background. Shortcuts, Siri and the Action button offer this intent.
     @available(iOS 27.0, *)
     struct ContinueTrainingIntent: LongRunningIntent {
         static let title: LocalizedStringResource = "Continue Training"
 
         func perform() async throws -> some IntentResult {
-            // The property may be read only in this method.
+            // `progress` may be read only in this method, so the closure below uses a copy.
             let progress = progress
             let grant: BackgroundGrant =
                 await SystemBackground.current?.givesGPU == true ? .continuedOnGPU : .continued

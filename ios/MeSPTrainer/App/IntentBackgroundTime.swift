@@ -2,7 +2,6 @@
     import Foundation
     import MeSPAppModel
 
-    /// The background time of the intent, until the run has ended or the intent is cancelled.
     @MainActor final class IntentBackgroundTime: BackgroundTime {
         let grant: BackgroundGrant
         var onExpiration: (() -> Void)?
@@ -11,7 +10,7 @@
 
         init(_ grant: BackgroundGrant, _ progress: Progress) { (self.grant, self.progress) = (grant, progress) }
 
-        /// Passes the time to the scheduler and waits for its end.
+        /// Gives the background time to the app's scheduler and waits until the time ends.
         ///
         /// - Throws: `MeSPError` if the run did not finish, or if there is no run.
         func pass() async throws {

@@ -8,8 +8,7 @@ import SwiftUI
         @NSApplicationDelegateAdaptor private var delegate: MacDelegate
     #endif
 
-    /// Creates the model. A `@State` could be created later, when a view first uses it, but iOS accepts handlers for background tasks only until the
-    /// app has launched.
+    /// The app creates its model here because iOS accepts background task handlers only until the app has launched.
     init() {
         let folder = DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
         let recording = Bundle.main.resourceURL?.appending(path: "Recorded")
@@ -31,17 +30,16 @@ import SwiftUI
     }
 
     #if os(iOS)
-        /// The identifier of the background session that downloads bundles and models.
+        /// The identifier of the `URLSession` for background downloads.
         private static let downloads = "downloads"
 
         var body: some Scene {
-            // The system launches or wakes the app when the files have arrived.
+            // The system wakes or launches the app when downloads have finished.
             WindowGroup { RootView().environment(model) }
                 .backgroundTask(.urlSession(Self.downloads)) { [model] in await model.finishDownload() }
         }
     #else
         var body: some Scene {
-            // There is one window, because there is one run at a time.
             Window("MeSP Trainer", id: "main") { RootView().environment(model) }
                 .commands {
                     CommandGroup(after: .toolbar) {
@@ -53,13 +51,11 @@ import SwiftUI
 }
 
 #if os(macOS)
-    /// Keeps the app and its run alive when the only window is closed.
     @MainActor final class MacDelegate: NSObject, NSApplicationDelegate {
         func applicationShouldTerminateAfterLastWindowClosed(_ sender: NSApplication) -> Bool { false }
     }
 #endif
 
-/// The tabs, with the alerts and modifiers that they share.
 struct RootView: View {
     @Environment(AppModel.self) private var model
     @Environment(\.scenePhase) private var scenePhase
@@ -94,7 +90,7 @@ struct RootView: View {
         .onChange(of: scenePhase) { if scenePhase == .active { Task { await model.refresh() } } }
         .onChange(of: model.controller.isRunning) { Task { await model.refresh() } }
         .staysAwake(model.staysAwake)
-        // On a Mac a form scrolls only in this style.
+        // On a Mac, only the grouped style scrolls.
         .formStyle(.grouped)
         .task {
             await model.refresh()

@@ -3,14 +3,13 @@
     import Foundation
     import MeSPAppModel
 
-    /// The source of background time from `BGTaskScheduler`. Info.plist permits the identifiers.
     @MainActor final class SystemBackground: BackgroundScheduler {
-        /// The app's scheduler, which its intent uses.
+        /// The scheduler that `ContinueTrainingIntent` uses.
         private(set) static weak var current: SystemBackground?
 
         var onGrant: ((any BackgroundTime) -> Void)?
 
-        /// Whether background tasks may use the GPU: false without the entitlement *Background GPU Access*, and on devices that do not allow it.
+        /// Whether background tasks may use the GPU. This needs the entitlement *Background GPU Access* and a device that supports it.
         var givesGPU: Bool {
             #if compiler(>=6.2)
                 if #available(iOS 26.0, *) { return BGTaskScheduler.supportedResources.contains(.gpu) }
@@ -20,13 +19,12 @@
 
         private let prefix = Bundle.main.bundleIdentifier ?? "org.mesp.MeSPTrainer"
         private var overnight: String { prefix + ".overnight" }
-        /// The identifier of the last request for a run that the person started. Each request has a new one.
+        /// The identifier of the last request for a continued run. Each request needs a new identifier.
         private var continued: String?
         /// Whether a handler for the overnight task is registered. A request without a handler crashes the app.
         private var hasOvernight = false
 
-        /// Registers the overnight task. Create the scheduler before the app has launched, because the system may have launched the app for this
-        /// task.
+        /// Registers the overnight task. Must run before the app has launched, because the system may launch the app for this task.
         init() {
             hasOvernight = register(overnight, for: .overnight)
             Self.current = self
@@ -40,7 +38,7 @@
                 request.requiresExternalPower = true
                 try? BGTaskScheduler.shared.submit(request)
             case .continued, .continuedOnGPU:
-                // Older SDKs and systems have no such task. With them, the run waits until the app is in front again.
+                // Older SDKs and systems have no continued processing task.
                 #if compiler(>=6.2)
                     if #available(iOS 26.0, *) {
                         let identifier = "\(prefix).run.\(UUID().uuidString)"
@@ -61,9 +59,7 @@
             BGTaskScheduler.shared.cancel(taskRequestWithIdentifier: identifier)
         }
 
-        /// Registers a handler.
-        ///
-        /// - Returns: whether Info.plist permits the identifier.
+        /// Returns whether the handler is registered. Registration fails for an identifier that Info.plist does not permit.
         private func register(_ identifier: String, for grant: BackgroundGrant) -> Bool {
             BGTaskScheduler.shared.register(forTaskWithIdentifier: identifier, using: .main) {
                 @Sendable [weak self] task in
@@ -81,7 +77,7 @@
 
             init(_ task: BGTask, _ grant: BackgroundGrant) {
                 (self.task, self.grant) = (task, grant)
-                // The handler is called on any thread.
+                // The system may call the handler on any thread.
                 task.expirationHandler = { @Sendable [weak self] in
                     Task { @MainActor [weak self] in self?.onExpiration?() }
                 }

@@ -3,14 +3,12 @@
     import Foundation
     import MeSPAppModel
 
-    /// The display of the run as a Live Activity on the lock screen.
     @MainActor final class SystemLiveActivity: LiveActivityDisplay {
-        /// The identifier of the activity in progress; nil for none.
         private var id: String?
-        /// The change in progress, because changes are made one after another.
+        /// The last change of the activity. Each change waits for the one before it.
         private var work: Task<Void, Never>?
 
-        /// Removes the activities of runs during which the app was terminated.
+        /// Removes Live Activities that a terminated launch of the app left behind.
         init() {
             for left in Activity<RunAttributes>.activities.map(\.id) { change { await Self.end(left, nil) } }
         }

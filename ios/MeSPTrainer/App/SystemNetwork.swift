@@ -1,7 +1,6 @@
 import MeSPAppModel
 import Network
 
-/// The network that the system uses.
 @MainActor final class SystemNetwork: NetworkPath {
     private(set) var isCostly = false
     var onChange: (() -> Void)?

@@ -1,7 +1,6 @@
 import MeSPAppModel
 import UserNotifications
 
-/// The display of messages as the system's notifications, one at a time.
 @MainActor final class SystemNotifications: NotificationDisplay {
     private static let identifier = "run"
 
@@ -9,7 +8,7 @@ import UserNotifications
 
     func askPermission() async {
         #if os(macOS)
-            // On a Mac the question is a banner, which may stay unanswered.
+            // On a Mac the request is a banner that may stay unanswered, so the app does not wait for an answer.
             center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in }
         #else
             await withCheckedContinuation { continuation in

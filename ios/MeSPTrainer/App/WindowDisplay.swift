@@ -2,7 +2,6 @@
     import MeSPAppModel
     import SwiftUI
 
-    /// The screen that shows the app's window.
     @MainActor final class WindowDisplay: Display {
         private var screen: UIScreen? {
             UIApplication.shared.connectedScenes.compactMap { $0 as? UIWindowScene }.first?.screen

@@ -4,9 +4,8 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// The actions that bring bundles and texts into the app: from other apps, from files that the person chooses, and from the Hub.
 extension AppModel {
-    /// Opens a file from another app. Imports a bundle, and chooses any other file as the text to train on.
+    /// Opens a file from another app. A bundle is imported. Any other file becomes the text to train on.
     public func open(_ url: URL) async {
         if url.isBundle {
             tab = .bundles
@@ -17,7 +16,7 @@ extension AppModel {
         }
     }
 
-    /// Copies a text file into the app, because access to the original may end, and chooses it as the text to train on.
+    /// Copies a text file into the app and chooses it as the text to train on.
     public func chooseText(at url: URL) async {
         await attempt {
             _ = try TextFileKind(of: url)
@@ -25,7 +24,7 @@ extension AppModel {
         }
     }
 
-    /// Imports a bundle and chooses it. A model in MLX's format is rewritten into a bundle after the person has confirmed.
+    /// Imports a bundle and chooses it. For a model in MLX's format, asks the person first and then converts it into a bundle.
     public func importBundle(at url: URL) async {
         await attempt {
             let bundle = try await library.importBundle(at: url) { name, size, notices in
@@ -37,7 +36,7 @@ extension AppModel {
         }
     }
 
-    /// A question to the person: whether to rewrite a model into a bundle.
+    /// A question to the person whether to convert a model into a bundle.
     struct ImportRequest {
         let name: String
         let size: Int
@@ -49,13 +48,13 @@ extension AppModel {
         }
     }
 
-    /// Whether the app asks about rewriting a model. Setting this property has no effect; call `answerImport`.
+    /// Whether the app asks to convert a model. The setter does nothing; call `answerImport` instead.
     public var asksToImport: Bool {
         get { importRequest != nil }
         set {}
     }
 
-    /// The facts for the person's decision.
+    /// The sentences of the question whether to convert a model.
     public var importQuestion: [Sentence] {
         guard let importRequest else { return [] }
         return [
@@ -63,7 +62,7 @@ extension AppModel {
         ] + importRequest.notices
     }
 
-    /// Answers the question whether to rewrite the model.
+    /// Answers the question whether to convert a model.
     public func answerImport(_ isWanted: Bool) {
         importRequest?.answer.resume(returning: isWanted)
         importRequest = nil
@@ -72,14 +71,13 @@ extension AppModel {
     /// Looks up the repository on the Hub.
     public func lookUp() async { await attempt { try await downloads.lookUp() } }
 
-    /// Downloads the bundle or the model that was looked up, and chooses its bundle.
+    /// Downloads the repository that was looked up, and chooses the resulting bundle.
     public func download() async { await addAndSelect { try await downloads.download() } }
 
-    /// Downloads the bundle or the model over any network. Call this only after the person has agreed to the cost.
+    /// Downloads the repository over any network. Call this only after the person has agreed to the cost.
     public func downloadNow() async { await addAndSelect { try await downloads.downloadNow() } }
 
-    /// Resumes a download that was in progress when the app was terminated. Returns when the download has ended or the caller's task is cancelled. If
-    /// a download is already in progress, the call waits until it has ended.
+    /// Resumes a download that was in progress when the app was terminated. Returns when it has ended or the caller's task is cancelled.
     public func finishDownload() async {
         let work = Task { await addAndSelect { try await downloads.resume() } }
         repeat { try? await Task.sleep(for: .milliseconds(100)) } while downloads.progress != nil && !Task.isCancelled

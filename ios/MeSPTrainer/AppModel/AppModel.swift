@@ -16,7 +16,7 @@ import Observation
 
 /// The state and the actions of the app. The views only display the state and call the actions.
 @MainActor @Observable public final class AppModel {
-    /// The reason why the app can't train here; nil if it can.
+    /// The reason why the app cannot train on this device, or nil if it can.
     public let refusal: Sentence?
 
     public let library: Library
@@ -34,31 +34,30 @@ import Observation
     public let federation: Federation
 
     public enum Tab: Sendable { case train, tryIt, runs, bundles, compare }
-    /// The visible tab. Leaving the chat frees the models' caches of its text.
+    /// The visible tab. Leaving the *Try* tab frees the chat's caches.
     public var tab = Tab.train { didSet { if tab != .tryIt { chat.freeCaches() } } }
-    /// The last problem, in a sentence, until it is set to nil.
+    /// The last problem, until it is set to nil.
     public var problem: Sentence?
-    /// Whether there is a problem to show. Setting it to false removes the problem.
+    /// Whether there is a problem to show. Setting it to false clears the problem.
     public var hasProblem: Bool {
         get { problem != nil }
         set { if !newValue { problem = nil } }
     }
-    /// The item that is deleted when the person confirms; nil if no question is open.
+    /// The item that the app asks about before it deletes it, or nil.
     package internal(set) var deletion: Deletion?
-    /// The model that is rewritten when the person confirms; nil if no question is open.
+    /// The model that the app asks about before it converts it into a bundle, or nil.
     var importRequest: ImportRequest?
-    /// The tokenized fraction of the text, from 0 to 1; nil while no text is being tokenized.
+    /// The fraction of the text that is tokenized, from 0 to 1, or nil while nothing is tokenized.
     public internal(set) var tokenized: Double?
-    /// The notices about the text of the last run: data that was left out, added or cut.
+    /// Notices about the text of the last run, such as data that was left out or cut.
     public internal(set) var textNotices = [Sentence]()
-    /// Whether the form for a new run is shown in place of the present or last run.
+    /// Whether the form for a new run replaces the current or last run.
     public var showsSetup = true
-    /// The run that the person does not want to continue now.
     var declinedRun: StoredRun.ID?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// The folder of a recorded run, which the app shows if it cannot train on this device.
+    /// The folder of a recorded run, to show if the app cannot train on this device.
     @ObservationIgnored let recording: URL?
     @ObservationIgnored let notificationDisplay: (any NotificationDisplay)?
     @ObservationIgnored private var runNotifications: RunNotifications?
@@ -67,14 +66,14 @@ import Observation
 
     /// - Parameters:
     ///   - display: the screen, which is dimmed overnight.
-    ///   - scheduler: the source of background time; nil if there is none.
-    ///   - notificationDisplay: the display of messages to a person who has left the app.
-    ///   - activityDisplay: the display of the run on the lock screen; nil if there is none.
-    ///   - network: the network that the device uses; nil if it is unknown.
-    ///   - refusal: the reason why nothing can be trained here; nil if the app can train.
-    ///   - openDownload: a function that opens the download of a repository.
-    ///   - recording: the folder of a recorded run, which the app shows if it cannot train on this device.
-    ///   - loadTokenizer: a function that reads the tokenizer in a bundle's folder.
+    ///   - scheduler: the source of background time, or nil for none.
+    ///   - notificationDisplay: shows messages to a person who has left the app.
+    ///   - activityDisplay: shows the run on the lock screen, or nil for none.
+    ///   - network: the device's network, or nil if it is unknown.
+    ///   - refusal: the reason why the app cannot train on this device, or nil if it can.
+    ///   - recording: the folder of a recorded run, to show if the app cannot train on this device.
+    ///   - openDownload: opens the download of a repository.
+    ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     public init(
         monitor: any DeviceMonitor, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, notificationDisplay: (any NotificationDisplay)? = nil,
@@ -109,15 +108,15 @@ import Observation
         background = scheduler.map {
             BackgroundTraining(
                 controller: controller, monitor: monitor, scheduler: $0,
-                // In a federation the server starts the runs.
+                // A federation's server starts its runs.
                 isStartedByPerson: { [weak self] in self?.federation.isOn == false },
                 resume: { [weak self] in await self?.resumeInBackground($0) ?? false })
         }
     }
 
-    /// Reads the lists of bundles and runs again.
+    /// Reloads the lists of bundles and runs.
     public func refresh() async {
-        // A terminated process may have left files without a policy, and parts of imports.
+        // An earlier launch that was terminated may have left unfinished imports, and files without a storage policy.
         if !library.hasLooked {
             applyStoragePolicies()
             let folder = library.folder
@@ -128,8 +127,7 @@ import Observation
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
         }
         form.refresh()
-        // The system may have started the app while the phone is locked. Then the choices can't be read, and they are read again when the app becomes
-        // active.
+        // Choices cannot be read while the phone is locked. They are read again when the app becomes active.
         do { try choices.refresh() } catch { if monitor.scene == .active { problem = error.plainSentence } }
         if hasEnded, let run = shownRun {
             hasEnded = false
@@ -139,21 +137,17 @@ import Observation
 
     // MARK: - Whether the model is in use
 
-    /// The bundle in use.
     var bundleInUse: StoredBundle.ID? { isBusy ? lastUsed : nil }
-    /// The bundle that was used last.
     private var lastUsed: StoredBundle.ID?
-    /// Whether a run, a text, a benchmark, a self-check, an evaluation or a federation is in progress or about to begin.
     var isBusy: Bool {
         isPreparing || controller.isRunning || chat.writing != nil || benchmark.running != nil
             || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
-    /// Whether a run or other work is about to begin: its data is being read or tokenized.
+    /// Whether work is about to begin whose data is still being read or tokenized.
     public private(set) var isPreparing = false
 
     // MARK: - Runs
 
-    /// Frees the conversation's memory when a run begins. Sets the storage policies of the run's files when the run ends.
     private func runChanged() {
         guard !controller.isRunning else { return chat.freeCaches() }
         applyStoragePolicies()
@@ -165,7 +159,6 @@ import Observation
         Task { await attempt { try await Task.detached { try folder.applyPoliciesToRuns() }.value } }
     }
 
-    /// Whether a run has ended and the list does not show it yet.
     private var hasEnded = false
 
     /// The progress of the current or last run; nil before the first.
@@ -173,15 +166,14 @@ import Observation
         controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
     }
 
-    /// The last run's entry in the list; nil if the run is in progress, or if the list does not show its end yet.
+    /// The last run's entry in the list, once the list shows that the run has ended.
     public var shownRun: StoredRun? {
         guard !controller.isRunning, let output = controller.settings?.output else { return nil }
         let id = URL(fileURLWithPath: output).lastPathComponent
-        // The list may have been read while the run was in progress.
+        // A list read before the run ended still shows the run as running.
         return library.runs.first { $0.id == id && !$0.isBenchmark && $0.status != .running }
     }
 
-    /// Returns whether examples of a run exist or can be written.
     public func canShowExamples(of run: StoredRun) -> Bool {
         run.adapters != nil && library.bundle(of: run) != nil && (run.log?.lastStep ?? 0) > 0
     }
@@ -194,13 +186,13 @@ import Observation
         examples.start(run, bundle: bundle.url, isAskedFor: isAskedFor, loadTokenizer: loadTokenizer)
     }
 
-    /// The run whose adapters the person chose for writing; nil for the latest run.
+    /// The run that the person chose for writing, or nil for the latest.
     public var chosenRun: StoredRun.ID?
-    /// The run whose adapters are used for writing; nil if there is none yet.
+    /// The run whose adapters write the answers, or nil if no run has adapters.
     package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
-    /// The bundle that is used for writing: the bundle of `writingRun`, or else the form's bundle; nil if neither exists.
+    /// The bundle of `writingRun`, or else the form's bundle.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
-    /// The runs that can be combined with `writingRun`: the other runs of its model.
+    /// The other runs of the same model, which can be combined with `writingRun`.
     public var secondRuns: [StoredRun] {
         guard let first = writingRun else { return [] }
         return library.trained.filter { $0.id != first.id && library.bundle(of: $0)?.id == writingBundle?.id }
@@ -216,10 +208,10 @@ import Observation
         let second = secondRun
         return [writingRun].compactMap { $0 } + secondRuns.filter { $0.id == second }
     }
-    /// The strengths of the adapters of the first run and of the second, from 0 to 1.
+    /// The strengths of the adapters of the first and second run, from 0 to 1.
     public var strengths: [Float] = [1, 1]
 
-    /// Shows the tab *Try* with only this run's adapters, at full strength. An empty prompt is filled with one of its examples.
+    /// Opens the *Try* tab with only this run's adapters at full strength. Fills an empty prompt with an example of the run.
     public func openChat(with run: StoredRun) {
         (chosenRun, chosenSecondRun, strengths) = (run.id, nil, [1, 1])
         if chat.draft.prompt.isEmpty, let sample = examples.of(run).first {
@@ -228,11 +220,10 @@ import Observation
         tab = .tryIt
     }
 
-    /// Whether the device is free for a run, a text, a benchmark, a self-check, an evaluation or a federation.
+    /// Whether the app can begin work with a model.
     public var isFree: Bool { !isBusy && refusal == nil }
 
-    /// Waits for a pause in typing, then reads the first record that a run with the form's settings would train, and shows the record in the form.
-    /// Cancelling the caller's task ends the call.
+    /// Updates the preview of the first record in the form, after a pause in typing.
     public func updatePreview() async {
         guard isFree else { return }
         await preview.read()
@@ -251,7 +242,7 @@ import Observation
         await refresh()
     }
 
-    /// Checks the device with the form's bundle.
+    /// Starts a self-check of the device with the form's bundle.
     public func checkDevice() {
         guard isFree, let bundle = form.bundle else { return }
         beginUsing(bundle.id)
@@ -260,7 +251,7 @@ import Observation
             .init(bundle: bundle.url.path), file: library.folder.newSelfCheck(bundle: bundle.name))
     }
 
-    /// Begins a self-check if the app's arguments contain `--self-check`, optionally followed by the name of a bundle.
+    /// Starts a self-check if the app's arguments contain `--self-check`, optionally followed by a bundle's name.
     public func begin(arguments: [String]) {
         guard let index = arguments.firstIndex(of: "--self-check") else { return }
         if index + 1 < arguments.count {
@@ -279,7 +270,7 @@ import Observation
         screen.staysAwake || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
 
-    /// Evaluates the base model, and the model with the adapters of `run`, on the records of a file.
+    /// Evaluates the base model and the model with the run's adapters on the records of a file.
     public func evaluate(_ file: URL, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
         await prepare(bundle) {
@@ -294,7 +285,7 @@ import Observation
         }
     }
 
-    /// Generates one text with the base model, and one text with the adapters of the chosen runs.
+    /// Generates one text with the base model and one with the adapters of `writingRuns`.
     public func write(_ request: SideBySideChat.Request) async {
         guard isFree, let bundle = writingBundle else { return }
         let adapters = zip(writingRuns, strengths).compactMap { run, strength in
@@ -306,13 +297,15 @@ import Observation
         }
     }
 
-    /// Saves a choice of the person. Without `corrected`, the person prefers the answer of `side` to the other side's answer. With `corrected`, the
-    /// person prefers `corrected` to the answer of `side`.
+    /// Saves a preference of the person.
+    ///
+    /// Without `corrected`, the answer of `side` is preferred to the other answer. With `corrected`, the corrected text is preferred to the answer of
+    /// `side`.
     public func choose(_ side: SideBySideChat.Side, of turn: SideBySideChat.Turn.ID, corrected: String? = nil) async {
         await attempt { try choices.add(chat.choice(side, of: turn, corrected: corrected)) }
     }
 
-    /// Runs `body`, which reads and tokenizes data and then begins work with `bundle`. No other work can begin meanwhile.
+    /// Runs `body`, which prepares data and then begins work with `bundle`. Other work cannot begin meanwhile.
     func prepare(_ bundle: StoredBundle, _ body: () async throws -> Void) async {
         beginUsing(bundle.id)
         isPreparing = true
@@ -320,7 +313,7 @@ import Observation
         await attempt(body)
     }
 
-    /// Marks a bundle as used. Stops optional work: the examples of a run and the preview.
+    /// Marks a bundle as used, and stops the examples and the preview.
     func beginUsing(_ bundle: StoredBundle.ID) {
         lastUsed = bundle
         examples.stop()

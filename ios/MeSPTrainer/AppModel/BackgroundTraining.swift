@@ -6,30 +6,24 @@ import MeSPSentences
 /// A period of background time that the system has granted: in the app, a `BGTask`.
 @MainActor public protocol BackgroundTime: AnyObject {
     var grant: BackgroundGrant { get }
-    /// A closure to call when the system ends the period.
     var onExpiration: (() -> Void)? { get set }
-    /// Shows the progress of the run to the person.
     func show(_ progress: RunProgress)
     func end(success: Bool)
 }
 
 /// A source of background time: in the app, the system's scheduler.
 @MainActor public protocol BackgroundScheduler: AnyObject {
-    /// A closure to call with each granted period.
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
-    /// Whether the device allows an app in the background to use the GPU.
     var givesGPU: Bool { get }
-    /// Requests a period, which may never be granted. The request replaces an earlier one that was not granted yet.
+    /// Requests a period, which may never be granted. A new request replaces the earlier one.
     func ask(for grant: BackgroundGrant, title: Sentence)
-    /// Withdraws a request.
     func withdraw(_ grant: BackgroundGrant)
 }
 
-/// Requests background time for a run that may train in the background, and tells the run controller which time the system has granted.
-/// `PauseReason.reasons` decides whether a run may train in granted time.
+/// Requests background time for runs and tells the run controller what the system has granted.
 ///
-/// A run that the person has started may continue in the background. At night, on the charger, an unfinished run continues, even if the system has
-/// terminated the app in the meantime.
+/// A run that the person started may continue in the background. At night, while charging, an unfinished run continues even if the app was
+/// terminated.
 @MainActor final class BackgroundTraining {
     private let controller: RunController
     private let monitor: any DeviceMonitor
@@ -38,15 +32,14 @@ import MeSPSentences
     private let resume: (BackgroundGrant) async -> Bool
     private var times = [any BackgroundTime]() { didSet { followProgress() } }
     private var reports: Task<Void, Never>?
-    /// The folder of the run for which time was requested.
     private var askedFor: String?
 
-    /// The time between two reports of progress to the system. The system ends a task without progress, and a step can take minutes.
+    /// The interval between progress reports. The system ends a background task that reports no progress, and a step can take minutes.
     private static let reportInterval = Duration.seconds(1)
 
     /// - Parameters:
     ///   - isStartedByPerson: returns whether the person started the run in progress.
-    ///   - resume: continues an interrupted run that may train in the given kind of background time. Returns false if there is no such run.
+    ///   - resume: continues an interrupted run in background time, or returns false if no run fits.
     init(
         controller: RunController, monitor: any DeviceMonitor, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool
@@ -57,7 +50,7 @@ import MeSPSentences
         controller.observers.append { [weak self] in self?.runChanged() }
     }
 
-    /// The kinds of background time in which the run in progress may train; empty until the run's device is known.
+    /// The kinds of background time in which the current run may train.
     private var usable: [BackgroundGrant] {
         guard controller.isRunning, controller.log.start != nil else { return [] }
         if !controller.usesGPU { return [.overnight, .continued] }
@@ -71,7 +64,7 @@ import MeSPSentences
         }
         if let settings = controller.settings, askedFor != settings.output, !usable.isEmpty {
             askedFor = settings.output
-            // Time other than overnight time may be requested only while the app is active, for a run that the person has started.
+            // Except overnight time, background time may be requested only while the app is active and for a run that the person started.
             let mayAsk = monitor.scene == .active && isStartedByPerson()
             for grant in usable where grant == .overnight || mayAsk { scheduler.ask(for: grant, title: title) }
         }
@@ -84,7 +77,6 @@ import MeSPSentences
         for time in times { time.show(progress) }
     }
 
-    /// Reports the progress to the system, also within a step, while there is granted time.
     private func followProgress() {
         guard !times.isEmpty else {
             reports?.cancel()

@@ -6,31 +6,29 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// Measures the three gradient methods on this device with a few steps each, for comparison with the figures of the MeSP paper.
+/// Measures the gradient methods MeSP, MeBP and MeZO on this device with a few steps each.
 @MainActor @Observable public final class Benchmark {
-    /// The measurements of one method. Sizes are in bytes.
+    /// The measurements of one method.
     public struct Row: Codable, Sendable, Equatable, Identifiable {
         public var model: String
         public var method: GradientMethod
         public var seqLen: Int
         public var rank: Int
         public var steps: Int
-        /// The machine and its system.
+        /// The machine and its system version.
         package var host: String
-        /// `cpu` or `gpu`.
         public var device: Backend
-        /// The median time of a step, in seconds.
+        /// The median duration of a step, in seconds.
         public var seconds: Double
-        /// The time of a step, divided by the time of a step of MeBP; nil until MeBP has run.
+        /// The median duration of a step relative to MeBP's, or nil until MeBP has run.
         public var timeOfMebp: Double?
-        /// The peak footprint of the process, including the app's own memory.
+        /// The peak memory footprint of the app, in bytes.
         public var footprintPeakBytes: Int
-        /// The footprint of the process before the run.
+        /// The memory footprint of the app before the run, in bytes.
         public var footprintBeforeBytes: Int
         package var mlxPeakBytes: Int
         public var predictedPeakBytes: Int
-        /// The peak that the paper gives for MeSP on an iPhone 17 Pro; nil if the paper gives none. `paperTimeOfMebp` is the paper's time of a step
-        /// of MeSP, divided by that of MeBP.
+        /// The paper's peak memory of MeSP on an iPhone 17 Pro, in bytes, if the paper has it.
         public var paperBytes: Int?
         public var paperTimeOfMebp: Double?
         /// The worst thermal state during the steps.
@@ -39,24 +37,25 @@ import Observation
         public var id: GradientMethod { method }
     }
 
-    /// The methods, in the order in which they run.
+    /// The measured methods, in order.
     package static let methods: [GradientMethod] = [.mesp, .mebp, .mezo]
 
     public private(set) var rows = [Row]()
-    /// The method that is running; nil if none is.
+    /// The method being measured, or nil.
     public private(set) var running: GradientMethod?
-    /// The reason why the last benchmark ended early; nil if it did not.
+    /// The reason why the last benchmark ended early, or nil.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let controller: RunController
 
-    /// - Parameter controller: the controller that runs the methods. It pauses these runs as it pauses any run.
+    /// - Parameter controller: runs the methods.
     public init(controller: RunController) { self.controller = controller }
 
-    /// Measures the methods one after another. Each run has `settings` with its own method and output folder. Cancelling the task ends the benchmark
-    /// and keeps the finished rows.
+    /// Measures the methods one after another. Cancelling the task keeps the finished rows.
     ///
-    /// - Parameter folder: returns the folder of a method's run.
+    /// - Parameters:
+    ///   - settings: the settings of every run, except for the method and the output folder.
+    ///   - folder: returns the output folder for a method.
     public func run(_ settings: RunSettings, folder: (GradientMethod) -> URL) async {
         guard running == nil else { return }
         (rows, problem) = ([], nil)

@@ -3,11 +3,11 @@ import MeSP
 import MeSPBundle
 import Observation
 
-/// The choices between answers that a person has made. A run can train on them.
+/// The person's preferences between answers, on which a run can train.
 @MainActor @Observable public final class ChoiceList {
     /// The choices, the newest first.
     public private(set) var list = [Choice]()
-    /// The file of the choices, which the person can share.
+    /// The file of the choices.
     public var url: URL { store.url }
 
     @ObservationIgnored private let folder: DocumentsFolder
@@ -15,15 +15,14 @@ import Observation
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// Returns whether the person has chosen `answer` as an answer to `message`.
+    /// Returns whether the person preferred `answer` as an answer to `message`.
     public func contains(_ answer: String, to message: String) -> Bool {
         list.contains { $0.chosen == answer && $0.prompt.last?.content == message }
     }
 
     func refresh() throws { list = try store.all().reversed() }
 
-    /// Adds a choice. The new choice replaces earlier choices with the same prompt, if they are between the same two answers or reject the same
-    /// answer.
+    /// Adds a choice. It replaces earlier choices for the same prompt that have the same two answers or the same rejected answer.
     func add(_ choice: Choice) throws {
         let answers = [choice.chosen, choice.rejected]
         try refresh()

@@ -6,13 +6,13 @@ import MeSPSentences
 import Observation
 
 extension TrainingPreview {
-    /// The spans as VoiceOver reads them. Each text begins by saying whether the span is in the loss.
+    /// The spans as VoiceOver reads them. Each begins with whether it is in the loss.
     public var spoken: [Sentence] {
         spans.map { $0.isTrained ? "In the loss: \($0.text)" : "Not in the loss: \($0.text)" }
     }
 }
 
-/// A preview of the first sequence that a run with the form's settings would train. Only the first record of the person's text is tokenized.
+/// A preview of the first sequence that a run with the form's settings would train on.
 @MainActor @Observable public final class DataPreview {
     /// The parts of the form that the preview depends on.
     public struct Inputs: Hashable, Sendable {
@@ -25,16 +25,16 @@ extension TrainingPreview {
         let length: Int
     }
 
-    /// The preview for the form's present inputs; nil until it has been read, or if it could not be read.
+    /// The preview for the form's current inputs, or nil if there is none.
     public var current: TrainingPreview? { inputs == last ? try? result?.get() : nil }
-    /// The reason why the form's text cannot be trained; nil if it can, or if the text was not read yet.
+    /// The reason why the form's text cannot be used for training, or nil if none is known.
     public var problem: Sentence? {
         guard inputs == last, case .failure(let error) = result else { return nil }
         return error.sentence
     }
 
     private var result: Result<TrainingPreview, MeSPError>?
-    /// The inputs of the preview that is being read, or that was read last.
+    /// The inputs of the latest preview, which may still be loading.
     private var last: Inputs?
 
     @ObservationIgnored private let form: TrainingForm
@@ -80,14 +80,13 @@ extension TrainingPreview {
                 }.value as TrainingPreview?
             if inputs == last { result = preview.map { .success($0) } }
         } catch {
-            // A bundle whose tokens have no preview can still be trained.
+            // A bundle's own tokens may have no preview and still be trained on.
             if inputs == last, !Task.isCancelled, inputs.kind != .bundle {
                 result = .failure(MeSPError(error.plainSentence))
             }
         }
     }
 
-    /// Frees the tokenizer, because a run needs the memory.
     func freeTokenizer() { tokenizer = nil }
 
     private func hasText(_ inputs: Inputs) -> Bool {

@@ -4,9 +4,7 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// Deleting an item, which the person has to confirm.
 extension AppModel {
-    /// An item that may be deleted.
     public enum Deletion {
         case bundle(StoredBundle)
         case run(StoredRun)
@@ -14,13 +12,13 @@ extension AppModel {
         case conversation
     }
 
-    /// Whether the question is shown. Setting this property to false closes the question, and nothing is deleted.
+    /// Whether the question is shown. Setting it to false closes the question without deleting anything.
     public var asksToDelete: Bool {
         get { deletion != nil }
         set { if !newValue { deletion = nil } }
     }
 
-    /// The question, with the facts for the decision.
+    /// The text of the question whether to delete the item.
     public var deletionQuestion: Sentence {
         switch deletion {
         case .bundle(let bundle):

@@ -6,36 +6,33 @@ import MeSPDownload
 import MeSPFiles
 import MeSPSentences
 
-/// The app's files: bundles in its Documents folder, and runs in the folder `runs` there. `tools/collect.py` collects the runs.
+/// The app's files. Bundles are in the Documents folder, and runs in its subfolder `runs`.
 public struct DocumentsFolder: Sendable {
-    /// The folder that people see in the Files app.
+    /// The Documents folder, which the Files app shows.
     public let documents: URL
-    /// The folder of the bundles that come with the app.
+    /// The folder of the bundles inside the app.
     let included: URL?
-    /// Returns the free bytes of a folder's disk; nil if they are unknown.
     let freeBytes: @Sendable (URL) -> Int?
-    /// The reason why no bundle for the GPU can be used here; nil if one can.
+    /// The reason why this device cannot use bundles for the GPU, or nil if it can.
     let gpuRefusal: Sentence?
-    /// Gives a file or a folder a storage policy.
     let applyPolicy: @Sendable (URL, StoragePolicy) -> Void
     let read: @Sendable (URL) throws -> Data
     private let list: @Sendable (URL) throws -> [URL]
-    /// A part of the names of the hidden folders that this launch of the app makes.
+    /// Part of the names of hidden folders, to tell this launch's folders from those of earlier launches.
     let launch = UUID().uuidString
-    /// The queue for rewriting models, one at a time.
+    /// A queue that converts one model at a time.
     let rewriting = SerialWork()
 
-    /// The path extension of a benchmark's run.
     static let benchmark = "benchmark"
 
     /// - Parameters:
-    ///   - documents: the folder that people see in the Files app.
-    ///   - included: the folder of the bundles that come with the app.
-    ///   - gpuRefusal: the reason why no bundle for the GPU can be used here; nil if one can.
+    ///   - documents: the Documents folder.
+    ///   - included: the folder of the bundles inside the app.
+    ///   - gpuRefusal: the reason why this device cannot use bundles for the GPU, or nil if it can.
     ///   - freeBytes: returns the free bytes of a folder's disk.
     ///   - applyPolicy: gives a file or a folder a storage policy.
-    ///   - read: reads a file that cannot be read while the phone is locked.
-    ///   - list: lists a folder, without hidden files.
+    ///   - read: reads the file of the saved conversation.
+    ///   - list: lists a folder without hidden files.
     public init(
         documents: URL, included: URL? = nil, gpuRefusal: Sentence? = MLXSupport.gpuRefusal,
         freeBytes: @escaping @Sendable (URL) -> Int? = { $0.freeBytes },
@@ -51,11 +48,9 @@ public struct DocumentsFolder: Sendable {
     }
 
     package var runsFolder: URL { documents.appendingPathComponent("runs") }
-    /// The folder in which `tools/collect.py` finds reports of self-checks.
+    /// The folder of the self-check reports.
     package var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
-    /// Creates the folder of a federation's node if necessary, and returns its URL. The folder holds the node's key, the tokens of the text, and the
-    /// message that the node has to answer.
     func makeFederationFolder() throws -> URL {
         let folder = documents.appendingPathComponent(".federation")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -67,9 +62,9 @@ public struct DocumentsFolder: Sendable {
 
     private var chatFile: URL { documents.appendingPathComponent("chat.json") }
 
-    /// Reads the conversation that was saved last; nil if there is none.
+    /// Reads the saved conversation, or returns nil if there is none.
     ///
-    /// - Throws: an error if the conversation can't be read. While the phone is locked, the error is a `MeSPError`.
+    /// - Throws: an error if the conversation cannot be read, for example while the phone is locked.
     func readChat() throws -> StoredChat? {
         let json: Data
         do {
@@ -88,7 +83,7 @@ public struct DocumentsFolder: Sendable {
         return try? JSONDecoder().decode(StoredChat.self, from: json)
     }
 
-    /// Saves a conversation in place of the last one; nil deletes it.
+    /// Saves the conversation, or deletes the saved one if `chat` is nil.
     func save(_ chat: StoredChat?) {
         guard let chat, let json = try? JSONEncoder().encode(chat) else {
             try? FileManager.default.removeItem(at: chatFile)
@@ -100,10 +95,9 @@ public struct DocumentsFolder: Sendable {
 
     // MARK: - Choices
 
-    /// The person's choices between two answers.
     var choices: ChoiceStore { ChoiceStore(url: documents.appendingPathComponent("choices.jsonl")) }
 
-    /// Sets the storage policy of the file of choices. Each new choice replaces the file, and the new file has no policy.
+    /// Applies the storage policy to the choices' file. Each new choice writes a new file without a policy.
     func applyPolicyToChoices() {
         if FileManager.default.fileExists(atPath: choices.url.path) { applyPolicy(choices.url, .chat) }
     }
@@ -113,7 +107,6 @@ public struct DocumentsFolder: Sendable {
     /// The bytes that must stay free after a copy, for runs and for the system.
     static let spareBytes = 200_000_000
 
-    /// Returns the size of all files in a folder, in bytes.
     static func size(_ folder: URL) -> Int {
         let files = FileManager.default.enumerator(at: folder, includingPropertiesForKeys: [.fileSizeKey])
         return (files?.allObjects ?? []).reduce(0) { sum, file in
@@ -121,7 +114,7 @@ public struct DocumentsFolder: Sendable {
         }
     }
 
-    /// Returns the folders in a folder; none if it does not exist.
+    /// Returns the subfolders of a folder, or an empty array if it does not exist.
     func contents(_ folder: URL) throws -> [URL] {
         guard FileManager.default.fileExists(atPath: folder.path) else { return [] }
         do {
@@ -143,7 +136,6 @@ public struct DocumentsFolder: Sendable {
 extension URL {
     var isBundle: Bool { pathExtension == "mesp" }
 
-    /// The size of a file in bytes; nil for a folder.
     fileprivate var resourceSize: Int? {
         hasDirectoryPath ? nil : try? resourceValues(forKeys: [.fileSizeKey]).fileSize
     }

@@ -6,10 +6,8 @@ import MeSPFiles
 import MeSPImport
 import MeSPSentences
 
-/// The bundles in the app's folder, and a download in progress.
 extension DocumentsFolder {
-    /// Returns all bundles, sorted by name. If a bundle in Documents has the same name as a bundle that came with the app, only the bundle in
-    /// Documents is returned. Checksums are not compared here; a run compares them.
+    /// Returns all bundles, sorted by name. A bundle in Documents hides an included bundle of the same name. Checksums are not verified.
     public func bundles() throws -> [StoredBundle] {
         let imported = try contents(documents).filter(\.isBundle).map {
             StoredBundle(url: $0, isIncluded: false, gpuRefusal: gpuRefusal)
@@ -23,8 +21,7 @@ extension DocumentsFolder {
             .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
     }
 
-    /// Copies the files that a bundle's manifest lists into Documents, and checks the copies. Other files of the bundle's folder are not copied. If
-    /// the bundle is refused, the copies are deleted.
+    /// Copies a bundle's files into Documents and verifies the copies. If the bundle is invalid, the copies are deleted.
     public func importBundle(at source: URL) throws -> StoredBundle {
         let name = source.lastPathComponent
         let target = documents.appendingPathComponent(name)
@@ -70,7 +67,7 @@ extension DocumentsFolder {
         return model
     }
 
-    /// Rewrites a model into a bundle in Documents. The model's own files are only read. An import that is cancelled or fails leaves no files.
+    /// Converts a model into a bundle in Documents. The model's own files stay unchanged.
     func importModel(_ model: ModelImport, at source: URL, progress: @escaping @Sendable (Int) -> Void) async throws
         -> StoredBundle
     {
@@ -83,11 +80,10 @@ extension DocumentsFolder {
         return try move(whole, to: target)
     }
 
-    /// The device for which models are rewritten into bundles: the CPU if this phone cannot use a bundle for the GPU, or else nil for the default of
-    /// `ModelImport`.
+    /// The device of bundles converted on this phone: the CPU if the GPU cannot be used, or else nil for the default.
     var importDevice: Backend? { gpuRefusal == nil ? nil : .cpu }
 
-    /// Deletes the files of imports that were in progress when the app was terminated.
+    /// Deletes the partial files of imports that earlier launches of the app did not finish.
     func removeInterruptedImports() {
         let names = (try? FileManager.default.contentsOfDirectory(atPath: documents.path)) ?? []
         for name in names where name.hasPrefix(Self.importing) && !name.contains(launch) {
@@ -97,7 +93,6 @@ extension DocumentsFolder {
 
     private static let importing = ".importing-"
 
-    /// Returns the URL of a new hidden folder for an import.
     private func importFolder() -> URL {
         documents.appendingPathComponent("\(Self.importing)\(launch)-\(UUID().uuidString)")
     }
@@ -106,7 +101,7 @@ extension DocumentsFolder {
         documents.appendingPathComponent("\(model.lastPathComponent).mesp")
     }
 
-    /// Rewrites a model into a bundle in a hidden folder. Only one model is rewritten at a time.
+    /// Converts a model into a bundle in a hidden folder. Only one conversion runs at a time.
     private func rewrite(_ model: ModelImport, to bundle: URL, progress: @escaping @Sendable (Int) -> Void) async throws
     {
         try await rewriting.run {
@@ -115,7 +110,7 @@ extension DocumentsFolder {
                 progress(bytes)
             }
         }
-        // Outside the hidden folder the bundle needs its own policy to stay out of backups.
+        // The bundle needs its own policy, because it will leave the hidden folder, whose policy keeps it out of backups.
         applyPolicy(bundle, .bundle)
     }
 
@@ -137,7 +132,6 @@ extension DocumentsFolder {
         }
     }
 
-    /// Creates a hidden folder, and excludes it from backups before gigabytes are written.
     private func make(_ folder: URL, for name: String) throws {
         do {
             try makeFolder(folder)
@@ -149,20 +143,17 @@ extension DocumentsFolder {
 
     // MARK: - Downloads
 
-    /// Returns the number of bytes of an offer that are not downloaded yet.
     func missing(_ offer: HubDownload.Offer, of download: HubDownload) -> Int {
         max(0, offer.size - Self.size(place(of: offer, download)))
     }
 
-    /// The progress of a download, in bytes.
     enum DownloadProgress: Sendable {
         case downloaded(Int)
-        /// All files are downloaded, and this part of the bundle is written.
+        /// The bytes of the bundle written so far, after all files are downloaded.
         case rewritten(Int)
     }
 
-    /// Downloads an offer into Documents, or continues an earlier download. Each file is checked when it is complete. A model is then rewritten, and
-    /// its own files are deleted.
+    /// Downloads an offer into Documents, or continues an earlier download. A model is then converted, and its own files are deleted.
     ///
     /// - Returns: the bundle, and notices about the model.
     func download(
@@ -179,7 +170,7 @@ extension DocumentsFolder {
         }
         let whole = place.deletingLastPathComponent().appendingPathComponent(target.lastPathComponent)
         var notices = [Sentence]()
-        // The app may have been terminated after the whole bundle was written.
+        // The app may have been terminated after it had written the bundle.
         if !FileManager.default.fileExists(atPath: whole.path) {
             for other in (try? FileManager.default.contentsOfDirectory(atPath: partial.path)) ?? []
             where other != model.commit {
@@ -200,7 +191,7 @@ extension DocumentsFolder {
         return (bundle, notices)
     }
 
-    /// Checks that there is room for an offer, and creates its hidden folder.
+    /// Checks that the disk has room for the offer, and creates its hidden folder.
     private func prepare(_ offer: HubDownload.Offer, _ download: HubDownload) throws {
         let partial = partial(of: download)
         let needed = offer.size + (offer.isModel ? offer.bundleSize : 0) - Self.size(partial)
@@ -212,7 +203,6 @@ extension DocumentsFolder {
         try make(partial, for: offer.repository)
     }
 
-    /// Deletes the folder of a finished download that a terminated app has left.
     func removeRest(of download: HubDownload) { try? FileManager.default.removeItem(at: partial(of: download)) }
 
     private func target(of download: HubDownload) -> URL {
@@ -224,29 +214,27 @@ extension DocumentsFolder {
             ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
     }
 
-    /// Returns the folder for an offer's files. A model's files are in a folder named after their commit, because the SHA-256 of some of these files
-    /// is unknown. The bundle is written beside them.
+    /// Returns the folder for the downloaded files. A model's files are in a folder named after their commit, because not all of them have a known
+    /// checksum.
     private func place(of offer: HubDownload.Offer, _ download: HubDownload) -> URL {
         let partial = partial(of: download)
         return offer.model.map { partial.appendingPathComponent($0.commit).appendingPathComponent("model") } ?? partial
     }
 
-    /// Returns whether a recorded download is already complete. This is so if the app was terminated after the last file and before `forgetDownload`.
+    /// Returns whether a recorded download is already complete.
     func hasEnded(_ download: HubDownload) -> Bool {
         FileManager.default.fileExists(atPath: target(of: download).path) && Self.size(partial(of: download)) == 0
     }
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
 
-    /// A download in progress.
     struct BegunDownload: Codable {
         let offer: HubDownload.Offer
-        /// Whether the person allows networks that cost extra or are in Low Data Mode.
+        /// Whether the person allows expensive networks and networks in Low Data Mode.
         let usesAnyNetwork: Bool
     }
 
-    /// Reads the record of the download that is in progress, or that was in progress when the app was terminated. Returns nil if there is no record.
-    /// An unreadable record is deleted.
+    /// Reads the record of an unfinished download, or returns nil if there is none. Deletes an unreadable record.
     func readBegunDownload() throws -> BegunDownload? {
         guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
         do {
@@ -257,7 +245,7 @@ extension DocumentsFolder {
         }
     }
 
-    /// Saves a record of the download, so that a later launch of the app can resume it.
+    /// Records the download, so that a later launch of the app can resume it.
     func save(_ download: BegunDownload) throws {
         do {
             let json = try JSONEncoder().encode(download)

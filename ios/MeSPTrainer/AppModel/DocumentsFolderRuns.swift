@@ -4,7 +4,6 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// The runs and the reports of self-checks in the app's folder.
 extension DocumentsFolder {
     /// Returns all runs, the newest first.
     ///
@@ -24,11 +23,11 @@ extension DocumentsFolder {
             in: runsFolder, "\(bundle) \(method.rawValue)", at: date, ending: isBenchmark ? "." + Self.benchmark : "")
     }
 
-    /// Sets the storage policies of the files of runs. A run replaces files, and a new file has no policy.
+    /// Applies storage policies to the files of all runs. Files that a run has replaced have no policy.
     func applyPoliciesToRuns() throws {
         for run in try contents(runsFolder) {
             applyPolicy(run, .run)
-            // An app that was terminated while it saved a state has left a partial file.
+            // The partial file exists if the app was terminated while it saved a state.
             for name in ["state.safetensors", "state.safetensors.partial"] {
                 let state = run.appendingPathComponent(name)
                 if FileManager.default.fileExists(atPath: state.path) { applyPolicy(state, .state) }
@@ -36,7 +35,7 @@ extension DocumentsFolder {
         }
     }
 
-    /// Copies the reports of self-checks and the logs of runs into `folder`, which is replaced.
+    /// Copies the reports of self-checks and the logs of runs into `folder`, whose old contents are deleted.
     public func exportMeasurements(to folder: URL) throws {
         let files = FileManager.default
         do {
@@ -57,7 +56,7 @@ extension DocumentsFolder {
         }
     }
 
-    /// Returns the URL for the report of a new self-check, named after the bundle and the time.
+    /// Returns an unused URL for a self-check's report, named after the bundle and the time.
     package func newSelfCheck(bundle: String, at date: Date = .now) -> URL {
         unusedURL(in: selfChecksFolder, bundle, at: date, ending: ".json")
     }
@@ -76,8 +75,8 @@ extension DocumentsFolder {
         return url
     }
 
-    /// Returns the settings that resume a run from its last saved state. The app's folders may have moved since that state was saved, because an
-    /// update of the app moves them.
+    /// Returns the settings that resume a run from its last saved state. Replaces the recorded paths, because an app update can move the app's
+    /// folders.
     package func settingsToResume(_ run: StoredRun) throws -> RunSettings {
         guard run.canResume, var settings = run.log?.start?.settings else {
             throw MeSPError("\(run.name) cannot be resumed: it has ended, or it has no saved state.")

@@ -5,37 +5,31 @@ import MeSPDownload
 import MeSPSentences
 import Observation
 
-/// The network that the device uses now.
+/// The device's current network.
 @MainActor public protocol NetworkPath: AnyObject {
-    /// Whether the network costs extra, as most mobile networks do, or is in Low Data Mode.
+    /// Whether the network is expensive, as most mobile networks are, or in Low Data Mode.
     var isCostly: Bool { get }
-    /// A closure to call when `isCostly` may have changed.
     var onChange: (() -> Void)? { get set }
 }
 
-/// A bundle or a model on the Hugging Face Hub, as the app shows it: its description before the download, then the progress of downloading and
-/// rewriting.
+/// A bundle or a model on the Hugging Face Hub, and the progress of its download and conversion.
 @MainActor @Observable public final class DownloadState {
     /// The text that the person typed: `owner/name`.
     public var repository = ""
-    /// The bundle or the model in that repository; nil until it was looked up.
+    /// The bundle or model found in the repository, or nil before it is looked up.
     public private(set) var offer: HubDownload.Offer?
     /// Whether a request to the Hub is in progress.
     public private(set) var isLooking = false
-    /// The fraction of the files that is downloaded, or of the bundle that is written, from 0 to 1; nil while no download is in progress.
+    /// The fraction of the download, or of the conversion after it, from 0 to 1. It is nil while neither is in progress.
     public private(set) var progress: Double?
-    /// Whether the files are downloaded and the model is being rewritten.
+    /// Whether the downloaded model is being converted into a bundle.
     public private(set) var isRewriting = false
-    /// The notices about the model that was rewritten last.
+    /// The notices about the model converted last.
     public private(set) var notices = [Sentence]()
 
-    /// Whether the network costs extra or is in Low Data Mode; false if the network is unknown.
     private var isCostly = false
-    /// Whether the person allows a network that costs extra or is in Low Data Mode.
     private var usesAnyNetwork = false
-    /// Whether the person has asked for the download and it has not begun.
     private var waitsForAnswer = false
-    /// The bytes that are not downloaded yet.
     private var missing = 0
 
     @ObservationIgnored private let folder: DocumentsFolder
@@ -43,15 +37,11 @@ import Observation
     @ObservationIgnored private let network: (any NetworkPath)?
     @ObservationIgnored private let open: @Sendable (String) throws -> HubDownload
     @ObservationIgnored private var work: Task<(bundle: StoredBundle, notices: [Sentence]), any Error>?
-    /// Whether the person has stopped the download in progress.
     @ObservationIgnored private var isStopped = false
 
-    /// The size in bytes from which the app asks the person before it downloads over a network that costs extra or is in Low Data Mode.
+    /// The download size in bytes from which the app asks before it uses an expensive network or Low Data Mode.
     @ObservationIgnored var askedFrom = 50_000_000
 
-    /// - Parameters:
-    ///   - network: the network; nil if it is unknown.
-    ///   - open: a function that opens the download of a repository.
     init(
         folder: DocumentsFolder, monitor: any DeviceMonitor, network: (any NetworkPath)?,
         open: @escaping @Sendable (String) throws -> HubDownload
@@ -63,8 +53,7 @@ import Observation
 
     private func readNetwork() { isCostly = network?.isCostly == true }
 
-    /// The question whether the download may use this network; nil if nothing has to be asked. Until the person answers, a download in progress waits
-    /// for another network.
+    /// The question whether the download may use this network, or nil if no answer is needed. A download in progress waits for another network.
     public var networkQuestion: Sentence? {
         guard isCostly, !usesAnyNetwork, !isRewriting, progress != nil || waitsForAnswer && missing >= askedFrom else {
             return nil
@@ -73,7 +62,6 @@ import Observation
             "This network costs extra or is in Low Data Mode, and the download takes \(missing.megabytes) more. Connect to another network, or download now."
     }
 
-    /// Looks up the repository on the Hub.
     func lookUp() async throws {
         guard !isLooking, progress == nil else { return }
         (offer, notices, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, [], true, false, false)
@@ -81,22 +69,21 @@ import Observation
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer(for: folder.importDevice)
     }
 
-    /// The space in bytes that a model's files and its bundle take together while the model is rewritten; nil without an offer, or if the offer is a
-    /// bundle.
+    /// The bytes that a model's files and its bundle take together during the conversion, or nil if the offer is no model.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
-    /// The name of the licence, or “not named”.
+    /// The licence's name, or “not named”.
     public var license: Sentence {
         guard let model = offer?.manifest.model else { return "not named" }
         return Self.license(model.license, name: model.licenseName)
     }
 
-    /// Returns the name of a licence, or else the Hub's identifier.
+    /// Returns the licence's name, or else its identifier, or else “not named”.
     static func license(_ identifier: String?, name: String?) -> Sentence {
         [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
     }
 
-    /// A sentence that says whether the bundle of the offer trains on this phone.
+    /// A sentence that says whether the offer's bundle can be trained on this phone.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
         if manifest.device == .gpu, let refusal = folder.gpuRefusal { return refusal }
@@ -113,10 +100,10 @@ import Observation
         }
     }
 
-    /// Downloads the offer, or continues an earlier download, and then rewrites a model into a bundle. Does nothing if `networkQuestion` must be
-    /// answered first. A later launch of the app resumes the download unless it has ended or was stopped.
+    /// Downloads the offer, or continues an earlier download, and converts a model into a bundle. Does nothing while `networkQuestion` must be
+    /// answered.
     ///
-    /// - Returns: the bundle; nil if the download was stopped or waits for an answer.
+    /// - Returns: the bundle, or nil if the download was not completed.
     func download() async throws -> StoredBundle? {
         guard progress == nil, let offer else { return nil }
         waitsForAnswer = true
@@ -124,9 +111,9 @@ import Observation
         return networkQuestion == nil ? try await begin(offer) : nil
     }
 
-    /// Allows any network, as the person has decided, and begins the download or continues the one in progress.
+    /// Allows any network, and begins or continues the download.
     ///
-    /// - Returns: the result of `download()`; nil if a download is in progress, because the caller of that download gets the bundle.
+    /// - Returns: the bundle, or nil if a download is already in progress, whose caller gets the bundle.
     func downloadNow() async throws -> StoredBundle? {
         usesAnyNetwork = true
         guard let work else { return try await download() }
@@ -177,8 +164,9 @@ import Observation
         return bundle
     }
 
-    /// Resumes the download that was in progress when the app was terminated. Returns its bundle; nil if there is no such download, or if it had
-    /// ended already or is stopped.
+    /// Resumes the download that was in progress when the app was terminated.
+    ///
+    /// - Returns: the bundle, or nil if no download was completed.
     func resume() async throws -> StoredBundle? {
         guard progress == nil, let begun = try folder.readBegunDownload() else { return nil }
         let download = try open(begun.offer.repository)
@@ -192,7 +180,7 @@ import Observation
         return try await begin(begun.offer)
     }
 
-    /// Stops the download or the rewriting. The next download continues with the files that exist.
+    /// Stops the download or the conversion. The next download reuses the existing files.
     public func stop() {
         isStopped = true
         work?.cancel()

@@ -7,17 +7,19 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// An evaluation of the base model and the fine-tuned model on the same records, by the rules of `mesp evaluate`. It measures the perplexity of
-/// texts, the accuracy of choices, or the exact match of generated answers. It waits while the app is in the background.
+/// Evaluates the base model and the fine-tuned model on the same records, as `mesp evaluate` does.
+///
+/// The score is the perplexity of texts, the accuracy of choices, or the exact match of generated answers. The evaluation pauses while the app is in
+/// the background.
 @MainActor @Observable public final class Evaluation {
-    /// A score of both models.
+    /// The scores of both models.
     public struct Score: Sendable, Equatable {
         public let kind: Kind
         public let records: Int
         public let base: Double
         /// The score of the fine-tuned model; nil without adapters.
         public let tuned: Double?
-        /// The 95% bootstrap interval of the difference from the base model; nil without adapters or for fewer than two records.
+        /// The 95% bootstrap interval of tuned − base, or nil without adapters or with fewer than two records.
         public let difference: ClosedRange<Double>?
 
         public enum Kind: Sendable { case perplexity, accuracy, exactMatch }
@@ -25,11 +27,11 @@ import Observation
 
     /// The results of the last evaluation; nil until it has ended.
     public private(set) var score: Score?
-    /// A notice about keys of the records that were not read; nil if all were.
+    /// A notice about keys of the records that the evaluation ignored, or nil.
     public private(set) var notice: Sentence?
     /// The completed fraction, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
-    /// The reason why the last evaluation ended early; nil if it did not.
+    /// The reason why the last evaluation ended early, or nil.
     public private(set) var problem: Sentence?
     public var isRunning: Bool { progress != nil }
 
@@ -41,12 +43,12 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.update() }
     }
 
-    /// Begins an evaluation, unless another evaluation is in progress.
+    /// Starts an evaluation, unless one is in progress.
     ///
     /// - Parameters:
-    ///   - records: JSON with a record on each line, or one list of records. All records have the same kind: `text`; `prompt`, `choices` and
-    ///     `answer`; `prompt` and `completion`; or `messages` that end with an answer.
-    ///   - adapters: the adapters of the fine-tuned model. Without them only the base model is measured.
+    ///   - records: JSON Lines or a JSON array of records, all of one kind: `text`; `prompt`, `choices` and `answer`; `prompt` and `completion`; or
+    ///     `messages` that end with an answer.
+    ///   - adapters: the adapters of the fine-tuned model, or nil to evaluate only the base model.
     public func start(_ records: Data, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard !isRunning else { return }
         (score, problem, notice, progress) = (nil, nil, nil, 0)
@@ -95,14 +97,13 @@ import Observation
     private func update() { gate.pauseUnlessInFront(monitor) }
 }
 
-/// The contribution of one record to a score. Over all records, the score is Σ sum / Σ weight; perplexity is exp(Σ sum / Σ weight).
+/// One record's contribution to a score. The score of all records is Σ sum / Σ weight, and perplexity is the exponential of this mean.
 struct ScorePart: Equatable {
     var sum: Double
     var weight = 1.0
 }
 
 extension Evaluation.Score {
-    /// The number of bootstrap samples.
     private static let draws = 1000
 
     init(_ kind: Kind, base: [ScorePart], tuned: [ScorePart]?) {
@@ -118,7 +119,7 @@ extension Evaluation.Score {
             difference = nil
             return
         }
-        // Both models use the same samples. The fixed seed gives the same interval for the same records.
+        // Both models use the same bootstrap samples. The fixed seed makes the interval reproducible.
         var random = SplitMix64()
         let differences = (0..<Self.draws).map { _ in
             let rows = all.map { _ in Int.random(in: 0..<base.count, using: &random) }
@@ -128,7 +129,7 @@ extension Evaluation.Score {
     }
 }
 
-/// Steele, Lea and Flood's random number generator, seeded with 0.
+/// The generator SplitMix64, seeded with 0.
 private struct SplitMix64: RandomNumberGenerator {
     private var state: UInt64 = 0
 

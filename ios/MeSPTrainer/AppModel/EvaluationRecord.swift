@@ -5,12 +5,11 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A record on which models are evaluated.
 enum EvaluationRecord: Sendable {
     case text(String)
-    /// A question with choices; `answer` is the index of the right choice.
+    /// A multiple-choice question. `answer` is the index of the right choice.
     case question(prompt: String, choices: [String], answer: Int)
-    /// A conversation and its right answer.
+    /// A conversation and its expected answer.
     case task(Conversation, answer: String)
 
     var kind: Evaluation.Score.Kind {
@@ -21,9 +20,10 @@ enum EvaluationRecord: Sendable {
         }
     }
 
-    /// - Parameter data: JSON with a record on each line, or one list of records.
-    /// - Returns: the records, and the keys in them that are not read.
-    /// - Throws: a `MeSPError` that names a wrong record, or that says that there is no record.
+    /// Parses JSON Lines or a JSON array of records.
+    ///
+    /// - Returns: the records, and the keys in them that are ignored.
+    /// - Throws: a `MeSPError` that names an invalid record or says that there is none.
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
         var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), RefusedRecords())
         for (place, fields) in TextRecords.objects(in: data, of: nil) {

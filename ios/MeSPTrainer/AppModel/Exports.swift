@@ -1,4 +1,4 @@
-// The views use the public declarations of these modules through this module.
+// Lets the views import only this module.
 @_exported import MeSP
 @_exported import MeSPBundle
 @_exported import MeSPControl

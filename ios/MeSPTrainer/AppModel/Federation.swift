@@ -9,33 +9,33 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// The app's connection to a federation. In a federation people train the adapters of one bundle together, and each person's text stays on that
-/// person's device. The app answers each message of the server with a run.
+/// Federated training: people train the adapters of one bundle together, and each person's text stays on that person's device.
+///
+/// The app answers each message of the server with a run.
 @MainActor @Observable public final class Federation {
-    /// The SuperLink's address, as the person typed it.
+    /// The server's address, as typed.
     public var address = ""
-    /// The name that the server gives this device; empty for a number.
+    /// The device's name on the server. If it is empty, the server assigns a number.
     public var name = ""
-    /// Whether to use only networks that cost nothing extra and are not in Low Data Mode.
+    /// Whether to avoid expensive networks and Low Data Mode.
     public var sparesData = true
-    /// Whether to train only on the charger.
+    /// Whether to train only while charging.
     public var needsCharger = true { didSet { followCharger() } }
 
     public enum State: Sendable, Equatable {
         case off
         case joining
-        /// Waiting for the server's next message.
         case waiting
         case waitingForCharger
         case training(round: String)
     }
     public private(set) var state = State.off
     public var isOn: Bool { state != .off }
-    /// The reason why the server cannot be reached now; nil if it can.
+    /// The reason why the server cannot be reached now, or nil.
     package private(set) var unreachable: Sentence?
-    /// The reason why the last message could not be answered; nil if it could.
+    /// The reason why the last message could not be answered, or nil.
     public private(set) var passedOver: Sentence?
-    /// A sentence about the present activity.
+    /// A sentence that describes the current state.
     public var status: Sentence {
         if let unreachable { return unreachable }
         return switch state {
@@ -52,25 +52,23 @@ import Observation
     /// A message of the server, and its outcome.
     public struct Round: Sendable, Identifiable, Equatable {
         public let id: String
-        /// The name that the server gives the round.
         public let name: String
         public let bytesDown: Int
-        /// The size of the answer in bytes; nil until it has been sent.
+        /// The size of the answer in bytes, or nil until it is sent.
         public var bytesUp: Int?
-        /// The reason why the message could not be answered; nil if it was answered, or will be.
+        /// The reason why the message could not be answered, or nil.
         public var problem: Sentence?
     }
     /// The rounds, the latest first.
     public private(set) var rounds = [Round]()
 
-    /// A statement of which data leave the device and which data stay. The person agrees to this statement before joining.
+    /// A statement of the data that leave the device, to which the person agrees before joining.
     public static let agreement: Sentence =
         "This device sends the adapters that it trains, the number of tokens that they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and the model's answers stay here. Adapters can reveal something about the text that they were trained on, so take part only if you trust the operator of the server."
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
-    /// A function that opens the node. Its parameters are the server's address, the node's folder, the largest size of a message in bytes, and the
-    /// session configuration.
+    /// Opens the node from the server's address, the node's folder, the largest message size in bytes and a session configuration.
     @ObservationIgnored var open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode = {
         try SuperNode(server: $0, folder: $1, mostBytes: $2, configuration: $3)
     }
@@ -81,12 +79,12 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.followCharger() }
     }
 
-    /// Joins the federation. Returns when the person leaves it.
+    /// Joins the federation, and returns when the person leaves it.
     ///
     /// - Parameters:
-    ///   - data: the folder of the text's tokens; nil for the bundle's own text.
+    ///   - data: the folder of the tokenized text, or nil for the bundle's own text.
     ///   - folder: the folder for the node's files.
-    /// - Throws: `MeSPError`
+    /// - Throws: `MeSPError` if the address is invalid or the node fails.
     func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
         guard !isOn else { return }
         guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {
@@ -109,7 +107,7 @@ import Observation
         do { try await work.value } catch is CancellationError {}
     }
 
-    /// Leaves the federation. A run in progress stops. The server's message is kept. If the app joins again in time, it answers that message.
+    /// Leaves the federation and stops its run. The app answers the kept message if it joins again in time.
     public func leave() { work?.cancel() }
 
     private var configuration: URLSessionConfiguration {
@@ -144,7 +142,6 @@ import Observation
 
     private var lacksCharger: Bool { needsCharger && monitor.battery?.isCharging == false }
 
-    /// Pauses the run if `needsCharger` is set and the battery is not charging. Otherwise resumes the run.
     private func followCharger() {
         guard case .training = state else { return }
         if lacksCharger { controller.pause() } else { controller.resume() }
@@ -166,7 +163,7 @@ import Observation
     }
 
     private func end(_ question: SuperNode.Question, _ change: (inout Round) -> Void) {
-        // The list lacks a message that an earlier launch of the app received, so the message is added.
+        // An earlier launch of the app may have received the message, so `rounds` may lack it.
         if !rounds.contains(where: { $0.id == question.id }) {
             rounds.insert(Round(id: question.id, name: question.group, bytesDown: 0), at: 0)
         }

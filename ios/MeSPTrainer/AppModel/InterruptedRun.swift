@@ -2,11 +2,8 @@ import Foundation
 import MeSPControl
 import MeSPCore
 
-/// The actions that continue an interrupted or stopped run from its last saved state. A run continues when the person asks for it, or when the system
-/// grants background time.
 extension AppModel {
-    /// The run that was in progress when the app was terminated; nil if there is none that can be continued, or if the person has continued or
-    /// declined it.
+    /// The last run if it was interrupted and can be continued, unless the person declined it.
     public var interrupted: StoredRun? {
         guard !controller.isRunning, let run = library.runs.first(where: { !$0.isBenchmark }),
             run.status == .interrupted, run.canResume,
@@ -30,9 +27,6 @@ extension AppModel {
         await refresh()
     }
 
-    /// Continues the interrupted run in granted background time.
-    ///
-    /// - Returns: false if there is no interrupted run that may train in this kind of background time.
     func resumeInBackground(_ grant: BackgroundGrant) async -> Bool {
         await refresh()
         guard let run = interrupted, run.log?.start?.device == .cpu || grant == .continuedOnGPU else { return false }
@@ -42,7 +36,7 @@ extension AppModel {
 
     // MARK: - A recorded run
 
-    /// Whether a recorded run can be shown. This requires a device on which the app cannot train.
+    /// Whether a recorded run can be shown, for devices on which the app cannot train.
     public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
 
     /// Shows the recorded run as if it were in progress, and adds it to the list.

@@ -7,25 +7,22 @@ import MeSPCore
 import MeSPSentences
 import Observation
 
-/// Two examples of a run's effect: prompts from its held-out data, continued by the base model and by the fine-tuned model.
+/// Examples of a run's effect: prompts from its held-out data, continued by the base model and by the fine-tuned model.
 ///
-/// The examples are generated once, after the run, and saved in its folder as `samples.json`. Generation waits while the app is in the background,
-/// and stops when other work needs the model. Unless the person asks for the examples, generation begins only after the app has been active for some
-/// seconds: a person who checks how a run ended may leave at once, and the first text on a GPU has to compile kernels.
+/// The examples are generated once after the run, and saved in its folder as `samples.json`. Generation pauses while the app is in the background,
+/// and stops when other work needs the model.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
-        /// The base model's text.
         public let before: String
-        /// The fine-tuned model's text.
         public let after: String
-        /// Whether the prompt is a message in the model's chat template.
+        /// Whether the prompt is a message, to which the chat template is applied.
         package let isMessage: Bool
 
         public var id: String { prompt }
     }
 
-    /// The run whose examples are being generated; nil if there is none.
+    /// The run whose examples are being generated, or nil.
     public private(set) var writing: StoredRun.ID?
 
     private var samples = [StoredRun.ID: [Sample]]()
@@ -33,9 +30,9 @@ import Observation
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private var gate = BoundaryGate()
     @ObservationIgnored private var work: Task<Void, Never>?
-    /// Whether the person has left the app since this property was last set to false.
+    /// Whether the app has been inactive since this was last reset.
     @ObservationIgnored private var wasLeft = false
-    /// The time for which the app must be active before generation begins without a request.
+    /// The time for which the app must be active before generation starts by itself.
     @ObservationIgnored var settling = Duration.seconds(5)
 
     init(monitor: any DeviceMonitor) {
@@ -51,10 +48,10 @@ import Observation
     /// Returns the examples of a run that are generated or loaded so far.
     public func of(_ run: StoredRun) -> [Sample] { samples[run.id] ?? [] }
 
-    /// Returns the reason why the examples of a run could not be generated; nil if there is no such problem.
+    /// Returns the reason why a run's examples could not be generated, or nil.
     public func problem(of run: StoredRun) -> Sentence? { problems[run.id] }
 
-    /// Loads the saved examples of a run.
+    /// Loads a run's saved examples.
     public func load(_ run: StoredRun) async {
         guard writing != run.id else { return }
         let file = Self.file(of: run)
@@ -108,14 +105,12 @@ import Observation
                     }
                 }
                 for try await sample in written {
-                    // An example that arrives after generation was stopped is also dropped.
                     try Task.checkCancellation()
                     samples[run.id, default: []].append(sample)
                 }
                 try Task.checkCancellation()
                 save(run)
             } catch {
-                // If generation was stopped, other work has begun, and nothing is reported.
                 if Task.isCancelled || error is CancellationError { return }
                 (problems[run.id], samples[run.id]) = (error.plainSentence, nil)
             }
@@ -123,7 +118,7 @@ import Observation
         }
     }
 
-    /// Waits until the app has been active for the time `settling`.
+    /// Waits until the app has been active for `settling` without interruption.
     private func stayInFront() async throws {
         repeat {
             wasLeft = false
@@ -131,8 +126,7 @@ import Observation
         } while wasLeft || monitor.scene != .active
     }
 
-    /// Stops generation, at the latest at the end of the block in progress. The next work on MLX waits until generation has stopped. The examples
-    /// generated so far are dropped, so that both can be generated again.
+    /// Stops generation after the current block and discards the run's unfinished examples.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }
@@ -144,17 +138,15 @@ import Observation
         let encoder = JSONEncoder()
         encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
         let file = Self.file(of: run)
-        // The write fails if the run was deleted meanwhile.
+        // Writing fails if the run was deleted during generation, which is harmless.
         try? encoder.encode(of(run)).write(to: file, options: .atomic)
     }
 
     private static func file(of run: StoredRun) -> URL { run.url.appendingPathComponent("samples.json") }
     nonisolated private static let count = 2
-    /// The maximum number of tokens in a text.
     nonisolated private static let tokens = 48
 }
 
-/// Chooses prompts for a model from held-out data.
 private struct HeldOutPrompts: Sendable {
     struct Prompt {
         let tokens: [Int]
@@ -163,14 +155,14 @@ private struct HeldOutPrompts: Sendable {
     }
 
     let tokenizer: any TextTokenizer
-    /// The number of tokens in a prompt from a text; the prompt continues to the end of a word.
+    /// The approximate number of tokens of a prompt taken from a text, which ends with a whole word if possible.
     private static let length = 16
 
     func text(_ tokens: some Sequence<Int>) -> String {
         tokenizer.decode(Array(tokens)).trimmingCharacters(in: .whitespacesAndNewlines)
     }
 
-    /// Returns different prompts, at most `count`.
+    /// Returns at most `count` different prompts.
     ///
     /// - Throws: `MeSPError` if no data is held out.
     func choose(_ count: Int, from bundle: ModelBundle, length: Int) throws -> [Prompt] {
@@ -186,7 +178,7 @@ private struct HeldOutPrompts: Sendable {
         return prompts
     }
 
-    /// Returns the prompt of the first answer, or, if the whole text is trained, the beginning of a paragraph or sentence in it.
+    /// Returns the tokens before the first answer. If the whole text is trained, returns the beginning of a paragraph or sentence.
     private func prompt(of example: Example, _ frame: (before: [Int], after: [Int])?) -> Prompt {
         let tokens = example.tokens.map { Int($0) }
         let first = example.counted.first ?? 0
@@ -204,8 +196,7 @@ private struct HeldOutPrompts: Sendable {
         return Prompt(tokens: asked, text: text(asked), isMessage: false)
     }
 
-    /// Returns the chat template's tokens before and after a message, so that a prompt can be shown without them. Returns nil if there is no chat
-    /// template, or if the template refuses a message.
+    /// Returns the chat template's tokens before and after a message, or nil if the tokenizer cannot apply a template.
     private func messageFrame() -> (before: [Int], after: [Int])? {
         guard tokenizer.hasChatTemplate else { return nil }
         let texts = ["x", "y"].compactMap {

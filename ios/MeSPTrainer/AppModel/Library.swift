@@ -5,26 +5,26 @@ import MeSPSelfCheck
 import MeSPSentences
 import Observation
 
-/// The lists of the bundles and the runs on the device.
+/// The bundles and runs on the device.
 @MainActor @Observable public final class Library {
     public let folder: DocumentsFolder
     public private(set) var bundles = [StoredBundle]()
     /// The runs, the newest first.
     public private(set) var runs = [StoredRun]()
-    /// The name of the bundle that is being copied, or of the model that is being rewritten; nil if there is none.
+    /// The name of the bundle or model being imported, or nil.
     public private(set) var importing: String?
-    /// The rewritten fraction of the model, from 0 to 1; nil while no model is being rewritten.
+    /// The converted fraction of the model, from 0 to 1, or nil while no model is being converted.
     public private(set) var rewritten: Double?
     @ObservationIgnored private var rewriting: Task<StoredBundle, any Error>?
-    /// Whether the lists have been read.
+    /// Whether the lists have been read at least once.
     public private(set) var hasLooked = false
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// The number of calls of `refresh`. The result of a call is dropped if a later call has begun.
+    /// The number of calls of `refresh`. Only the latest call updates the lists.
     @ObservationIgnored private var looks = 0
 
-    /// Reads the lists again, off the main thread.
+    /// Reads the lists in the background.
     ///
     /// - Parameter running: the folder of the run in progress.
     func refresh(running: URL?) async throws {
@@ -36,13 +36,13 @@ import Observation
         }.value
         guard look == looks else { return }
         hasLooked = true
-        // If one list can't be read, the other is still shown.
+        // If one list cannot be read, the other is still updated.
         defer { if let found = try? found.runs.get() { runs = found } }
         bundles = try found.bundles.get()
         _ = try found.runs.get()
     }
 
-    /// Reads a run's log off the main thread. Returns nil if the log can't be read.
+    /// Reads a run's log in the background. Returns nil if the log cannot be read.
     public func log(of run: StoredRun) async -> LogSummary? {
         let url = run.url
         return await Task.detached { try? LogSummary(folder: url) }.value
@@ -51,21 +51,20 @@ import Observation
     /// The bundles that can be trained.
     public var usableBundles: [StoredBundle] { bundles.filter { $0.problem == nil } }
 
-    /// Returns the bundle that a run was trained on; nil if the bundle no longer exists or cannot be trained.
+    /// Returns the bundle that a run was trained on, or nil if no usable bundle has its name.
     public func bundle(of run: StoredRun) -> StoredBundle? {
         guard let path = run.log?.start?.settings.bundle else { return nil }
         let name = URL(fileURLWithPath: path).lastPathComponent
         return usableBundles.first { $0.id == name }
     }
 
-    /// The runs with adapters and an existing bundle, the newest first.
+    /// The runs that have adapters and a usable bundle, the newest first.
     public var trained: [StoredRun] { runs.filter { !$0.isBenchmark && $0.adapters != nil && bundle(of: $0) != nil } }
 
-    /// Copies a bundle that the person chose into the app, or rewrites a model. A bundle that is already in Documents is not copied, and a file from
-    /// AirDrop's inbox is moved.
+    /// Copies a bundle into the app, or converts a model into a bundle. A bundle already in Documents is not copied.
     ///
-    /// - Parameter confirm: asks whether to rewrite a model into a bundle of `size` bytes.
-    /// - Returns: the bundle's identifier; nil if the person has declined.
+    /// - Parameter confirm: asks the person whether to convert a model into a bundle of `size` bytes.
+    /// - Returns: the bundle's identifier, or nil if the person declined.
     func importBundle(
         at url: URL, confirm: (_ name: String, _ size: Int, _ notices: [Sentence]) async -> Bool
     ) async throws -> StoredBundle.ID? {
@@ -101,12 +100,9 @@ import Observation
     /// Stops rewriting a model. The incomplete bundle is deleted.
     public func stopImport() { rewriting?.cancel() }
 
-    /// The folder of the text that was copied last.
     @ObservationIgnored private var textFolder: URL?
 
-    /// Copies a text that the person chose into a temporary folder, and deletes the previous copy. A file in AirDrop's inbox is moved instead.
-    ///
-    /// - Returns: the URL of the copy.
+    /// Copies a text into a temporary folder and returns the copy's URL. Deletes the previous copy.
     func copyText(at url: URL) async throws -> URL {
         let place = FileManager.default.temporaryDirectory.appendingPathComponent("text-\(UUID().uuidString)")
         let copy = place.appendingPathComponent(url.lastPathComponent)
@@ -131,7 +127,6 @@ import Observation
 }
 
 extension URL {
-    /// Returns whether a file or a folder is directly in this folder.
     fileprivate func holds(_ url: URL) -> Bool {
         url.deletingLastPathComponent().resolvingSymlinksInPath().path == resolvingSymlinksInPath().path
     }

@@ -3,38 +3,35 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// The content of a run's Live Activity on the lock screen.
+/// The content of a run's Live Activity.
 public struct LiveActivityContent: Sendable, Equatable {
     public var progress: RunProgress
-    /// The reason why the run waits and a remedy, or the way in which the run has ended; nil while the run trains.
+    /// The reason why the run waits, or how it ended. It is nil while the run trains.
     public var note: Sentence?
-    /// The number of seconds after which the content counts as outdated. If no update has come by then, the app must have been terminated. nil: the
-    /// content stays valid.
+    /// The seconds until the content is shown as out of date, or nil if it never is.
     public var lifetime: Double?
 }
 
-/// A display of a run while the app is in the background: in the app, a Live Activity.
+/// Shows a run outside the app. The app uses a Live Activity.
 @MainActor public protocol LiveActivityDisplay: AnyObject {
-    /// Begins to show a run. Call it only while the app is active.
+    /// Starts to show a run. Call this only while the app is active.
     func begin(title: Sentence, _ content: LiveActivityContent)
     func update(_ content: LiveActivityContent)
-    /// Ends the display. The last content stays visible; nil removes the display at once.
+    /// Ends the display. The last content stays visible. If it is nil, the display disappears at once.
     func end(_ last: LiveActivityContent?)
 }
 
-/// Shows the run in progress on the lock screen.
+/// Keeps the run's Live Activity up to date.
 ///
-/// The display begins while the app is active, as iOS requires, and is updated while the app is in the background. During a
-/// `BGContinuedProcessingTask` iOS itself shows the run.
+/// The activity starts while the app is active, as iOS requires. During a `BGContinuedProcessingTask` iOS itself shows the run.
 @MainActor final class LiveActivityUpdates {
     private let controller: RunController
     private let monitor: any DeviceMonitor
     private let display: any LiveActivityDisplay
-    /// The minimum time between two updates of the figures. iOS limits the number of updates.
+    /// The minimum time between two updates. iOS limits the number of updates.
     private static let interval = Duration.seconds(5)
-    /// The minimum time for which figures count as current, in seconds.
+    /// The minimum lifetime of displayed content, in seconds.
     private static let lifetime = 120.0
-    /// The displayed content; nil for none.
     private var shown: LiveActivityContent?
     private var lastChange = ContinuousClock.now
 

@@ -1,11 +1,11 @@
 import MeSPBundle
 import MeSPCore
 
-/// A run's predicted peak, compared with the memory that the device would give the process now.
+/// A run's predicted peak memory and the memory available on the device.
 public struct MemoryFit: Sendable, Equatable {
-    /// The predicted peak of a step, in bytes.
+    /// The predicted peak memory of a step, in bytes.
     public let predictedPeak: Int
-    /// The memory that the process may still allocate, in bytes; nil if there is no limit.
+    /// The memory that the app may still allocate, in bytes, or nil without a limit.
     public let available: Int?
 
     public var fits: Bool { available.map { predictedPeak <= $0 } ?? true }

@@ -6,15 +6,15 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// Scores a bundle's model on records.
 struct RecordScorer {
     let bundle: URL
     let tokenizer: any TextTokenizer
-    /// A closure that is called before each block.
     let atBlock: () throws -> Void
 
+    /// Returns each record's contribution to the score.
+    ///
     /// - Parameter report: receives the number of completed records.
-    /// - Throws: `MeSPError`, also for a record that cannot be scored; and the errors of `atBlock`.
+    /// - Throws: `MeSPError`, for example for a record that cannot be scored, and the errors of `atBlock`.
     func score(_ records: [EvaluationRecord], adapters: URL?, report: (Int) -> Void) throws -> [ScorePart] {
         try atBlock()
         let evaluator = try Evaluator(ModelBundle(url: bundle), adapters: adapters.map { [.init($0)] } ?? [])
@@ -49,7 +49,7 @@ struct RecordScorer {
             var request = Generator.Request(prompt: prompt.suffix(max(1, window - 256)))
             request.stop = endTokens(of: bundle, tokenizer)
             var written = [Int]()
-            // A stopped answer is incomplete, so it is not scored.
+            // An answer is incomplete if its generation was stopped.
             let summary = try evaluator.generator.generate(request, atBlock: atBlock) { written.append($0) }
             if summary.reason == .stopped { throw CancellationError() }
             return ScorePart(sum: trimmed(tokenizer.decode(written)) == trimmed(answer) ? 1 : 0)
@@ -60,7 +60,7 @@ struct RecordScorer {
 }
 
 extension TextTokenizer {
-    /// The token to put before a text, so that its first token has a probability too.
+    /// The token placed before a text, so that the model also predicts the text's first token.
     fileprivate var prefixToken: Int {
         get throws {
             guard let token = beginOfText ?? endOfText else {
@@ -70,8 +70,9 @@ extension TextTokenizer {
         }
     }
 
-    /// Returns the token ids of a prompt and of its choices, divided as `mesp evaluate` divides them. The prompt and a choice are tokenized together,
-    /// and white space at the prompt's end belongs to the choice.
+    /// Returns the token ids of a prompt and of its choices, split as in `mesp evaluate`.
+    ///
+    /// Each choice is tokenized together with the prompt. White space at the end of the prompt belongs to the choice.
     func encode(_ prompt: String, followedBy choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
         let kept = prompt.reversed().drop(while: \.isWhitespace).reversed().reduce(into: "") { $0.append($1) }
         let space = String(prompt.dropFirst(kept.count))
@@ -81,13 +82,15 @@ extension TextTokenizer {
         }
         let before = try plain.encode(kept, addsSpecialTokens: true)
         let texts = try choices.map { try plain.encode(kept + space + $0, addsSpecialTokens: true) }
-        // A token with characters of both the prompt and the choice belongs to the choice.
+        // A token that spans the prompt and the choice belongs to the choice.
         let common = texts.map { zip($0, before).prefix { $0 == $1 }.count }.min() ?? before.count
         guard common > 0 else { return ([try prefixToken], texts) }
         return (Array(before.prefix(common)), texts.map { Array($0.dropFirst(common)) })
     }
 
-    /// Returns the token ids of a conversation up to the beginning of the answer. Without a chat template only a single message is possible.
+    /// Returns the token ids of a conversation up to its answer.
+    ///
+    /// - Throws: `MeSPError` if there is no chat template and the conversation is more than a single message.
     func encode(upToAnswer conversation: Conversation) throws -> [Int] {
         if hasChatTemplate { return try encode(prompt: conversation) }
         guard conversation.messages.count == 1, conversation.tools.isEmpty else {
@@ -98,7 +101,7 @@ extension TextTokenizer {
     }
 }
 
-/// Returns the context length of the model in a bundle's folder, at most 2,048, because the keys and values of all tokens are in memory.
+/// Returns the model's context length, but at most 2,048 to limit the memory of keys and values.
 private func contextLength(of bundle: URL) -> Int {
     struct Config: Decodable {
         let positions: Int?

@@ -3,35 +3,29 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// A message about a run for a person who has left the app.
+/// A notification about a run.
 public struct RunNotification: Sendable, Equatable {
     public var title: Sentence
     public var text: Sentence
-    /// The seconds until the message is shown, unless it is cleared before.
+    /// The seconds until the notification is shown. Clearing it earlier cancels it.
     public var delay: Double
 }
 
-/// A display of messages: in the app, the system's notifications.
+/// Shows notifications.
 @MainActor public protocol NotificationDisplay: AnyObject {
-    /// Asks the person for permission to show messages. The system asks only once. If the system shows a dialog over the app, this function returns
-    /// after the person's answer.
+    /// Asks for permission to show notifications. If the system shows a dialog, returns after the person's answer.
     func askPermission() async
-    /// Shows `notification` in place of the last one.
     func show(_ notification: RunNotification)
-    /// Removes the shown or pending message.
     func clear()
 }
 
-/// Sends messages about the run to a person who has left the app. A message says that the run has finished, that it has failed, or for which reason
-/// it waits.
 @MainActor final class RunNotifications {
-    /// The delay, in seconds, of a message which says that the run waits for the app. Most people come back to the app sooner.
+    /// The delay, in seconds, of the notification that the run waits for the app. Most people return sooner.
     static let patience = 60.0
 
     private let controller: RunController
     private let monitor: any DeviceMonitor
     private let display: any NotificationDisplay
-    /// The state that the last message was about.
     private var told = RunController.State.idle
 
     init(controller: RunController, monitor: any DeviceMonitor, display: any NotificationDisplay) {

@@ -9,9 +9,9 @@ public struct RunProgress: Sendable, Equatable {
     public var steps: Int
     /// The loss in nats per token; nil before the first step.
     public var loss: Float?
-    /// The seconds until the last step; nil before the first step.
+    /// The estimated seconds until the run ends, or nil if unknown.
     package var secondsLeft: Double?
-    /// The number of blocks of the current step that have begun.
+    /// The number of blocks begun in the current step.
     public var blocks: Int
 
     public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {
@@ -22,24 +22,23 @@ public struct RunProgress: Sendable, Equatable {
     /// The completed fraction, from 0 to 1.
     public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
     private static let unitsOfStep = 1000.0
-    /// The size of the run in units of progress. A step has `unitsOfStep` units.
+    /// The total units of progress: `unitsOfStep` for each step.
     public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
-    /// The number of completed units. The number of blocks in a step is unknown, because it depends on the batch and on held-out measurements. So
-    /// each block of the step in progress adds less than the block before it.
+    /// The completed units of progress. The number of blocks in a step is not known in advance, so each further block adds less.
     public var unitsDone: Int64 {
         min(units, Int64((Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
     }
-    /// The step, such as `Step 12 of 100`.
+    /// The step as text, such as `Step 12 of 100`.
     public var stepWords: Sentence { "Step \(step) of \(steps)" }
-    /// The loss, such as `loss 2.31`; nil before the first step.
+    /// The loss as text, such as `loss 2.31`, or nil before the first step.
     public var lossWords: Sentence? { loss.map { "loss \(String(format: "%.2f", $0))" } }
-    /// The remaining time, such as `14 min left`; nil if no step is left, or the time of a step is unknown.
+    /// The remaining time as text, such as `14 min left`, or nil if it is unknown or no step is left.
     public var timeWords: Sentence? {
         guard let secondsLeft, step < steps else { return nil }
         let minutes = Int((secondsLeft / 60).rounded(.up))
         return minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left"
     }
 
-    /// The step, the loss and the remaining time, such as `Step 12 of 100, loss 2.31, 14 min left`.
+    /// The progress as text, such as `Step 12 of 100, loss 2.31, 14 min left`.
     public var sentence: Sentence { [lossWords, timeWords].compactMap { $0 }.reduce(stepWords) { "\($0), \($1)" } }
 }

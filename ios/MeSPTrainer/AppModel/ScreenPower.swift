@@ -9,19 +9,18 @@ import Observation
     var brightness: Double? { get set }
 }
 
-/// Whether the phone's screen stays on during a run, and whether it is dark.
+/// Keeps the screen on during a run, and dims it overnight.
 @MainActor @Observable public final class ScreenPower {
     /// Whether the person wants the screen to stay on during a run.
     public var keepsAwake = true
-    /// Whether the person runs the app overnight: active, with the screen dimmed.
+    /// Whether the person wants the screen dimmed during the run.
     public var isOvernight = false { didSet { update() } }
-    /// Whether the app has dimmed the screen. While another app is active the screen is not dimmed.
+    /// Whether the app has dimmed the screen.
     public private(set) var isDimmed = false
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let controller: RunController
     @ObservationIgnored private let display: (any Display)?
-    /// The brightness before dimming.
     @ObservationIgnored private var brightness: Double?
 
     init(monitor: any DeviceMonitor, controller: RunController, display: (any Display)?) {
@@ -33,7 +32,7 @@ import Observation
     /// Whether the screen has to stay on.
     public var staysAwake: Bool { controller.isRunning && (keepsAwake || isOvernight) }
 
-    /// Dims the screen or restores its brightness. The brightness changes at once, because the app may soon be suspended.
+    /// Dims the screen or restores its brightness. The change is immediate, because the app may soon be suspended.
     private func update() {
         let dims = controller.isRunning && isOvernight && monitor.scene == .active
         guard dims != isDimmed else { return }
@@ -46,7 +45,7 @@ import Observation
         }
     }
 
-    /// Instructions for a run overnight.
+    /// Instructions for an overnight run.
     public var overnightAdvice: Sentence {
         let advice: Sentence =
             controller.usesGPU

@@ -5,16 +5,15 @@ import MeSPSelfCheck
 import MeSPSentences
 import Observation
 
-/// A self-check of this device. Each check adds its result to the report on the screen and to the report's file. The self-check waits while the app
-/// is in the background.
+/// A self-check of this device. Each completed check extends the report and its file. The self-check pauses while the app is in the background.
 @MainActor @Observable public final class SelfChecker {
-    /// The report of the present or last self-check so far; nil before the first.
+    /// The report of the current or last self-check, or nil before the first.
     public private(set) var report: SelfCheckReport?
     public private(set) var isRunning = false
-    /// The reason why the self-check ended early; nil if it did not, or is in progress.
+    /// The reason why the last self-check ended early, or nil.
     public private(set) var problem: Sentence?
 
-    /// The name of the check in progress; nil if none is.
+    /// The name of the check in progress, or nil.
     public var current: String? {
         guard isRunning, let report, report.checks.count < report.start.names.count else { return nil }
         return report.start.names[report.checks.count]
@@ -28,10 +27,9 @@ import Observation
         monitor.observers.append { [weak self] _ in self?.update() }
     }
 
-    /// Begins a self-check, unless another one is in progress.
+    /// Starts a self-check, unless one is in progress.
     ///
-    /// - Parameter file: the file for the report. The file is written before the first check and after each check. If a check terminates the app, the
-    ///   file shows which check it was.
+    /// - Parameter file: the report's file, written before the first check and after each check. If a check crashes the app, the file shows which.
     public func start(_ settings: SelfCheck.Settings, file: URL) {
         guard !isRunning else { return }
         (report, problem, isRunning) = (nil, nil, true)

@@ -7,14 +7,13 @@ import MeSPCore
 import MeSPSentences
 import Observation
 
-/// Texts of the base model and of the fine-tuned model, side by side: continuations of a prompt, or a conversation in which each model has its own
-/// answers.
+/// Texts of the base model and the fine-tuned model: two continuations of a prompt, or two parallel conversations.
 ///
-/// The texts grow with each token. Generation waits while the app is in the background.
+/// The texts grow with each token. Generation pauses while the app is in the background.
 @MainActor @Observable public final class SideBySideChat {
     public enum Side: Sendable { case base, tuned }
 
-    /// The text that one model has written so far.
+    /// The text that one model has generated so far.
     public struct Text: Sendable {
         public fileprivate(set) var text = ""
         /// The summary of the generation; nil until it has ended.
@@ -22,25 +21,24 @@ import Observation
         fileprivate var tokens = [Int]()
     }
 
-    /// A prompt, and the text of each model.
+    /// A prompt and each model's text.
     public struct Turn: Sendable, Identifiable {
         public let id: Int
         public let prompt: String
         public fileprivate(set) var base = Text()
         public fileprivate(set) var tuned = Text()
-        /// The strength of each run's adapters, in the order of `runNames`.
         fileprivate var strengths = [Float]()
     }
 
-    /// A prompt and the settings for its texts.
+    /// A prompt with its generation settings.
     public struct Request: Sendable {
         public var prompt = ""
-        /// Whether the prompt is a message in the model's chat template, so that the text is its answer.
+        /// Whether the prompt is a message, to which the chat template is applied.
         public var isChat = false
-        /// The system message of a conversation; empty for none.
+        /// The system message of the conversation, or empty for none.
         public var system = ""
         public var maxTokens = 128
-        /// The temperature; 0 takes the likeliest token each time.
+        /// The sampling temperature. 0 selects the most likely token.
         public var temperature: Float = 0
         public var topP: Float = 1
         package var seed: UInt64 = 0
@@ -48,37 +46,35 @@ import Observation
         public init() {}
     }
 
-    /// The turns of the conversation, the oldest first. If a prompt is continued, there is one turn.
+    /// The turns, the oldest first. Without a conversation there is only one.
     public private(set) var turns = [Turn]()
-    /// The prompt in progress.
+    /// The request that the person is editing.
     public var draft = Request()
     /// The name of the bundle that wrote the turns.
     public private(set) var bundleName = ""
-    /// The names of the runs whose adapters the fine-tuned model has; empty if only the base model writes.
     private var runNames = [String]()
-    /// Whether the turns are messages and answers.
+    /// Whether the turns form a conversation.
     public var isConversation: Bool { !partners.isEmpty }
     public var base: Text { turns.last?.base ?? Text() }
     public var tuned: Text { turns.last?.tuned ?? Text() }
-    /// The side that is being generated; nil if none is.
+    /// The side whose text is being generated, or nil.
     public private(set) var writing: Side?
-    /// The reason why the last generation ended early; nil if it did not.
+    /// The reason why the last generation ended early, or nil.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
-    /// The app's files, among them the saved conversation; nil if conversations are not saved.
+    /// The folder of the saved conversation, or nil if conversations are not saved.
     @ObservationIgnored private let folder: DocumentsFolder?
-    /// Whether the saved conversation has been read or cleared. The saved conversation is not overwritten before that.
+    /// Whether the saved conversation was read or cleared. It is not overwritten before.
     @ObservationIgnored private var hasReadSaved = false
-    /// The bundle, the runs and the system message of the conversation, each on a line. If one of them changes, a new conversation begins.
+    /// The bundle, the runs and the system message, one per line. A change begins a new conversation.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = BoundaryGate()
-    /// The model and the prompt cache of each side.
     @ObservationIgnored private var read = Read()
 
-    /// The model and its caches. Only the thread that generates a text uses this object.
+    /// The model and its prompt caches. Only the generating thread uses this object.
     private final class Read: @unchecked Sendable {
-        /// The limit of one side's cache, in bytes. A cache of this size holds about 2,600 tokens of Qwen2.5-0.5B with float32 keys and values.
+        /// The maximum size of one side's prompt cache, in bytes: about 2,600 tokens of Qwen2.5-0.5B in float32.
         static let limit = 1 << 26
 
         let bundle: URL?
@@ -88,7 +84,7 @@ import Observation
 
         init(_ bundle: URL? = nil) { self.bundle = bundle }
 
-        /// Returns the model with these adapters. The first call opens the model; later calls only load adapters.
+        /// Returns the model with these adapters. The first call opens the model, and later calls only change its adapters.
         func model(_ url: URL, with adapters: [WeightedAdapters]) throws -> Generator {
             var model = try generator ?? Generator(ModelBundle(url: url))
             generator = nil  // frees the previous adapters
@@ -97,7 +93,6 @@ import Observation
             return model
         }
 
-        /// Frees the adapters until the next text.
         func freeAdapters() { try? generator?.use([]) }
     }
 
@@ -110,7 +105,7 @@ import Observation
         }
     }
 
-    /// Reads the saved conversation once. It can't be read while the phone is locked, when the system may start the app.
+    /// Reads the saved conversation once. Reading fails while the phone is locked.
     private func readSaved() throws {
         guard !hasReadSaved else { return }
         if let stored = try folder?.readChat() {
@@ -126,16 +121,16 @@ import Observation
         hasReadSaved = true
     }
 
-    /// The size of both sides' caches, in bytes.
     var bytesRead: Int { read.base.size + read.tuned.size }
 
-    /// Frees the model and the caches. With the next message the models read the whole conversation again.
+    /// Frees the model and the prompt caches. The next message processes the whole conversation again.
     func freeCaches() { read = Read() }
 
-    /// Generates the base model's text, then the fine-tuned model's text. Does nothing if a text is already being generated. A message continues the
-    /// conversation if the bundle, the runs and the system message are the same; strengths may differ.
+    /// Generates the base model's text, then the fine-tuned model's text, unless a text is already being generated.
     ///
-    /// - Parameter adapters: the adapters of the fine-tuned model, with their strengths. If there are none, only the base model writes.
+    /// A message continues the conversation if the bundle, the runs and the system message are the same.
+    ///
+    /// - Parameter adapters: the weighted adapters of the fine-tuned model. If empty, only the base model generates.
     func start(_ request: Request, bundle: URL, adapters: [WeightedAdapters], tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
         do {
@@ -192,7 +187,7 @@ import Observation
             } catch {
                 problem = error.plainSentence
             }
-            // A message that got no answer is not part of the conversation.
+            // A message without any answer is removed from the conversation.
             if base.text.isEmpty, tuned.text.isEmpty, problem != nil { turns.removeLast() }
             if !isConversation { freeCaches() }
             save()
@@ -200,11 +195,12 @@ import Observation
         }
     }
 
-    /// Returns a person's choice in a turn. Without `corrected`, the answer of `side` is chosen and the other side's answer is rejected. With
-    /// `corrected`, `corrected` is chosen and the answer of `side` is rejected. The prompt of the choice is the conversation of `side`.
+    /// Returns the person's preference in a turn. The prompt is the conversation of `side`.
     ///
-    /// - Throws: `MeSPError` if there is no turn with this id and with complete answers, or if the chosen and the rejected answer cannot form a
-    ///   choice.
+    /// Without `corrected`, the answer of `side` is chosen and the other is rejected. With `corrected`, `corrected` is chosen and the answer of
+    /// `side` is rejected.
+    ///
+    /// - Throws: `MeSPError` if the turn has no complete answers, or if the two answers cannot form a preference.
     func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
             throw MeSPError("Choose between answers to a message, once both are written.")
@@ -236,8 +232,8 @@ import Observation
         folder?.save(partners.isEmpty ? nil : stored)
     }
 
-    /// Returns the names of the runs whose adapters were used for the fine-tuned answer of a turn. A strength other than 1 follows the name. Returns
-    /// nil if no adapters were used.
+    /// Returns the names of the runs whose adapters wrote the fine-tuned answer, each with its strength unless that is 1. Returns nil without
+    /// adapters.
     public func tunedName(of turn: Turn) -> String? {
         guard !runNames.isEmpty else { return nil }
         return runNames.enumerated().map { index, name in
@@ -280,9 +276,9 @@ import Observation
 }
 
 extension SideBySideChat.Request {
-    /// Returns one side's conversation. Its last message is the prompt.
+    /// Returns one side's conversation, which ends with the prompt.
     ///
-    /// - Parameter text: the key path of that side's answer in a turn. A turn without an answer is left out, because messages and answers must
+    /// - Parameter text: the key path of that side's answers. Turns without an answer are left out, because user and assistant messages must
     ///   alternate.
     fileprivate func messages(
         after history: [SideBySideChat.Turn], _ text: KeyPath<SideBySideChat.Turn, SideBySideChat.Text>
@@ -296,23 +292,22 @@ extension SideBySideChat.Request {
     }
 }
 
-/// A saved conversation.
 struct StoredChat: Codable, Equatable {
     struct Turn: Codable, Equatable {
         var prompt: String
         var base: String
         var tuned: String
-        /// The strengths of the runs' adapters; nil stands for 1.
+        /// The strength of each run's adapters, or nil if all are 1.
         var strengths: [Float]?
     }
 
-    /// The bundle, runs and system message, each on a line.
+    /// The bundle, the runs and the system message, one per line.
     var partners: String
     var turns: [Turn]
 }
 
 extension SideBySideChat.Text {
-    /// Appends a token's text. If a token ends within a character, the character is shown when later tokens complete it.
+    /// Appends a token's text. Leaves out an incomplete character until later tokens complete it.
     fileprivate mutating func append(_ token: Int, _ tokenizer: any TextTokenizer) {
         tokens.append(token)
         let text = tokenizer.decode(tokens)

@@ -5,12 +5,11 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// The action of the button *Start*, which tokenizes the text and begins the run. Joining a federation tokenizes the text too.
 extension AppModel {
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
 
-    /// The reason why a run with the form's settings can't begin now, with a remedy; nil if the run can begin, or while this is unknown.
+    /// The reason why a run with the form's settings cannot begin now, with a remedy. It is nil if the run can begin, or if that is not known yet.
     public var startProblem: Sentence? {
         guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
         if isBusy { return "The model is in use; wait until that has ended, or stop it." }
@@ -23,7 +22,7 @@ extension AppModel {
         }
     }
 
-    /// Tokenizes the text, unless it is the bundle's own text, and begins the run.
+    /// Tokenizes the text, except the bundle's own, and begins the run.
     public func startTraining() async {
         guard canStart, let bundle = form.bundle else { return }
         let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)
@@ -33,7 +32,7 @@ extension AppModel {
         textNotices = []
         await prepare(bundle) {
             let source = try form.source()
-            // The app asks for permission before the run. While the system shows its dialog, the app is inactive, and a run would wait.
+            // The system's dialog makes the app inactive, which would pause a run. So the app asks before the run begins.
             await notificationDisplay?.askPermission()
             if let source {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
@@ -53,8 +52,9 @@ extension AppModel {
         await refresh()
     }
 
-    /// Tokenizes the text, unless it is the bundle's own text, and joins the federation until the person leaves it. Call this only after the person
-    /// has agreed to `Federation.agreement`.
+    /// Tokenizes the text, except the bundle's own, and takes part in the federation until the person leaves it.
+    ///
+    /// Call this only after the person has agreed to `Federation.agreement`.
     public func joinFederation() async {
         guard isFree, let bundle = form.bundle else { return }
         await prepare(bundle) {
@@ -66,7 +66,6 @@ extension AppModel {
         await refresh()
     }
 
-    /// - Returns: the folder with the tokens.
     private func tokenize(
         _ source: TextData.Source, for bundle: StoredBundle, into run: URL, named name: String = TextData.folderName,
         length: Int? = nil

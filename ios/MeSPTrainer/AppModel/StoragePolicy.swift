@@ -1,24 +1,22 @@
 import Foundation
 
-/// The backup and the file protection of a file that the app writes.
+/// Whether backups include a file, and whether it is readable while the phone is locked.
 public struct StoragePolicy: Sendable, Equatable {
     /// Whether backups of the phone include the file.
     package var isInBackup: Bool
-    /// Whether the file can be read only while the phone is unlocked. Other files can be read after the first unlock since the phone was turned on,
-    /// because an overnight run reads and writes while the phone is locked.
+    /// Whether the file is readable only while the phone is unlocked. Otherwise it is readable from the first unlock after a restart.
     package var isUnreadableWhileLocked: Bool
 
-    /// The policy of a bundle. A bundle has gigabytes that can be downloaded again, and an overnight run reads it.
+    /// The policy of bundles. They can be downloaded again, and overnight runs read them.
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
-    /// The policy of a run's tokens, log and adapters, which an overnight run reads and writes.
+    /// The policy of a run's tokens, log and adapters, which overnight runs access.
     static let run = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: false)
-    /// The policy of the state from which a run is resumed. The file has the size of the adapters and the optimizer's state together, and is useful
-    /// only with this phone's log.
+    /// The policy of a run's saved state, which is large and useful only on this phone.
     static let state = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
-    /// The policy of chats and choices. An overnight run does not read them.
+    /// The policy of chats and choices, which overnight runs do not read.
     static let chat = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: true)
 
-    /// Sets this policy on a file, or on a folder and the files that are later created in it. The policy has an effect only on Apple's systems.
+    /// Sets this policy on a file, or on a folder and the files created in it later. Has no effect on Linux.
     public func apply(to url: URL) {
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = !isInBackup

@@ -6,16 +6,16 @@ import MeSPSentences
 /// A bundle on the device.
 public struct StoredBundle: Identifiable, Sendable {
     public let url: URL
-    /// Whether the bundle came with the app.
+    /// Whether the bundle is part of the app.
     public let isIncluded: Bool
-    /// The manifest; nil if the bundle can't be read.
+    /// The manifest, or nil if the bundle cannot be read.
     public let manifest: Manifest?
-    /// The reason why the bundle can't be used; nil if it can.
+    /// The reason why the bundle cannot be used, or nil.
     public let problem: Sentence?
 
-    /// - Parameter gpuRefusal: the reason why no bundle for the GPU can be used here; nil if one can.
+    /// - Parameter gpuRefusal: the reason why this device cannot use bundles for the GPU, or nil if it can.
     init(url: URL, isIncluded: Bool, gpuRefusal: Sentence?) {
-        // devicectl can put a folder into a folder of the same name.
+        // devicectl can copy a folder into an existing folder of the same name.
         let nested = url.appendingPathComponent(url.lastPathComponent)
         let url = FileManager.default.fileExists(atPath: nested.path) ? nested : url
         (self.url, self.isIncluded) = (url, isIncluded)
@@ -31,14 +31,13 @@ public struct StoredBundle: Identifiable, Sendable {
     }
 
     public var id: String { url.lastPathComponent }
-    /// The folder's name without its extension. The model's name would be ambiguous, because a model may have a bundle for the CPU and one for the
-    /// GPU.
+    /// The folder's name without its extension. Unlike the model's name, it tells a CPU bundle from a GPU bundle of the same model.
     public var name: String { url.deletingPathExtension().lastPathComponent }
 
     /// The size of all files, in bytes.
     public var size: Int { manifest?.files.reduce(0) { $0 + $1.size } ?? 0 }
 
-    /// A hint that an export for the GPU would suit a phone better; nil if there is none.
+    /// The advice to export a CPU bundle for the GPU, or nil for other bundles.
     public var advice: Sentence? {
         manifest?.device == .cpu ? "Runs on the CPU. For the GPU, export it with --device gpu." : nil
     }

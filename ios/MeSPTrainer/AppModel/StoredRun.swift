@@ -6,7 +6,6 @@ import MeSPSentences
 public struct StoredRun: Identifiable, Sendable {
     public enum Status: Sendable, Equatable {
         case running, finished, stopped, failed
-        /// The app was terminated during the run.
         case interrupted
         /// The log can't be read, for this reason.
         case unreadable(Sentence)
@@ -14,9 +13,9 @@ public struct StoredRun: Identifiable, Sendable {
 
     public let url: URL
     public let status: Status
-    /// The outline of the log; nil if it can't be read.
+    /// The outline of the log, or nil if it cannot be read.
     public let log: LogOutline?
-    /// The time when the run began.
+    /// The time when the run began, taken from the run's folder.
     public let date: Date
 
     init(url: URL, isRunning: Bool) {
@@ -42,13 +41,13 @@ public struct StoredRun: Identifiable, Sendable {
 
     public var id: String { url.lastPathComponent }
     public var name: String { id }
-    /// Whether the run belongs to a benchmark, which measures the time and memory of a few steps.
+    /// Whether the run is part of a benchmark.
     package var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
-    /// The folder of the adapters that were saved last; nil if none have been saved yet.
+    /// The folder of the adapters saved last, or nil if there is none.
     public var adapters: URL? { existing("adapters") }
 
-    /// Whether the run can continue from a saved state, or from the beginning if the app was terminated before the first save.
+    /// Whether the run can continue. An interrupted run without a saved state starts again from the beginning.
     public var canResume: Bool {
         switch status {
         case .running, .finished, .unreadable: false
@@ -57,7 +56,7 @@ public struct StoredRun: Identifiable, Sendable {
         }
     }
 
-    /// Copies the log and the adapters into `folder`, which is replaced. The training data is not copied.
+    /// Copies the log and the adapters into `folder`, whose old contents are deleted. Training data is not copied.
     public func export(to folder: URL) throws {
         do {
             try? FileManager.default.removeItem(at: folder)

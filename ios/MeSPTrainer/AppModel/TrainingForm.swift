@@ -6,7 +6,7 @@ import MeSPCore
 import MeSPSentences
 import Observation
 
-/// The form for the next run: a bundle, a text, and the settings.
+/// The form for the next run: its bundle, text and settings.
 @MainActor @Observable public final class TrainingForm {
     /// The source of the text to train on.
     public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted, choices }
@@ -15,13 +15,13 @@ import Observation
     public private(set) var bundle: StoredBundle?
     public var bundleID: StoredBundle.ID? {
         get { bundle?.id }
-        // A bundle that can't be used is not chosen.
+        // An identifier that is not of a usable bundle changes nothing.
         set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
-    /// The settings. The bundle, the output and the text are filled in when the run starts. A run uses the default optimizer and learning rate unless
-    /// the person has chosen other ones.
+    /// The run's settings. Starting the run sets the bundle, the output and the text. Without a choice of the person, optimizer and learning rate are
+    /// the defaults.
     public var settings = RunSettings(bundle: "", output: "") {
-        // Each method has its own default optimizer, to which the default learning rate belongs.
+        // Each method has its own default optimizer. It must be reset with the method, unless the person chose a learning rate for it.
         didSet { if settings.method != oldValue.method, settings.learningRate == nil { settings.optimizer = nil } }
     }
     /// The chosen optimizer, or the default.
@@ -29,14 +29,13 @@ import Observation
         get { settings.effectiveOptimizer }
         set { settings.optimizer = newValue }
     }
-    /// The default learning rate, which depends on the bundle; nil without a bundle.
     private var defaultRate: Float? { bundle?.manifest.map { settings.defaultLearningRate(for: $0.architecture) } }
     /// Whether the run has a memory limit.
     public var hasLimit: Bool {
         get { settings.memoryLimitMb != nil }
         set { settings.memoryLimitMb = newValue ? limit : nil }
     }
-    /// Whether gradients are clipped to a norm.
+    /// Whether gradients are clipped by their norm.
     public var clips: Bool {
         get { settings.maxGradNorm != nil }
         set { settings.maxGradNorm = newValue ? 1 : nil }
@@ -49,11 +48,11 @@ import Observation
             library.bundle(of: $0)?.id == bundle?.id && $0.log?.start?.settings.rank == settings.rank
         }
     }
-    /// Short names of the projections that the model has.
+    /// The short names of the projections that can be trained.
     public var projections: [String] { bundle?.manifest?.architecture.trainableNames ?? [] }
-    /// The projections that are trained by default.
+    /// The short names of the projections trained by default.
     private var standard: [String] { bundle?.manifest?.architecture.projectionNames ?? [] }
-    /// Whether a projection is trained. At least one always is.
+    /// Whether a projection is trained. The last trained projection cannot be removed.
     public subscript(trains name: String) -> Bool {
         get { (settings.projections ?? standard).contains(name) }
         set {
@@ -66,7 +65,7 @@ import Observation
     }
     /// Typed text that is not a number, by field.
     private var unreadable = [NumberField: String]()
-    /// The last typed text, which is shown as long as it equals the setting's value.
+    /// The typed text, shown while it still equals the setting's value.
     private var typed = [NumberField: String]()
     /// A number of the settings as text. Each keystroke takes effect, because a number pad has no Return key to end editing.
     public subscript(text field: NumberField) -> String {
@@ -114,17 +113,16 @@ import Observation
             }
         }
     }
-    /// The memory limit in MB.
     public var limit = 100.0 { didSet { if hasLimit { settings.memoryLimitMb = limit } } }
     public var textKind = TextKind.bundle { didSet { settings.objective = textKind == .choices ? .dpo : nil } }
-    /// The chosen text file. Choosing one selects it as the source of the text.
+    /// The chosen text file. Setting it also selects it as the source of the text.
     public var file: URL? { didSet { if file != nil { textKind = .file } } }
     public var pasted = ""
-    /// Whether only the answers are in the loss, for records that have prompts.
+    /// Whether the loss covers only the answers, for records with prompts.
     public var answersOnly = true
-    /// Whether the run limits forgetting: it weakens the adapters, or drops them, if the model would forget too much.
+    /// Whether the run limits forgetting by weakening or dropping the adapters if necessary.
     public var keepsKnowledge = true
-    /// The maximum rise of perplexity on a general text, in percent.
+    /// The allowed rise of the perplexity on a general text, in percent.
     static let mostForgetting = 3.0
 
     @ObservationIgnored private let library: Library
@@ -134,7 +132,7 @@ import Observation
         (self.library, self.monitor) = (library, monitor)
     }
 
-    /// Chooses the bundle to train, and replaces settings that the bundle does not support.
+    /// Chooses the bundle to train, and changes settings that it does not support.
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
@@ -145,14 +143,14 @@ import Observation
         }
     }
 
-    /// Chooses a bundle if none is chosen or the chosen bundle no longer exists. A bundle for the GPU is preferred, because it trains faster.
+    /// Chooses a bundle if none is chosen or the chosen one no longer exists. Prefers a bundle for the GPU, which trains faster.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
         if known == nil { select(usable.first { $0.manifest?.device == .gpu } ?? usable.first) }
     }
 
-    /// The predicted peak and whether it fits into memory now, or the reason why a run with these settings is impossible.
+    /// The predicted peak memory and whether it fits now, or the reason why the run cannot start.
     public var fit: Result<MemoryFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
             return .failure(
@@ -162,7 +160,7 @@ import Observation
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
             return .failure(MeSPError("\(field.name): \(typed) is not a valid number."))
         }
-        // With 0 steps the engine only evaluates. In the app, 0 steps would be a mistake.
+        // 0 steps are valid for the engine, which then only evaluates.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
             return .success(try MemoryFit(settings, manifest, available: monitor.availableMemory))
@@ -171,7 +169,6 @@ import Observation
         }
     }
 
-    /// The settings of the run, except the text and the output.
     var settingsToStart: RunSettings {
         var settings = settings
         settings.bundle = bundle?.url.path ?? ""
@@ -180,8 +177,7 @@ import Observation
         return settings
     }
 
-    /// The text for measuring forgetting, `general.txt`; nil if the person does not limit forgetting, if the run has an objective, or if no text is
-    /// held out.
+    /// The general text for measuring forgetting, or nil if forgetting is not measured.
     var generalText: TextData.Source? {
         guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
             textKind != .bundle || bundle.manifest?.data?["valid"].map({ holdsSequence($0) }) == true,
@@ -198,7 +194,7 @@ import Observation
     public var lesson: Sentence? {
         guard let bundle else { return nil }
         switch textKind {
-        // `make app-bundle` puts the reference manual of Python into the bundles that come with the app.
+        // Bundles that are part of the app contain Python's reference manual.
         case .bundle where bundle.isIncluded:
             return "A small demo model learns to write like the reference manual of the Python language."
         case .bundle: return "\(bundle.name) learns the text in its bundle."

@@ -2,11 +2,10 @@ import Foundation
 import MeSPCore
 import MeSPSentences
 
-/// A field of the form in which a person types a number.
+/// A number field of the form.
 public enum NumberField: String, Sendable, CaseIterable {
     case steps, learningRate, limit, batchSize, accumulation, clipping, warmup
 
-    /// The field's label in the form, for use in a sentence.
     var name: Sentence {
         switch self {
         case .steps: "Steps"
@@ -27,9 +26,8 @@ public enum NumberField: String, Sendable, CaseIterable {
     }
 }
 
-/// Reads and writes numbers as people type them: with the locale's decimal separator or a point, and optionally an exponent.
 struct TypedNumber {
-    /// - Returns: the number, or nil if `text` is not a number below 10¹⁵ in magnitude, or with `isWhole` not a whole one.
+    /// Returns the number, or nil if `text` is no number below 10¹⁵ in magnitude. With `isWhole` it must be an integer.
     static func value(_ text: String, isWhole: Bool, locale: Locale = .current) -> Double? {
         var text = text.trimmingCharacters(in: .whitespaces)
         if let separator = locale.decimalSeparator { text = text.replacingOccurrences(of: separator, with: ".") }
@@ -38,8 +36,7 @@ struct TypedNumber {
         return value
     }
 
-    /// Returns the number with four significant digits and without grouping, so that `value(_:isWhole:locale:)` can read it again. A whole number has
-    /// all its digits.
+    /// Returns the number as text that `value(_:isWhole:locale:)` can parse: all digits of an integer, or four significant digits.
     static func text(_ value: Double, isWhole: Bool, locale: Locale = .current) -> String {
         if isWhole { return "\(Int(value))" }
         return String(format: "%.4g", value).replacingOccurrences(of: ".", with: locale.decimalSeparator ?? ".")

@@ -1,10 +1,11 @@
-/// A model's configuration, in one form for all families. The exporter derives the configuration from the model's `config.json`. A block is a mixer
-/// and an MLP:
+/// A model's configuration, in one form for all model families. The exporter derives it from the model's `config.json`.
 ///
-///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)                  norm where there are `postNorms`
+/// A block consists of a mixer and an MLP. The outer `norm` is present only with `postNorms`:
+///
+///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)
 ///     y = x_mid + norm(down(act(gate(mlp_in)) ∘ up(mlp_in))),  mlp_in = RMSNorm(x_mid)
 public struct Architecture: Decodable, Sendable, Equatable {
-    /// The name of the family in `config.json`, which messages show.
+    /// The `model_type` in `config.json`.
     package let modelType: String
     package let hiddenSize: Int
     package let vocabSize: Int
@@ -13,36 +14,36 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let hiddenAct: Activation
     package let postNorms: Bool
     package let finalLogitSoftcapping: Float?
-    /// The factor by which the embeddings of tokens are multiplied.
+    /// The factor that multiplies the token embeddings.
     package let embeddingScale: Float
-    /// The part before `.layers.N.` in the names of mlx-lm's adapters; `hfPrefix` is this part in the names of PEFT's adapters.
+    /// The part of tensor names before `.layers.N.` in mlx-lm's adapters. `hfPrefix` is the same for PEFT.
     package let mlxPrefix: String
     package let hfPrefix: String
-    /// The names of the linear layers with a bias.
+    /// The names of the linear layers that have a bias.
     package let biases: [String]
-    /// The mixers in the model.
+    /// The distinct mixers of the model.
     package let mixers: [Mixer]
-    /// The index of each block's mixer.
+    /// For each block, the index of its mixer in `mixers`.
     package let layers: [Int]
-    /// The MLPs in the model, which differ in width or in their experts.
+    /// The distinct MLPs of the model.
     package let mlps: [MLP]
-    /// The index of each block's MLP.
+    /// For each block, the index of its MLP in `mlps`.
     package let mlpLayers: [Int]
-    /// The embeddings of tokens for each layer; nil if the model has none.
+    /// The per-layer token embeddings, or nil if the model has none.
     package let perLayer: PerLayerEmbedding?
-    /// The linear layers of Hugging Face's model that join several linear layers of a block; nil if the model has no such layers.
+    /// The linear layers of Hugging Face's model that concatenate several modules of a block, or nil if there are none.
     package let hfModules: [JoinedModule]?
 
     public var numHiddenLayers: Int { layers.count }
 
-    /// The short names of the linear layers, which are trained by default. `RunSettings.projections` has these names.
+    /// The short names of the linear layers, which are trained by default.
     package var projectionNames: [String] { unique(modules.map(\.shortName)) }
-    /// All names that `RunSettings.projections` may have.
+    /// The short names of all modules that can be trained.
     package var trainableNames: [String] { unique(trainable.map(\.shortName)) }
 }
 
 extension Architecture {
-    /// Returns the block with this index.
+    /// Returns the shape of the block with this index.
     package func block(_ index: Int) -> BlockShape {
         BlockShape(architecture: self, mixer: mixers[layers[index]], mlp: mlps[mlpLayers[index]])
     }
@@ -50,14 +51,14 @@ extension Architecture {
     /// One block of each kind.
     package var kinds: [BlockShape] { firstOfKinds.map(block) }
 
-    /// The index of the first block of each kind. A kind is a pair of a mixer and an MLP.
+    /// The index of the first block of each kind. Blocks of one kind have the same mixer and MLP.
     package var firstOfKinds: [Int] {
         unique(zip(layers, mlpLayers).map { [$0, $1] }).compactMap { kind in
             layers.indices.first { [layers[$0], mlpLayers[$0]] == kind }
         }
     }
 
-    /// The width of the widest MLP, or expert.
+    /// The largest intermediate size of an MLP or expert.
     package var widestMLP: Int {
         mlps.map { max($0.intermediateSize, $0.experts?.intermediateSize ?? 0) }.max() ?? 0
     }
@@ -65,23 +66,23 @@ extension Architecture {
     /// Whether some block has experts.
     package var hasExperts: Bool { mlps.contains { $0.experts != nil } }
 
-    /// The linear layers of all blocks, without duplicates.
+    /// The distinct linear layers of all blocks.
     package var modules: [Module] {
         unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) + (perLayer?.modules ?? [])
     }
 
-    /// The modules that may have adapters in some block: the linear layers, then the experts' matrices.
+    /// The distinct modules that can have adapters: the linear layers, then the experts' matrices.
     package var trainable: [Module] { modules + unique(mlps.flatMap { $0.experts?.modules ?? [] }) }
 
-    /// Returns the block whose keys and values a block shares; nil if the block has its own keys and values, or has none.
+    /// Returns the index of the block whose keys and values this block reuses, or nil if it reuses none.
     package func keysOf(_ block: Int) -> Int? {
         if case .attention(let mixer) = mixers[layers[block]] { mixer.keysOf } else { nil }
     }
 
-    /// The blocks whose keys and values other blocks share.
+    /// The indices of the blocks whose keys and values other blocks reuse.
     package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
 
-    /// Whether each block with shared keys and values takes them from an earlier block with keys and values of the same size.
+    /// Whether each block that reuses keys and values takes them from an earlier block that has its own, of the right shape.
     private var sharesKeys: Bool {
         layers.indices.allSatisfy { block in
             guard let owner = keysOf(block) else { return true }
@@ -103,17 +104,17 @@ extension Architecture {
         mixers.map { if case .attention(let a) = $0 { a.numAttentionHeads / a.numKeyValueHeads } else { 1 } }.max() ?? 1
     }
 
-    /// The largest number of input features of a mixer's output projection.
+    /// The largest input size of a mixer's output projection.
     package var mixerWidth: Int {
         mixers.map { $0.mixerWidth(hidden: hiddenSize) }.max() ?? hiddenSize
     }
 
-    /// Whether some block is recurrent: one state summarizes all earlier tokens.
+    /// Whether some block has a recurrent mixer instead of attention.
     package var isRecurrent: Bool {
         mixers.contains { if case .attention = $0 { false } else { true } }
     }
 
-    /// Whether the sizes are within bounds, and every block has all its parts. Within these bounds no product of sizes overflows, here or in a plan.
+    /// Whether all sizes are within bounds and every block is complete. The bounds prevent integer overflow in products of sizes.
     package var isConsistent: Bool {
         let widths = [hiddenSize, vocabSize]
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
@@ -131,7 +132,6 @@ extension Architecture {
     }
 }
 
-/// Returns the elements in their order, without duplicates.
 private func unique<T: Equatable>(_ all: [T]) -> [T] {
     all.reduce(into: []) { if !$0.contains($1) { $0.append($1) } }
 }

@@ -1,8 +1,8 @@
-/// The device that a bundle was exported for. The device decides how the model is computed.
+/// The device that a bundle was exported for.
 ///
-///     cpu    a block's forward pass is the formulas, called one by one; products are in float32; temporaries are cut by rows of W
-///     gpu    a block's forward pass is the bundle's function; products are by `quantizedMM` in the dtype of the activations; temporaries
-///            are cut by tokens, and MLX encodes one piece of work after the other
+/// - `cpu`: the forward pass calls the block's formulas one by one, with products in float32.
+/// - `gpu`: the forward pass calls the block's function from the bundle, if there is one, with products by `quantizedMM` in the dtype of the
+///   activations.
 public enum Backend: String, Codable, Sendable {
     case cpu, gpu
 }

@@ -1,22 +1,21 @@
-/// The dimensions of a block: of its mixer, of its MLP, and of the model.
+/// The dimensions of a block and its parts.
 package struct BlockShape: Sendable, Equatable {
     package let architecture: Architecture
     package let mixer: Mixer
     package let mlp: MLP
 
-    /// The linear layers, in their order in every flat vector of LoRA parameters.
+    /// The block's linear layers, in the order of flat LoRA vectors.
     package var modules: [Module] {
         mixer.modules + mlp.modules + (architecture.perLayer?.modules ?? [])
     }
 
-    /// The modules that may have adapters: the linear layers, then the experts' matrices, which a run trains only on request.
+    /// The modules that can have adapters: the linear layers, then the experts' matrices.
     package var trainable: [Module] { modules + (mlp.experts?.modules ?? []) }
 
-    /// Returns the leading dimension of a module's stacked matrices, which is their number, as a list of one element. The list is empty for a linear
-    /// layer.
+    /// Returns the leading dimensions of a module's matrix: `[experts]` for experts' matrices, or none.
     package func stack(_ module: Module) -> [Int] { module.isStacked ? [mlp.experts?.numExperts ?? 0] : [] }
 
-    /// Returns the numbers of input and output features of a projection, which the block must have.
+    /// Returns the input and output size of a projection of this block.
     package func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
         let hidden = architecture.hiddenSize
         let dimensions = known(projection) ?? mlp.experts?.dimensions(projection, hidden: hidden)
@@ -24,27 +23,26 @@ package struct BlockShape: Sendable, Equatable {
         return dimensions
     }
 
-    /// Returns the numbers of input and output features of a projection, except those of experts; nil if the block does not have it.
+    /// Returns the input and output size of a projection, or nil if the block lacks it. Excludes experts.
     private func known(_ projection: Projection) -> (inputs: Int, outputs: Int)? {
         let hidden = architecture.hiddenSize
         return mixer.dimensions(projection, hidden: hidden) ?? mlp.dimensions(projection, hidden: hidden)
             ?? architecture.perLayer?.dimensions(projection, hidden: hidden)
     }
 
-    /// A wide projection: the MLP's gate, or the mixer's first projection if the block has only experts.
+    /// The MLP's gate, or the mixer's first projection if there is no MLP besides experts.
     package var wideProjection: Projection { mlp.modules.isEmpty ? mixer.modules[0].projections[0] : .gate }
 
-    /// Returns the numbers of input and output features of a module, whose projections have the same input.
+    /// Returns the input size of a module and the sum of its projections' output sizes.
     package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) { dimensions([module]) }
 
-    /// Returns the number of input features of modules with the same input, and the sum of their output features.
+    /// Returns the input size of modules with the same input, and the sum of their output sizes.
     package func dimensions(_ modules: [Module]) -> (inputs: Int, outputs: Int) {
         let parts = modules.flatMap(\.projections).map(dimensions)
         return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
 
-    /// Returns the module that computes a projection, and the range of the projection's outputs. `ModelBundle` has checked that the block has such a
-    /// module.
+    /// Returns the module that computes a projection, and the projection's range in the module's outputs.
     package func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
         for module in trainable {
             guard let index = module.projections.firstIndex(of: projection) else { continue }
@@ -54,7 +52,7 @@ package struct BlockShape: Sendable, Equatable {
         preconditionFailure("no module for \(projection)")
     }
 
-    /// The arrays that are not quantized: norms, the mixer's arrays, and biases.
+    /// The block's unquantized arrays, such as norms and biases.
     package var plainArrays: [Weight] {
         let (hidden, postNorms) = (architecture.hiddenSize, architecture.postNorms)
         let norms =
@@ -71,7 +69,7 @@ package struct BlockShape: Sendable, Equatable {
             + biased.map { Weight(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
-    /// The quantized matrices: the matrices of the modules, and the experts' router and gate. The router and the gate have no adapters.
+    /// The block's quantized matrices: those of the modules, and the experts' router and gate.
     package var matrices: [Weight] {
         func ofModules(_ modules: [Module]) -> [Weight] {
             modules.map { module in
@@ -86,7 +84,7 @@ package struct BlockShape: Sendable, Equatable {
         return ofModules(modules) + mlpGate + [router] + ofModules(experts.modules)
     }
 
-    /// Whether the block has every projection exactly once, and all parts of each joined layer that it has.
+    /// Whether the block's modules compute each projection exactly once and the joined layers are complete.
     var isWhole: Bool {
         let parts = modules.flatMap(\.projections)
         let all = Projection.allCases.filter { known($0) != nil }
@@ -100,17 +98,17 @@ package struct BlockShape: Sendable, Equatable {
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// The block's modules in each joined linear layer of Hugging Face's model. A layer that this block lacks has an empty list.
+    /// For each joined layer of Hugging Face's model, this block's modules in it.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in trainable.filter { layer.parts.contains($0.name) } }
     }
 }
 
-/// A frozen tensor of a model. A quantized matrix has the shape `[out, in]`, and a stack of matrices has the shape `[number, out, in]`.
+/// A frozen tensor of a model: `[out, in]` for a quantized matrix, `[experts, out, in]` for stacked matrices.
 package struct Weight {
     package let name: String
     package let shape: [Int]
-    /// Whether the tensor is float32 even in a bundle with another dtype.
+    /// Whether the tensor is float32 even if the bundle has another dtype.
     package let isFloat32: Bool
 
     package init(name: String, shape: [Int], isFloat32: Bool = false) {

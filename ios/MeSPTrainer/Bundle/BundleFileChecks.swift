@@ -3,9 +3,9 @@ import MeSPFiles
 import MeSPSentences
 
 extension ModelBundle {
-    /// Throws unless every file of the manifest exists, has the size that the manifest states, and is reached without a symbolic link.
+    /// Throws unless every file of the manifest exists with the stated size and without symbolic links in its path.
     ///
-    /// - Returns: the modification time of each file of weights.
+    /// - Returns: the modification time of each weight file.
     func checkFiles() throws -> [String: Duration] {
         let weights = Set(manifest.weightFiles.map(\.file))
         var modified = [String: Duration]()
@@ -45,13 +45,13 @@ extension ModelBundle {
         }
     }
 
-    /// Throws unless MLX can read the functions in `file` and the functions fit the blocks of a kind: there is one function for each rank, with the
-    /// inputs and outputs that the architecture implies.
+    /// Throws unless MLX can read the functions in `file` and their inputs and outputs fit the blocks of a kind. There must be one function for each
+    /// rank.
     ///
     /// - Parameters:
     ///   - kind: an index of the manifest's `blocks`.
-    ///   - length: the number of tokens in a sequence.
-    ///   - packed: whether the functions take sequences of several records.
+    ///   - length: the sequence length in tokens.
+    ///   - packed: whether the functions take packed sequences of several records.
     func checkFunctions(_ file: String, kind: Int, length: Int, packed: Bool = false) throws {
         let blocks = manifest.blocks[kind]
         do {

@@ -1,13 +1,12 @@
 /// The part of a block that treats each token independently: down(act(gate(mlp_in)) ∘ up(mlp_in)), a mixture of experts, or the sum of both.
 package struct MLP: Decodable, Sendable, Equatable {
-    /// The linear layers, in their order in every flat vector of LoRA parameters; empty if there are only experts.
+    /// The linear layers, in the order of flat LoRA vectors. The list is empty if there are only experts.
     package let modules: [Module]
-    /// The width of the MLP; 0 if there are only experts.
+    /// The intermediate size of the MLP, or 0 if there are only experts.
     package let intermediateSize: Int
-    /// The experts; nil if there are none.
+    /// The mixture of experts, or nil if there is none.
     package let experts: Experts?
 
-    /// Returns the numbers of input and output features of a projection in a model of width `hidden`; nil if the MLP does not have it.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
         guard !modules.isEmpty else { return nil }
         return switch projection {
@@ -25,10 +24,10 @@ package struct MLP: Decodable, Sendable, Equatable {
     }
 }
 
-/// The function f of the MLP's gated activation,  act = f(gate) ∘ up.
+/// The function f in the gated activation f(gate) ∘ up.
 package enum Activation: String, Codable, Sendable {
     /// silu(x) = x σ(x)
     case silu
-    /// gelu(x) = x (1 + t) / 2,  t = tanh(√(2/π) (x + 0.044715 x³)), the approximation by tanh
+    /// gelu(x) = x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2
     case gelu
 }

@@ -6,8 +6,9 @@ import MeSPSentences
     import Metal
 #endif
 
-/// The devices that MLX can use here. The answers come from the system, not from MLX, because MLX starts Metal at its first use, even on the CPU.
-/// Starting Metal takes memory, and ends the process if MLX cannot use the GPU.
+/// The devices that MLX can use here.
+///
+/// The answers come from the system. Asking MLX would start Metal, which takes memory and terminates the process if MLX cannot use the GPU.
 public enum MLXSupport {
     #if MESP_HOST_MLX
         package static let version = hostMLXVersion
@@ -16,27 +17,26 @@ public enum MLXSupport {
         package static let version = "0.32.2"
     #endif
 
-    /// Sets the environment variables that MLX reads, unless they are set already. The variables affect the whole process, so call this function only
-    /// in a process that mainly trains. Call it before the first use of MLX.
+    /// Sets environment variables that MLX reads, unless they are already set. Call this before the first use of MLX.
+    ///
+    /// The variables affect the whole process, so call this only in a process that mainly trains.
     package static func setEnvironment() {
-        // By default MLX 0.32.2 rounds the operands of float32 products to TF32 on GPUs with neural accelerators (A19, M5).
+        // By default MLX 0.32.2 computes float32 products in TF32 on GPUs with neural accelerators (A19, M5).
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(commandBufferVariable, "\(operationsOfShortBuffer)", 0)
         NeuralAccelerators.current.hide()
     }
 
-    /// The environment variable that limits the number of operations in one Metal command buffer of MLX. MLX reads the variable at its first use of
-    /// Metal.
+    /// The environment variable that limits the number of operations in a Metal command buffer. MLX reads it at its first use of Metal.
     package static let commandBufferVariable = "MLX_MAX_OPS_PER_BUFFER"
 
-    /// A number so small that several command buffers fit into a workspace.
+    /// The maximum number of operations in one Metal command buffer.
     ///
-    /// The arrays of a command buffer stay in memory until it is complete. MLX's defaults are 20 on an iPhone and 40 or 50 on an iPad or a Mac (MLX
-    /// 0.32.2, device.cpp:605). With these defaults the memory of a step depends on the device, and only one buffer runs if memory is short. While
-    /// one buffer runs, `eval` polls for its end and keeps a core busy. While two or more run, `eval` sleeps (scheduler.h:56).
+    /// MLX keeps a command buffer's arrays until the buffer is complete, so short buffers save memory. They also save CPU time: `eval` polls while
+    /// only one buffer runs, but sleeps while several run (MLX 0.32.2, scheduler.h:56).
     private static let operationsOfShortBuffer = 4
 
-    /// Whether several command buffers fit into a workspace. MLX's default for an unset variable is too large.
+    /// Whether the environment limits command buffers to `operationsOfShortBuffer` operations or fewer.
     package static var hasShortCommandBuffers: Bool {
         let set = getenv(commandBufferVariable).flatMap { Int(String(cString: $0)) }
         return set.map { $0 <= operationsOfShortBuffer } ?? false
@@ -51,10 +51,10 @@ public enum MLXSupport {
         #endif
     }
 
-    /// The reason why MLX cannot run a bundle for the GPU here; nil if MLX can run it, or if only MLX can tell.
+    /// The reason why bundles for the GPU cannot run here, or nil if none is known.
     public static let gpuRefusal: Sentence? = {
         #if os(iOS) && !targetEnvironment(simulator)
-            // MLX's kernels reduce over SIMD groups and multiply SIMD-group matrices, which older GPU families cannot do.
+            // MLX's kernels need SIMD-group reductions and matrices, which older GPU families lack.
             MTLCreateSystemDefaultDevice()?.supportsFamily(.apple7) == true ? nil : oldGPU
         #else
             nil

@@ -8,43 +8,41 @@ public struct Manifest: Decodable, Sendable {
         package let id: String
         package let revision: String?
         package let license: String?
-        /// The licence's name in the model card, if it is not a standard licence.
+        /// The licence's name in the model card, for a licence without a standard identifier.
         package let licenseName: String?
         package let licenseLink: String?
     }
-    /// The quantization of most matrices. The quantization of one matrix follows from the shapes of its arrays.
+    /// The quantization of most matrices. Other matrices have other formats, which follow from the shapes of their arrays.
     public struct Quantization: Decodable, Sendable, Equatable {
         public let bits: Int
         package let groupSize: Int
         package let mode: String
     }
-    /// The place of an array in a file of words. `offset` counts 32-bit words.
+    /// The place of an array in a weight file. `offset` counts 32-bit words.
     package struct PackedArray: Decodable, Sendable {
         package let name: String
         package let offset: Int
         package let shape: [Int]
         package let dtype: ElementType
-        /// The distance in words between the beginnings of consecutive matrices in a stack `[number, rows, columns]`; nil for other arrays. The
-        /// matrices of a stack are apart, because each expert's arrays lie together.
+        /// The distance in words between consecutive matrices of a stack `[experts, rows, columns]`, or nil for other arrays.
         package let stride: Int?
     }
-    /// The blocks of one kind. They have the same mixer and MLP, and their files have the same layout.
+    /// The blocks of one kind, with the same mixer, the same MLP and the same layout of their weight files.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
-        /// The files of functions with which a GPU trains, by sequence length. `plainFunctions` has the files of functions made of plain operations.
-        /// In a bundle for the CPU both properties name the same files. Either every sequence length has functions, or none has.
+        /// The function files for training on a GPU, by sequence length. `plainFunctions` consist of plain operations only. In a CPU bundle both name
+        /// the same files.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
-        /// The files of functions with which a GPU trains packed records; nil if the bundle was not exported for packed records.
+        /// The function files for packed sequences on a GPU, or nil if the bundle was exported without.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
-        /// Whether a GPU calls functions for these blocks; otherwise a GPU computes these blocks by the formulas. Blocks with experts have no
-        /// functions, because a function would compute the same experts for every token. Blocks of a bundle that was made on a device have no
-        /// functions either.
+        /// Whether a GPU calls functions for these blocks. Otherwise it computes the formulas, as for blocks with experts and in bundles made on a
+        /// device.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]
-        /// Returns the file of block `index`, which is one of `layers`.
+        /// Returns the weight file of block `index`, which must be one of `layers`.
         package func file(_ index: Int) -> PackedFile {
             PackedFile(file: ModelBundle.blockFile(index), words: words, arrays: arrays)
         }
@@ -57,15 +55,15 @@ public struct Manifest: Decodable, Sendable {
     package struct Tokens: Codable, Sendable {
         package let file: String
         package let tokens: Int
-        /// The examples, if each sequence is one example.
+        /// The examples, or nil if the stream is split into windows.
         package let examples: Examples?
-        /// A file with one byte per token: 1 if the token's prediction is in the loss, otherwise 0; nil if all predictions are in the loss.
+        /// A file with one byte per token: 1 if the token as a target is in the loss, else 0. If it is nil, all targets are in the loss.
         package let mask: String?
-        /// A file with one byte per example, its `TokenStream.Label`; nil if the data is not preference data.
+        /// A file with one `TokenStream.Label` per example, or nil without preference data.
         package let labels: String?
-        /// The token that replaces the first token of each window of a packed stream; nil for no replacement.
+        /// The token that replaces the first token of each window, if any.
         package let begin: Int?
-        /// Whether short examples share a sequence, as records that do not attend to each other.
+        /// Whether several examples may share a sequence without attending to each other.
         package let pack: Bool?
 
         package struct Examples: Codable, Sendable {
@@ -93,29 +91,28 @@ public struct Manifest: Decodable, Sendable {
     package let blocks: [Blocks]
     package let embedding: PackedFile
     package let head: PackedFile
-    /// The file of the table of embeddings for each layer; nil if the model has none. `perLayerProjection` is the file of a projection whose outputs
-    /// are added to these embeddings.
+    /// The files of the per-layer token embeddings and of the projection added to them, or nil if the model has neither.
     package let perLayerEmbedding: PackedFile?
     package let perLayerProjection: PackedFile?
     package let data: [String: Tokens]?
-    /// The tokens that end the model's answers, in addition to the end tokens in config.json; nil if the bundle names none.
+    /// The end tokens in addition to those in config.json, if any.
     package let endTokens: [Int]?
-    /// The digest of the model and the options of a bundle that was made on a device; nil for other bundles.
+    /// The digest of the source model and the options, for a bundle made on a device.
     package let source: String?
     package let files: [File]
 }
 
 extension Manifest {
-    /// The files of weights. If the head is tied to the embedding, their common file appears twice.
+    /// The weight files. If the head shares the embedding's file, that file appears twice.
     package var weightFiles: [PackedFile] {
         blocks.flatMap { kind in kind.layers.map(kind.file) }
             + [embedding, head, perLayerEmbedding, perLayerProjection].compactMap { $0 }
     }
 
-    /// The files with the model's licence, notices and terms of use. They are copied to everything that is made of the model.
+    /// The files with the model's licence, notices and terms of use, which must accompany everything derived from the model.
     package var terms: [String] { files.map(\.path).filter(Self.isTerms) }
 
-    /// Returns whether a file with this name has a model's licence, notices or terms of use.
+    /// Returns whether a file name is that of a licence, a notice or terms of use.
     package static func isTerms(_ name: String) -> Bool {
         let begins = ["LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "TERMS_OF_USE", "GEMMA_TERMS"]
         let contains = ["_LICENSE", "_LICENCE", "_NOTICE", "_USE_POLICY", "_TERMS_OF_USE"]
@@ -125,14 +122,15 @@ extension Manifest {
             || contains.contains { name.uppercased().contains($0) }
     }
 
-    /// The size of all weight files, in bytes.
+    /// The size of all distinct weight files, in bytes.
     package var mappedBytes: Int {
         Dictionary(weightFiles.map { ($0.file, $0.words) }) { words, _ in words }.values.reduce(0, +) * 4
     }
 
-    /// Reads a manifest. Makes all checks that need neither the bundle's files nor MLX, and throws if this build cannot use the bundle.
+    /// Decodes and checks a manifest, without reading the bundle's other files.
     ///
     /// - Parameter bundle: the bundle's name in messages.
+    /// - Throws: `MeSPError` if this build cannot use the bundle.
     package static func read(_ json: Data, of bundle: String) throws -> Manifest {
         guard json.count <= largestSize else {
             throw MeSPError("\(bundle)/manifest.json is longer than any bundle's; do not use the bundle.")
@@ -164,7 +162,7 @@ extension Manifest {
         return manifest
     }
 
-    /// Whether several records may share a sequence. Blocks with functions need special functions for packed records; other blocks do not.
+    /// Whether several records may share a sequence. On a GPU, blocks with functions need separate functions for that.
     package var takesPacked: Bool {
         device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil || !$0.hasFunctions }
     }
@@ -176,8 +174,7 @@ extension Manifest {
         }
     }
 
-    /// The largest number of weights that share a scale in a row of a down projection. The number of intermediate features in a tile is a multiple of
-    /// this number.
+    /// The largest quantization group size of a down projection. The number of intermediate features in a tile must be a multiple of it.
     package var featureGroup: Int {
         blocks.compactMap { blocks in
             let block = architecture.block(blocks.layers[0])
@@ -192,16 +189,16 @@ extension Manifest {
 }
 
 extension Manifest.PackedArray {
-    /// The length of the array in 32-bit words; for a stack, the length of one of its matrices.
+    /// The length in 32-bit words of the array, or of one matrix of a stack.
     var words: Int { (shape.dropFirst(stride == nil ? 0 : 1).reduce(1, *) * dtype.dtype.size + 3) / 4 }
 
-    /// Returns the range of the array's words in its file; for a stack, the range of the matrix with this number.
+    /// Returns the range of words of the array, or of one matrix of a stack.
     func range(_ number: Int? = nil) -> Range<Int> {
         let start = offset + (number ?? 0) * (stride ?? 0)
         return start..<start + words
     }
 
-    /// Returns whether the array lies within a file of `total` words; for a stack, whether every matrix does.
+    /// Returns whether the array, or every matrix of a stack, lies within a file of `total` words.
     func isWithin(_ total: Int) -> Bool {
         guard (0...total).contains(offset), words <= total - offset else { return false }
         guard let stride else { return true }

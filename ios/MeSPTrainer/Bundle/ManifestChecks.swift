@@ -3,8 +3,8 @@ import MeSPFiles
 import MeSPSentences
 
 extension Manifest {
-    /// Throws unless the sizes are within bounds, every block has exactly one kind, every named file is listed with a path within the bundle, and
-    /// each packed array lies in its file with the shape that the architecture implies.
+    /// Throws unless the manifest is consistent: sizes are within bounds, each block has one kind, all named files are listed, and all arrays fit
+    /// their files.
     ///
     /// - Parameter bundle: the bundle's name in messages.
     func check(_ bundle: String) throws {
@@ -16,7 +16,6 @@ extension Manifest {
     private func checkDimensions(_ bundle: String) throws {
         let perLayer = [perLayerEmbedding, perLayerProjection].compactMap { $0 }
         let lengths = blocks.map(\.words) + ([embedding, head] + perLayer).map(\.words)
-        // Every block must have exactly one kind, and all blocks of a kind must have the same mixer and MLP.
         let layers = blocks.flatMap(\.layers).sorted()
         guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
@@ -113,7 +112,7 @@ extension Manifest {
         guard let size = architecture.perLayer?.size, let perLayerEmbedding, let perLayerProjection else { return }
         let width = architecture.numHiddenLayers * size
         try check(perLayerEmbedding, matrices: [Weight(name: "", shape: [architecture.vocabSize, width])])
-        // Each layer's part of the table must begin and end at the bounds of a quantization group.
+        // Each layer's part of the embedding table must consist of whole quantization groups.
         let groups = perLayerEmbedding.arrays.first { $0.name == "scales" }?.shape[1] ?? 1
         guard size % (width / groups) == 0 else {
             throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.")
@@ -124,13 +123,13 @@ extension Manifest {
     }
 }
 
-/// Returns whether a path is relative and has no parts such as `..`. Such a path stays within its folder unless it contains a symbolic link.
+/// Returns whether a path is relative and has no parts `.` or `..`. Symbolic links are not resolved.
 package func leadsDown(_ path: String) -> Bool {
     let parts = path.split(separator: "/", omittingEmptySubsequences: false)
     return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }
 }
 
-/// Returns whether a path stays within `folder` and has no symbolic link among its folders.
+/// Returns whether a path stays within `folder` and none of its folders is a symbolic link.
 func isPath(_ path: String, within folder: URL) -> Bool {
     guard leadsDown(path) else { return false }
     let parent = path.split(separator: "/").dropLast().joined(separator: "/")

@@ -3,12 +3,12 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-/// Returns a file of 32-bit words as one flat `uint32` array `[bytes / 4]`: the existing map of the file, or else a new map. The file is not copied.
+/// Memory-maps a file as a flat `uint32` array `[bytes / 4]`, or returns `known` if the file is already mapped.
 ///
 /// - Parameters:
-///   - url: a file whose length is a multiple of `mappingUnit`.
-///   - size: the length that the file must have, in bytes.
-///   - modified: the modification time that the file must have; nil for any time.
+///   - url: a file whose size is a multiple of `mappingUnit`.
+///   - size: the required size of the file, in bytes.
+///   - modified: the required modification time, or nil for any.
 ///   - known: the existing map of the file, if any.
 package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXArray? = nil) throws -> MLXArray {
     let file: Int32
@@ -28,24 +28,22 @@ package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXA
     return words
 }
 
-/// A hook for tests: whether the process has no addresses left.
+/// A hook for tests, which can pretend that the process has no address space left.
 package enum Addresses {
     @TaskLocal package static var areUsedUp: @Sendable () -> Bool = { false }
 }
 
-/// The unit of a mapping's length, in bytes. It is the page size of an iPhone and a multiple of every smaller page size. Metal takes only whole pages
-/// without a copy.
+/// The unit of a mapping's size, in bytes. It is the page size of an iPhone. Metal wraps only whole pages without a copy.
 package let mappingUnit = 16384
 
-/// Maps part of an open file as a read-only array, without a copy. Returns nil if the system refuses (`errno`).
+/// Memory-maps part of an open file as a read-only array. Returns nil and sets `errno` if the system refuses.
 ///
-/// The pages are clean and file-backed: the system can drop and reread them, and they don't count in `phys_footprint`. The mapping ends when the last
-/// array that uses it is freed.
+/// The system can drop the pages and read them again, and they do not count in `phys_footprint`. The mapping ends when the last array that uses it is
+/// freed.
 ///
-/// An anonymous page precedes the data, and its last word holds the data's size. MLX's CPU allocator stores the size of each of its buffers in this
-/// place. So the allocator can treat the mapping as one of its buffers.
+/// An anonymous page precedes the data. Its last word holds the data's size, because MLX's CPU allocator reads a buffer's size from there.
 ///
-/// - Parameter shape: a shape whose number of bytes is a multiple of `mappingUnit`. For any other shape the function returns nil (`EINVAL`).
+/// - Parameter shape: the array's shape. Its size in bytes must be a multiple of `mappingUnit`, or else `errno` is `EINVAL`.
 package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
     let page = Int(getpagesize())
     let size = shape.reduce(dtype.size, *)
@@ -58,7 +56,7 @@ package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType
         return nil
     }
     let (none, anonymous) = (Int32(-1), MAP_PRIVATE | MAP_ANON)
-    // The range is reserved without access, because writable pages would count against a limit on data.
+    // Inaccessible pages do not count against a limit on data, so the range is reserved without access.
     guard let start = mmap(nil, page + size, PROT_NONE, anonymous, none, 0), start != MAP_FAILED else { return nil }
     let data = start + page
     guard mprotect(start, page, PROT_READ | PROT_WRITE) == 0,

@@ -1,5 +1,5 @@
-/// The part of a block that combines tokens. Its input is mixer_in, the block's input after a norm. A mixer projects mixer_in, and applies a formula
-/// to the projections. The output projection of the result is added to the block's input.
+/// The part of a block that combines tokens: projections of the normed input, a formula, and an output projection. The result is added to the block's
+/// input.
 package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
@@ -7,46 +7,46 @@ package enum Mixer: Sendable, Equatable {
     case mamba2(Mamba2Mixer)
 }
 
-/// Causal softmax attention:
+/// Causal softmax attention. `norm` is present with `qkNorm`, `cap(s) = c tanh(s / c)` with `attnLogitSoftcapping`, and `∘ σ(g)` with gates:
 ///
-///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))              norm if `qkNorm`
-///     attn_out = softmax(mask(cap(q̂ k̂ᵀ · scale))) v    cap(s) = c tanh(s / c) with `attnLogitSoftcapping`
-///     x_mid = x + o(attn_out)                          o(attn_out ∘ σ(g)) if heads have gates
+///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))
+///     attn_out = softmax(mask(cap(q̂ k̂ᵀ · scale))) v
+///     x_mid = x + o(attn_out ∘ σ(g))
 package struct AttentionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     package let numAttentionHeads: Int
     package let numKeyValueHeads: Int
     package let headDim: Int
     package let qkNorm: Bool
-    /// Whether q contains, for each head, the query followed by a gate g of the same size for the head's output.
+    /// Whether q contains, for each head, the query followed by an output gate g of the same size.
     package let outputGate: Bool
-    /// The factor of `q̂ k̂ᵀ`.
+    /// The factor `scale` of `q̂ k̂ᵀ`.
     package let attentionScale: Float
     package let attnLogitSoftcapping: Float?
-    /// The angle in radians by which RoPE rotates each pair of dimensions per position, 0 for a pair that it leaves unchanged; empty without RoPE.
+    /// RoPE's angle per position for each pair of dimensions, in radians. 0 leaves a pair unchanged. The list is empty without RoPE.
     package let frequencies: [Float]
-    /// The factor of the rotated dimensions.
+    /// The factor that multiplies the rotated dimensions.
     package let ropeScale: Float
-    /// The number of positions to which a query attends, including its own; nil: a query attends to all earlier positions and its own.
+    /// The number of positions that a query attends to, including its own, or nil for all positions up to its own.
     package let slidingWindow: Int?
     /// Whether v goes through an RMSNorm without weights.
     package let vNorm: Bool
-    /// The block whose keys and values this block shares; nil if this block has its own keys and values.
+    /// The index of the block whose keys and values this block reuses, or nil if it has its own.
     package let keysOf: Int?
 
     package var queryWidth: Int { numAttentionHeads * headDim }
     package var keyValueWidth: Int { numKeyValueHeads * headDim }
-    /// Whether the projection g has one number for each head, the gate of the head's output.
+    /// Whether a projection g computes one output gate per head.
     package var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
-    /// The size of a head's gate, which follows the head's query in the stored q; 0 without gates.
+    /// The size of a head's output gate, or 0 without gates.
     package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
-/// The gated delta rule over a short convolution's output ([Yang et al.](https://arxiv.org/abs/2412.06464)):
+/// The gated delta rule ([Yang et al.](https://arxiv.org/abs/2412.06464)). q and k are normalized per head, and each head has its own S and o:
 ///
-///     q, k, v = silu(conv(qkv))                        q and k normalized for each head
-///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ                  g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
-///     o = Sᵀ q                                         for each head
+///     q, k, v = silu(conv(qkv))
+///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ    g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
+///     o = Sᵀ q
 ///     x_mid = x + out(norm(o) ∘ silu(z))
 package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
@@ -62,7 +62,7 @@ package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     package var convolutionWidth: Int { 2 * keyWidth + valueWidth }
 }
 
-/// A causal convolution between two gates. One projection has three equal parts b, c and u:
+/// A gated causal convolution. One projection computes b, c and u of equal size:
 ///
 ///     x_mid = x + out(c ∘ conv(b ∘ u))
 package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
@@ -70,11 +70,12 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
     let kernelSize: Int
 }
 
-/// The state space of Mamba-2 ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection has the parts z, xBC and dt:
+/// The Mamba-2 state-space model ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection computes z, xBC and dt. Each group of heads shares B
+/// and C, and each head has its own S and o:
 ///
-///     x, B, C = silu(conv(xBC) + bias)                 B and C shared by a group of heads
-///     S ← exp(−exp(A_log) Δ) S + Δ x Bᵀ                Δ = softplus(dt + dt_bias)
-///     o = S C + D x                                    for each head
+///     x, B, C = silu(conv(xBC) + bias)
+///     S ← exp(−exp(A_log) Δ) S + Δ x Bᵀ    Δ = softplus(dt + dt_bias)
+///     o = S C + D x
 ///     x_mid = x + out(norm(o ∘ silu(z)))
 package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     let modules: [Module]
@@ -83,7 +84,7 @@ package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     package let numGroups: Int
     package let stateSize: Int
     let kernelSize: Int
-    /// ε of the norm.
+    /// The ε of the RMSNorm.
     package let normEps: Float
 
     package var width: Int { numHeads * headDim }
@@ -92,7 +93,7 @@ package struct Mamba2Mixer: Decodable, Sendable, Equatable {
 }
 
 extension Mixer {
-    /// The linear layers, in their order in every flat vector of LoRA parameters.
+    /// The linear layers, in the order of flat LoRA vectors.
     var modules: [Module] {
         switch self {
         case .attention(let mixer): mixer.modules
@@ -102,7 +103,6 @@ extension Mixer {
         }
     }
 
-    /// Returns the numbers of input and output features of a projection in a model of width `hidden`; nil if the mixer does not have it.
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
         switch (self, projection) {
         case (.attention(let mixer), .q): (hidden, mixer.queryWidth * (mixer.outputGate ? 2 : 1))
@@ -123,7 +123,7 @@ extension Mixer {
         }
     }
 
-    /// Returns the number of input features of the output projection.
+    /// Returns the input size of the output projection.
     package func mixerWidth(hidden: Int) -> Int {
         switch self {
         case .attention(let mixer): mixer.queryWidth
@@ -133,7 +133,7 @@ extension Mixer {
         }
     }
 
-    /// Returns the mixer's arrays that belong to no module.
+    /// Returns the mixer's arrays besides its linear layers.
     func arrays(hidden: Int) -> [Weight] {
         switch self {
         case .attention(let mixer):
@@ -160,7 +160,7 @@ extension Mixer {
         }
     }
 
-    /// Returns whether the sizes are within bounds; every width is at most 2²⁰.
+    /// Returns whether the sizes are within bounds.
     func isConsistent(hidden: Int) -> Bool {
         func areCounts(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 12)).contains($0) } }
         func areWidths(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 20)).contains($0) } }

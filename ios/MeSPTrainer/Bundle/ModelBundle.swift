@@ -3,34 +3,33 @@ import MLX
 import MeSPFiles
 import MeSPSentences
 
-/// An object that keeps arrays that view a bundle's maps. A map is unmapped when the last array that views it is freed.
+/// An object that keeps arrays backed by memory-mapped files of a bundle. A file is unmapped when its last array is freed.
 package protocol MapHolder: AnyObject {
     func releaseArrays()
 }
 
-/// An exported model, opened and checked. Weights are mapped on request and never copied.
+/// An exported model that was opened and checked. Weight files are memory-mapped on demand.
 package struct ModelBundle {
     package let url: URL
     package let manifest: Manifest
     /// The token streams by split. Their files are in `dataFolder`.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
-    /// The modification times of the checked files of weights.
+    /// The modification times of the weight files when they were checked.
     private var modified = [String: Duration]()
-    /// The manifest's device. Tests set `gpu` to compute on a CPU as on a GPU.
+    /// The manifest's device. Tests set `gpu` to run the GPU's code path on a CPU.
     package var backend: Backend
     /// For each block, the index of its kind in the manifest's `blocks`.
     package let kinds: [Int]
     package let maps = Maps()
 
-    /// The mapped files of weights. Nested uses of a file share its map. With `areKept`, files stay mapped after their use. Mapping a file again
-    /// costs time, because a GPU needs a new buffer and the system must find the pages again.
+    /// The memory-mapped weight files. Nested uses of a file share its map. With `areKept`, files stay mapped after use, which saves the time to map
+    /// them again.
     package final class Maps {
         package var areKept = false { didSet { if !areKept { release() } } }
-        /// The objects that keep arrays that view maps, as weak references.
+        /// Weak references to the objects that keep arrays backed by maps.
         private var holders = [() -> (any MapHolder)?]()
         fileprivate var words = [String: MLXArray]()
-        /// The number of times that each file was mapped.
         fileprivate(set) var mapped = [String: Int]()
 
         package func add(_ holder: some MapHolder) {
@@ -47,13 +46,12 @@ package struct ModelBundle {
     package var architecture: Architecture { manifest.architecture }
     package var dtype: DType { manifest.dtype.dtype }
 
-    /// Opens the bundle at `url`. Checks its manifest, as `Manifest.read` does, and the size and SHA-256 of every file. Opening a bundle does not use
-    /// MLX, so bundles that cannot run here can be listed and copied.
+    /// Opens a bundle, and checks its manifest and the size and SHA-256 of every file. Does not use MLX.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
     ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
-    ///   - checksums: whether to check the files' sizes and SHA-256, which takes seconds for gigabytes. If false, only the manifest may be used.
+    ///   - checksums: whether to check sizes and SHA-256, which takes seconds for gigabytes. If false, only the manifest may be used.
     package init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
@@ -70,8 +68,7 @@ package struct ModelBundle {
 
     // MARK: - Functions and weights
 
-    /// Imports the functions for sequences of `length` tokens. Each block gets the function of its kind, or nil if the kind has none.
-    /// `Manifest.check` has checked that each kind with functions has one for this length.
+    /// Imports the functions for sequences of `length` tokens. Returns one function for each block, or nil for blocks without functions.
     package func importFunctions(
         _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
     ) throws -> [ImportedFunction?] {
@@ -81,7 +78,7 @@ package struct ModelBundle {
             guard let file = blocks[keyPath: files]["\(length)"] else {
                 preconditionFailure("no function for \(length) tokens")
             }
-            // MLX trusts the contents of the file, and the bundle may have been opened without comparing checksums.
+            // MLX trusts the file's contents, so the file's checksum and functions are checked first.
             try checkSums(of: manifest.files.filter { $0.path == file })
             try checkFunctions(file, kind: kind, length: length, packed: files == \.packed)
             let function = try imported[file] ?? importFunction(from: url.appendingPathComponent(file))
@@ -91,7 +88,7 @@ package struct ModelBundle {
         return kinds.map { functions[$0] }
     }
 
-    /// Calls `body` with the weights of a file, which stays mapped at least while `body` runs. `body` must evaluate the arrays that it returns.
+    /// Calls `body` with the weights of a file, which stays mapped at least during the call. `body` must evaluate the arrays that it returns.
     package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
         let known = maps.words[file.file]
         let words = try map(file, known)
@@ -100,7 +97,7 @@ package struct ModelBundle {
             maps.mapped[file.file, default: 0] += 1
         }
         defer { if known == nil, !maps.areKept { maps.words[file.file] = nil } }
-        // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
+        // This reference prevents MLX from donating the mapped buffer and writing a result into it.
         return try withExtendedLifetime(words) {
             let result = try body(PackedWeights(words: words, arrays: file.arrays, backend: backend))
             try MLXErrors.check()
@@ -108,7 +105,6 @@ package struct ModelBundle {
         }
     }
 
-    /// - Parameter known: the existing map of the file, if any.
     private func map(_ file: Manifest.PackedFile, _ known: MLXArray?) throws -> MLXArray {
         func map() throws -> MLXArray {
             try mappedWords(
@@ -118,7 +114,7 @@ package struct ModelBundle {
         do {
             return try map()
         } catch  where maps.areKept {
-            // iOS gives a process without an entitlement few addresses. These may suffice for one mapped file at a time.
+            // Without an entitlement, iOS limits a process's address space. It may suffice for one mapped file at a time.
             maps.areKept = false
             return try map()
         }
@@ -130,7 +126,7 @@ package struct ModelBundle {
 
     package func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R { try withWeights(manifest.head, body) }
 
-    /// Returns the file of block `index`.
+    /// Returns the weight file of block `index`.
     package func file(ofBlock index: Int) -> Manifest.PackedFile { manifest.blocks[kinds[index]].file(index) }
 
     package static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
@@ -147,8 +143,7 @@ package struct ModelBundle {
         var ropeScaling: RoPE?
     }
 
-    /// The number of positions that the model was trained for, according to its config.json. With YaRN, this is at least the original number times
-    /// YaRN's factor. nil if config.json does not state the number.
+    /// The context length stated in config.json, extended by YaRN's factor if present, or nil.
     private var positions: Int? {
         guard let json = regularFile(url.appendingPathComponent("config.json")),
             let config = try? JSONDecoder.snakeCase.decode(Config.self, from: json),
@@ -160,7 +155,7 @@ package struct ModelBundle {
         return Int(exactly: max(most, factor * (rope.originalMaxPositionEmbeddings ?? most)).rounded())
     }
 
-    /// Throws if sequences of `length` tokens have more positions than the model was trained for.
+    /// Throws if `length` exceeds the model's context length.
     package func checkPositions(_ length: Int) throws {
         guard let positions, length > positions else { return }
         throw MeSPError(
@@ -170,15 +165,14 @@ package struct ModelBundle {
 
     // MARK: - What a run depends on
 
-    /// A digest of the files of weights. It does not depend on functions, data or the bundle's place.
+    /// A digest of the weight files.
     package var weightsDigest: String {
         let weights = Set(manifest.weightFiles.map(\.file))
         let sums = manifest.files.filter { weights.contains($0.path) }.map { "\($0.path) \($0.sha256)" }
         return digest(sums)
     }
 
-    /// Returns a digest of the sequences of a split (`train`, `valid`, `test`), which does not depend on where their files are; nil if there is no
-    /// such split.
+    /// Returns a digest of the data of a split (`train`, `valid`, `test`), or nil if there is no such split.
     package func dataDigest(_ split: String) throws -> String? {
         guard let entry = splits[split] else { return nil }
         guard dataFolder == url else { return try digest(entry, in: dataFolder) }
@@ -186,12 +180,12 @@ package struct ModelBundle {
         return try digest(entry, in: url, sums: sums)
     }
 
-    /// Returns a digest, as `dataDigest(_:)` does, of the tokens that `tokens(in:)` reads.
+    /// Returns a digest of the data that `tokens(in:)` reads, or nil if there are none.
     package func dataDigest(in folder: URL) throws -> String? {
         try TokenFolder.entries(in: folder)["train"].map { try digest($0, in: folder) }
     }
 
-    /// - Parameter sums: the known SHA-256 of files, which are then not read.
+    /// - Parameter sums: known SHA-256 digests by path. These files are not read.
     private func digest(_ entry: Manifest.Tokens, in folder: URL, sums: [String: String] = [:]) throws -> String {
         let files = [
             ("tokens", entry.file), ("examples", entry.examples?.file), ("mask", entry.mask), ("labels", entry.labels),
@@ -208,12 +202,12 @@ package struct ModelBundle {
 
     // MARK: - Data
 
-    /// Returns the mapped tokens of a split (`train`, `valid`, `test`), or nil if the bundle has none.
+    /// Returns the memory-mapped tokens of a split (`train`, `valid`, `test`), or nil if there is no such split.
     package func tokens(_ split: String) throws -> TokenStream? {
         try splits[split].map { try tokens($0, split, in: dataFolder) }
     }
 
-    /// Returns the mapped tokens of a folder that `TextData` or `mesp train` wrote, without the held-out part.
+    /// Returns the memory-mapped training tokens of a folder that `TextData` or `mesp train` wrote.
     package func tokens(in folder: URL) throws -> TokenStream {
         guard let entry = try TokenFolder.entries(in: folder)["train"] else {
             throw MeSPError("\(folder.path) holds no tokens; tokenize the text again.")

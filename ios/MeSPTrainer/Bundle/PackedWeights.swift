@@ -1,25 +1,24 @@
 import MLX
 
-/// Typed views into a file of words, by name. Views do not copy data.
+/// Typed views of the arrays in a weight file, by name. Views do not copy data.
 package struct PackedWeights {
     package let words: MLXArray
     package let arrays: [Manifest.PackedArray]
     package let backend: Backend
-    /// The views made so far; nil if they are not kept.
+    /// The cache of views, or nil for no cache.
     package var views: Views?
 
-    /// A cache of views by name, for repeated use of the same weights. Creating a view takes four operations.
+    /// A cache of views by name, for repeated use of the same weights.
     package final class Views {
         fileprivate var arrays = [String: MLXArray]()
 
         package init() {}
     }
 
-    /// These weights with the CPU as their backend, for the formulas on a CPU.
+    /// These weights for computation on the CPU.
     package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 
-    /// Returns the array called `name` in its shape and dtype; with a number, the matrix with this number in a stack. Returns nil if there is no such
-    /// array.
+    /// Returns the named array, or with `number` one matrix of a stack. Returns nil if there is no such array.
     package func array(_ name: String, _ number: Int? = nil) -> MLXArray? {
         let key = number.map { "\(name) \($0)" } ?? name
         if let known = views?.arrays[key] { return known }
@@ -31,7 +30,7 @@ package struct PackedWeights {
         return view
     }
 
-    /// The array called `name`. `ModelBundle` has checked that the array exists.
+    /// The named array, which must exist.
     package subscript(name: String, number: Int? = nil) -> MLXArray {
         guard let array = array(name, number) else { preconditionFailure("no array \(name) in the layout") }
         return array

@@ -1,9 +1,9 @@
 /// A kind of background time that the system has granted.
 public enum BackgroundGrant: String, Sendable, CaseIterable {
-    /// Time to continue work that the person started (`BGContinuedProcessingTask`), with the GPU.
+    /// Time with the GPU to continue a run that the person started (`BGContinuedProcessingTask`).
     case continuedOnGPU
-    /// Time to continue work that the person started, without the GPU.
+    /// Time without the GPU to continue a run that the person started.
     case continued
-    /// Time at night, on the charger (`BGProcessingTask`).
+    /// Time at night while charging (`BGProcessingTask`).
     case overnight
 }

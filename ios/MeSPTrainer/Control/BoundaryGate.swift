@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// A gate at the boundaries of blocks. A thread that works block by block waits at the gate while there is a reason to pause.
+/// A gate between blocks. A thread that works block by block waits at the gate while there is a reason to pause.
 package final class BoundaryGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
@@ -10,21 +10,19 @@ package final class BoundaryGate: @unchecked Sendable {
     private var isAbandoned = false
     private var memoryWarned = false
     private var lastBattery: Battery?
-    /// Whether the thread waits at the gate, or there is no thread.
+    /// Whether the thread waits at the gate or has ended.
     private var isAtRest = true {
         didSet {
             if isAtRest != oldValue { isAtRest ? atWork.leave() : atWork.enter() }
         }
     }
-    /// A group that is entered while the thread works. Waiting for a group with a timeout uses a clock that cannot be set, unlike waiting for a
-    /// condition.
+    /// A group that is entered while the thread works. Unlike a condition, its timeout does not depend on the clock that a person can set.
     private let atWork = DispatchGroup()
     private var passes = 0
 
     package init() {}
 
-    /// The number of boundaries that the thread has passed: between blocks, between parts of the head, and, in a GPU's first step, between parts of
-    /// blocks.
+    /// The number of boundaries passed, which lie between blocks and between parts of the head. In a GPU's first step they also lie within blocks.
     package var boundaries: Int { condition.withLock { passes } }
 
     package func set(_ reasons: Set<PauseReason>) {
@@ -34,7 +32,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The last known state of the battery, which the thread reads; nil if there is no battery, or if its state is unknown.
+    /// The last known state of the battery, or nil.
     package var battery: Battery? {
         get { condition.withLock { lastBattery } }
         set { condition.withLock { lastBattery = newValue } }
@@ -42,7 +40,7 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package func warnOfMemory() { condition.withLock { memoryWarned = true } }
 
-    /// Returns whether there was a memory warning since the last call.
+    /// Returns whether a memory warning has arrived since the last call.
     package func takeMemoryWarning() -> Bool {
         condition.withLock {
             defer { memoryWarned = false }
@@ -57,7 +55,7 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// Stops work whose results are not needed. Unlike stopped work, abandoned work ends even while there is a reason to wait at the gate.
+    /// Stops work whose results are not needed. Unlike stopped work, abandoned work ignores all reasons to pause.
     package func abandon() {
         condition.withLock {
             (stopped, isAbandoned) = (true, true)
@@ -65,10 +63,10 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// Waits while there is a reason to pause. Calls `tell` with the reason, with each following reason, and with nil at the end.
+    /// Waits while there is a reason to pause. Calls `tell` with each reason, and with nil when the pause ends.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         if let first = next(after: nil) {
-            // iOS first terminates idle apps that hold memory.
+            // iOS terminates idle apps that hold memory first, so the thread frees memory before it waits.
             Memory.clearCache()
             try MLXLimits.giveBack {
                 var reason = first
@@ -83,7 +81,7 @@ package final class BoundaryGate: @unchecked Sendable {
         if condition.withLock({ stopped }) { throw CancellationError() }
     }
 
-    /// Waits until the reason to wait differs from `told`, and returns the new reason; nil if there is no reason to wait.
+    /// Waits until the reason to pause differs from `told`. Returns the new reason, or nil if there is none.
     private func next(after told: PauseReason?) -> PauseReason? {
         condition.withLock {
             while let told, reason == told {
@@ -96,16 +94,15 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The reason to wait; nil if the thread may continue. A stopped run ignores most reasons. But a step whose updates have begun must finish, which
-    /// it cannot do in the background or while the app uses MLX.
+    /// The reason to pause, or nil. Stopped work pauses only while it cannot use MLX, because a step whose updates have begun must finish.
     private var reason: PauseReason? {
         let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away, .app]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
     }
 
-    /// Runs `body`, which calls `pass` at each boundary, on the thread for work on MLX.
+    /// Runs `body` on the thread for work with MLX. `body` calls `pass` at each boundary.
     ///
-    /// - Returns: the messages that `body` sends, until it ends or throws. The thread does not wait for a reader.
+    /// - Returns: the messages that `body` sends.
     package func start<Message: Sendable>(
         _ name: String, sending: Message.Type,
         _ body: @escaping @Sendable (_ send: @escaping @Sendable (Message) -> Void) throws -> Void
@@ -124,17 +121,17 @@ package final class BoundaryGate: @unchecked Sendable {
         return messages
     }
 
-    /// Returns when the thread waits at a boundary, or when there is no thread.
+    /// Returns when the thread waits at the gate or has ended.
     package func restBegins() async {
         await withCheckedContinuation { rest in atWork.notify(queue: .global()) { rest.resume() } }
     }
 
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
-    /// Pauses work while the app is not active. Use it for work that gets no background time.
+    /// Pauses work while the app is not active, for work without background time.
     @MainActor package func pauseUnlessInFront(_ monitor: any DeviceMonitor) {
         set(monitor.scene == .active ? [] : [.away])
-        // iOS may refuse the GPU after this call.
+        // iOS may refuse the GPU once this call returns.
         if monitor.scene == .background { waitUntilAtRest(seconds: RunController.secondsToLeave) }
     }
 }

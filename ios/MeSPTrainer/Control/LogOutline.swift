@@ -3,20 +3,20 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A run's entry in a list, read from the beginning and the end of its log.
+/// The outline of a run, read from the beginning and the end of its log.
 public struct LogOutline: Sendable {
     package let start: LogRecord.Start?
     /// The number of the last finished step.
     public let lastStep: Int
-    /// The loss of the last finished step, in nats per token; nil if no step has finished.
+    /// The loss of the last finished step in nats per token, or nil before the first step.
     public let lastLoss: Float?
-    /// The reason why the run ended; nil if the run has not ended, or if its process was terminated.
+    /// The reason why the run ended, or nil if the log has no end.
     package let end: LogRecord.End.Reason?
 
-    /// The number of bytes to read at the beginning and at the end of the log. Each of the two pieces holds a few hundred lines.
+    /// The number of bytes to read at each end of the log.
     private static let piece = 1 << 16
 
-    /// Reads the log in a run's folder. An incomplete last line, which a killed process leaves, is ignored.
+    /// Reads the log in a run's folder. Ignores an incomplete last line.
     package init(folder: URL) throws {
         let url = LogWriter.url(in: folder)
         guard let opened = try? openRegularFile(url, O_RDONLY) else {

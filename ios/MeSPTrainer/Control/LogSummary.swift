@@ -14,7 +14,7 @@ public struct LogSummary: Sendable {
 
     /// A point of a curve.
     public struct Point: Sendable, Identifiable {
-        /// The last step of the interval.
+        /// The last step of the averaged interval.
         public let id: Int
         public let value: Double
     }
@@ -26,12 +26,12 @@ public struct LogSummary: Sendable {
     public var events = [Event]()
     public var strength: LogRecord.Strength?
     package var end: LogRecord.End?
-    /// The highest footprint during a step, in bytes.
+    /// The largest memory footprint of a step so far, in bytes.
     package private(set) var peakFootprintBytes = 0
 
     package init() {}
 
-    /// Reads the log in a run's folder. An incomplete last line, which a killed process leaves, is ignored.
+    /// Reads the log in a run's folder. Ignores an incomplete last line.
     package init(folder: URL) throws {
         for (record, time) in try LogRecord.readAll(in: folder) { append(record, time: time) }
     }
@@ -58,19 +58,19 @@ public struct LogSummary: Sendable {
     /// The number of the last finished step.
     public var lastStep: Int { steps.last?.step ?? end?.step ?? 0 }
 
-    /// The median time of the last 20 steps, in seconds; nil before the first step.
+    /// The median duration of the last 20 steps in seconds, or nil before the first step.
     public var stepSeconds: Double? {
         let last = steps.suffix(20).map(\.seconds).sorted()
         return last.isEmpty ? nil : last[last.count / 2]
     }
 
-    /// Returns the time until the last of `steps` steps, in seconds; nil while the time of a step is unknown.
+    /// Returns the estimated seconds until `steps` steps are finished, or nil before the first step.
     package func secondsLeft(of steps: Int) -> Double? { stepSeconds.map { $0 * Double(max(0, steps - lastStep)) } }
 
-    /// The number of tokens that the model reads per second, over the last 20 steps; nil before the first step.
+    /// The input tokens per second over the last 20 steps, or nil before the first step.
     public var tokensPerSecond: Double? { perSecond { $0.inputTokens ?? $0.tokens } }
 
-    /// The number of tokens in the loss per second, over the last 20 steps; nil before the first step.
+    /// The tokens in the loss per second over the last 20 steps, or nil before the first step.
     public var lossTokensPerSecond: Double? { perSecond(\.tokens) }
 
     private func perSecond(_ count: (LogRecord.Step) -> Int) -> Double? {
@@ -79,13 +79,13 @@ public struct LogSummary: Sendable {
         return seconds > 0 ? Double(last.reduce(0) { $0 + count($1) }) / seconds : nil
     }
 
-    /// The highest footprint so far, in bytes; nil before the first step.
+    /// The largest memory footprint in bytes, or nil if the log has none.
     public var peakFootprint: Int? {
         (steps.map(\.footprintPeakBytes) + [end?.footprintPeakBytes].compactMap { $0 }).max()
     }
 
-    /// The fraction of the battery that the run has used, from 0 to 1; nil if the fraction is unknown, because the battery was charged meanwhile or
-    /// the run was interrupted.
+    /// The fraction of the battery that the run used, from 0 to 1. It is nil if unknown, for example if the battery was charged or the run was
+    /// resumed.
     public var batteryUsed: Float? {
         guard let before = start?.battery, let after = end?.battery, !before.isCharging, !after.isCharging,
             before.level >= after.level, !events.contains(where: { $0.name == "resumed" })
@@ -93,7 +93,7 @@ public struct LogSummary: Sendable {
         return before.level - after.level
     }
 
-    /// Returns the means of `value` over equal intervals of steps, at most `points` of them, for a chart of a long run.
+    /// Returns at most `points` means of `value`, over intervals of equal numbers of steps.
     public func curve(points: Int = 200, _ value: (LogRecord.Step) -> Double) -> [Point] {
         let stretch = max(1, (steps.count + points - 1) / max(1, points))
         return stride(from: 0, to: steps.count, by: stretch).map { start in
@@ -105,7 +105,7 @@ public struct LogSummary: Sendable {
 }
 
 extension LogRecord {
-    /// Reads the records in a run's folder, with their times. An incomplete last line, which a killed process leaves, is ignored.
+    /// Reads the records in a run's folder with their times. Ignores an incomplete last line.
     static func readAll(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
         let url = LogWriter.url(in: folder)
         guard let data = regularFile(url) else {
@@ -126,7 +126,7 @@ extension LogRecord {
 }
 
 extension LogRecord.Strength {
-    /// A sentence about the strength at which the adapters were kept.
+    /// A sentence about the strength at which the run kept its adapters.
     public var sentence: Sentence {
         guard strength > 0 else {
             return

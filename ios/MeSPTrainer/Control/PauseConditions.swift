@@ -1,25 +1,20 @@
 import MeSPCore
 import MeSPSentences
 
-/// A reason why a run waits, with sentences about the reason. The function `reasons` decides when a reason applies. If several reasons apply, the
-/// first in this order is reported.
+/// A reason why a run waits. If several apply, the first in this order is reported.
 public enum PauseReason: String, Sendable, CaseIterable {
-    /// The person asked for the pause.
     case user
-    /// The app uses MLX for its own work.
+    /// The app uses MLX for other work.
     case app
-    /// The app is not in front, and may not train in its present state.
+    /// The app is not in front and may not train now.
     case away
-    /// The system ran short of memory.
     case memory
-    /// The device is too warm.
     case heat
     /// The battery is low and not charging.
     case battery
-    /// The granted overnight time requires a phone on its charger.
+    /// The overnight time requires charging.
     case charger
 
-    /// The reason as a sentence.
     public var sentence: Sentence {
         switch self {
         case .user: "Paused by hand."
@@ -32,7 +27,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
         }
     }
 
-    /// The event that ends the pause, as a sentence.
+    /// A sentence about what ends the pause.
     package var remedy: Sentence {
         switch self {
         case .user: "Resume it to continue."
@@ -44,26 +39,23 @@ public enum PauseReason: String, Sendable, CaseIterable {
         }
     }
 
-    /// The reason and the remedy.
     package var advice: Sentence { "\(sentence). \(remedy)." }
 }
 
 extension PauseReason {
-    /// Returns the reasons why a run has to wait, except memory, the app and the person's choice. The set is empty if the run may train. Only this
-    /// function decides where a run trains:
+    /// Returns the reasons why a run must wait, except memory, the app and the person. The set is empty if the run may train:
     ///
-    /// | | active | inactive | background | … `continued` | … `continuedOnGPU` | … `overnight` |
+    /// | | active | inactive | background | with `continued` | with `continuedOnGPU` | with `overnight` |
     /// |---|---|---|---|---|---|---|
-    /// | CPU | trains | trains | away | trains | trains | trains on the charger |
+    /// | CPU | trains | trains | away | trains | trains | trains while charging |
     /// | GPU | trains | away | away | away | trains | away |
     ///
-    /// No run trains while the device is too warm, or while the battery is below 20% and not charging. Without `continuedOnGPU` iOS refuses the GPU
-    /// to an app in the background, and refused work is repeated when the app is in front (`MLXErrors`). An inactive app may soon be in the
-    /// background, so on the GPU it trains only with `continuedOnGPU`.
+    /// In any state, a run waits while the device is too warm, or while the battery is below 20% and not charging. iOS refuses the GPU to a
+    /// background app without `continuedOnGPU`. An inactive app may soon be in the background.
     ///
     /// - Parameters:
     ///   - usesGPU: whether the bundle is for the GPU.
-    ///   - battery: the state of the battery; nil if there is none, or if it is unknown.
+    ///   - battery: the state of the battery, or nil if there is none or it is unknown.
     static func reasons(
         scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,
         thermalState: ThermalState = .nominal, battery: Battery? = nil

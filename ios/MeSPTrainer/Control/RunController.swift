@@ -4,23 +4,19 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// A training run with an explicit state, which views show and buttons change.
+/// A training run with an explicit state:
 ///
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
-/// The run has its own thread. It pauses at the next block boundary, with the step's state in memory. A run pauses if the app may not train in the
-/// background, if the phone is short of memory, too warm or low on battery, or if the person asks for a pause. The log gets an event for each pause
-/// and each resumption.
+/// The run trains on its own thread. The run pauses at block boundaries and keeps the step's state in memory. A run pauses if the app may not train
+/// in the background, if the phone is short of memory, too warm or low on battery, or if the person asks for a pause.
 @MainActor @Observable public final class RunController {
     public enum State: Sendable, Equatable {
         case idle
-        /// The bundle is being checked.
         case preparing
         case training
         case paused(PauseReason)
-        /// The log has its `end` record, with `finished` or `stopped`.
         case finished(LogRecord.End.Reason)
-        /// The run failed for this reason.
         case failed(Sentence)
     }
 
@@ -30,13 +26,13 @@ import Observation
             tellObservers()
         }
     }
-    /// The settings of the present or last run; nil before the first.
+    /// The settings of the current or last run; nil before the first run and for a replay.
     public private(set) var settings: RunSettings?
     /// The run's log so far.
     public private(set) var log = LogSummary()
-    /// Whether the person wants a pause. The state changes at the next block.
+    /// Whether the person has asked for a pause. The run pauses at the next block.
     public private(set) var pauseWanted = false
-    /// Whether the person wants the run to end. The state changes when the run has saved its adapters.
+    /// Whether the person has asked for the end of the run. The run saves its adapters before the state changes.
     public private(set) var stopWanted = false
 
     /// The granted background time; nil if there is none.
@@ -44,10 +40,10 @@ import Observation
     /// Closures to call when the state or the log has changed.
     @ObservationIgnored package var observers = [() -> Void]()
 
-    /// Whether the bundle of the present or last run is for the GPU; true until the run has opened it.
+    /// Whether the run uses the GPU; true until the log has its `start` record.
     package var usesGPU: Bool { log.start?.device != .cpu }
 
-    /// The number of blocks of the step in progress that have begun.
+    /// The number of blocks that have begun since the last logged step.
     package var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
 
     public var isRunning: Bool {
@@ -59,21 +55,16 @@ import Observation
 
     /// The minimum duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The seconds for which an app that enters the background waits for the block in progress. iOS allows about five seconds. A longer block fails
-    /// if iOS refuses the GPU, and is repeated when the app is in front.
+    /// The seconds for which an app that enters the background waits for the block in progress. iOS allows about five seconds.
     package nonisolated static let secondsToLeave = 3.0
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let clock: any Clock<Duration>
     @ObservationIgnored private var gate = BoundaryGate()
-    /// The number of blocks that had begun when the last step was logged.
     @ObservationIgnored private var blocksAtLastStep = 0
     @ObservationIgnored private var memoryIsShort = false
-    /// The gates of work other than runs.
     @ObservationIgnored private var others = [BoundaryGate]()
-    /// The number of calls of `hold` without a `release` yet.
     @ObservationIgnored private var holds = 0
-    /// The task that receives the messages of the run's thread, until the thread has ended.
     @ObservationIgnored private var receiving: Task<Void, Never>?
     /// The footprint of the process when the run began, in bytes.
     @ObservationIgnored private var besideBytes = 0
@@ -130,8 +121,7 @@ import Observation
         return { gate.stop() }
     }
 
-    /// Replays a recorded run as if it were in progress, one record per `interval`, where training is impossible. The replay pauses and stops like a
-    /// run. The call does nothing while a run is in progress.
+    /// Replays a recorded run, one record per `interval`. The replay pauses and stops like a run. Does nothing while a run is in progress.
     ///
     /// - Parameters:
     ///   - folder: the folder of the recorded run.
@@ -179,8 +169,7 @@ import Observation
         if case .failed(let problem) = state { throw MeSPError(problem) }
     }
 
-    /// Makes the run and other work wait at the next block while the app uses MLX. Returns when the run and all other work wait. They continue after
-    /// a call of `release()` for each call of this function.
+    /// Makes the run and all other work wait at the next block, and returns when they wait. Each call needs a call of `release()`.
     package func hold() async {
         holds += 1
         update()
@@ -192,8 +181,8 @@ import Observation
         update()
     }
 
-    /// Calls `body` for work other than a run. The work waits at the gate while the app is not active or uses MLX. Returns when the gate's thread no
-    /// longer uses MLX, even if `body` returned before that.
+    /// Calls `body` with a gate for work other than the run. The gate makes the work wait while the app is inactive or uses MLX. Returns when the
+    /// gate's thread no longer uses MLX.
     package func doOther(_ body: (BoundaryGate) async throws -> Void) async rethrows {
         let gate = BoundaryGate()
         others.append(gate)
@@ -243,7 +232,6 @@ import Observation
         }
     }
 
-    /// Clears the reasons for a pause that belong to a run that has ended.
     private func endPauses() {
         (pauseWanted, memoryIsShort) = (false, false)
         memoryCheck?.cancel()
@@ -266,7 +254,7 @@ import Observation
         gate.battery = monitor.battery
         gate.set(reasons)
         for other in others { other.set(reasons.intersection([.app]).union(monitor.scene == .active ? [] : [.away])) }
-        // In the background iOS may refuse the GPU or suspend the app as soon as this method returns. Waiting here avoids repeating the block in progress.
+        // In the background iOS may refuse the GPU or suspend the app as soon as this method returns. Waiting here lets the block in progress end.
         if monitor.scene == .background {
             if reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
             for other in others { other.waitUntilAtRest(seconds: Self.secondsToLeave) }
@@ -279,7 +267,6 @@ import Observation
         /// The run's log before it was resumed.
         case past(LogSummary)
         case record(LogRecord)
-        /// The run waits for this reason; nil when it continues.
         case waits(PauseReason?)
     }
 
@@ -315,7 +302,6 @@ import Observation
 }
 
 extension PauseReason? {
-    /// The log's record of a pause for this reason, or of the end of a pause.
     fileprivate var event: LogRecord.Event {
         guard let self else { return .init(event: "resume", message: "Training continues.") }
         return .init(event: "pause", message: self.sentence)

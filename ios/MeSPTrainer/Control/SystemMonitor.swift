@@ -40,7 +40,6 @@
             ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
         }
 
-        /// The monitor of an app that has been launched.
         package static var ofLaunchedApp: SystemMonitor {
             switch UIApplication.shared.applicationState {
             case .active: SystemMonitor(scene: .active)
@@ -59,8 +58,7 @@
             for observer in observers { observer(event) }
         }
 
-        /// Calls `body` for each notification. Without a queue `body` runs before the post returns, so leaving the app takes effect before iOS
-        /// continues.
+        /// Calls `body` synchronously for each notification, before the poster of the notification continues.
         private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemMonitor) -> Void)
         {
             _ = NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
@@ -80,7 +78,7 @@
 
         public var scene: AppScene { .active }
         public var thermalState: ThermalState { .current }
-        /// The battery is not read, because a Mac goes to sleep before its battery is empty.
+        /// Always nil. A Mac sleeps before its battery is empty.
         public var battery: Battery? { nil }
         public var availableMemory: Int? { systemMemoryLimit() }
 
@@ -95,7 +93,7 @@
                     MainActor.assumeIsolated { self?.tell(.memoryWarning) }
                 }
                 pressure.activate()
-                // This notification is posted on any thread.
+                // This notification may be posted on any thread.
                 _ = NotificationCenter.default.addObserver(
                     forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
                 ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }

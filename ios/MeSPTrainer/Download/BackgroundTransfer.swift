@@ -9,34 +9,29 @@ import MeSPSentences
 /// Receives files through the system, even while the app is suspended or after it was terminated. All files are requested at once, because the system
 /// delays requests that an app makes in the background.
 ///
-/// A file arrives complete. If a transfer is interrupted, the system keeps the received part and returns resume data. The data is saved beside the
-/// file, with the extension `.resume`.
+/// If a transfer is interrupted, the resume data is saved beside the file, with the extension `.resume`.
 public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     let filesAtOnce = Int.max
 
-    /// The folder to which the file names of tasks are relative, because the app's folders move when the app is updated.
+    /// The folder to which the tasks' file names are relative. The app's folders move when the app is updated.
     private let home: URL
-    /// The session, which is set once in `init`.
     private(set) var session = URLSession.shared
     private let lock = NSLock()
     /// The files that callers wait for, by name; guarded by the lock.
     private var pendingFiles = [String: PendingFile]()
-    /// The tasks of earlier processes, as the system lists them at the first request for a file; guarded by the lock.
+    /// The tasks that earlier processes began; guarded by the lock.
     private var tasksOfBefore: Task<[URLSessionTask], Never>?
 
-    /// A file that a caller waits for.
     private struct PendingFile {
         let requested: RequestedFile
         let task: URLSessionDownloadTask
-        /// Whether the task resumes an earlier task.
         let isResumed: Bool
         let progress: @Sendable (Int) -> Void
         let continuation: CheckedContinuation<HTTPURLResponse, any Error>
     }
 
     #if canImport(Darwin)
-        /// Creates the transfer. The app creates it once at launch, always with the same identifier, and then takes files that have arrived in the
-        /// meantime.
+        /// Creates the transfer. The app must create one at each launch, with the same identifier.
         public convenience init(identifier: String) {
             let configuration = URLSessionConfiguration.background(withIdentifier: identifier)
             configuration.sessionSendsLaunchEvents = true
@@ -79,7 +74,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
 
     /// Finds or creates the task for a file.
     ///
-    /// - Returns: the task, and whether it continues an earlier transfer.
+    /// - Returns: the task, and whether it resumes an earlier transfer.
     private func task(for requested: RequestedFile, _ name: String) async -> (URLSessionDownloadTask, Bool) {
         for task in await findTasksOfBefore()
         where task.taskDescription == name && (task.state == .running || task.state == .suspended) {
@@ -107,7 +102,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
             && task.originalRequest?.usesAnyNetwork == requested.request.usesAnyNetwork
     }
 
-    /// Asks the system once for the tasks of earlier processes. (Foundation on Linux may crash if tasks begin or end meanwhile.)
+    /// Returns the tasks that earlier processes began. The system is asked only once.
     private func findTasksOfBefore() async -> [URLSessionTask] {
         let search = lock.withLock {
             let search =
@@ -130,14 +125,14 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         return file.path.hasPrefix(folder) ? String(file.path.dropFirst(folder.count)) : file.path
     }
 
-    /// Returns the file that a task receives; nil if the task names none. An earlier process may have begun the task.
+    /// Returns the file that a task receives; nil if the task has no description.
     private func file(of task: URLSessionTask) -> URL? {
         task.taskDescription.map { URL(fileURLWithPath: $0, relativeTo: home).absoluteURL }
     }
 
     private func keep(_ resumeData: Data?, for task: URLSessionTask) {
         guard let resumeData, let file = file(of: task) else { return }
-        // If there is no resume data, the file is requested from its beginning.
+        // Without resume data, the file is requested again from its beginning.
         try? writeWhole(file.appendingPathExtension(Self.resume)) { try $0.write(contentsOf: resumeData) }
     }
 
@@ -147,7 +142,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         lock.withLock { task.taskDescription.flatMap { pendingFiles[$0] } }.flatMap { $0.task == task ? $0 : nil }
     }
 
-    /// Ends a caller's wait. If no caller waits, the next caller finds the file or requests it again.
+    /// Ends the wait of a task's caller, if there is one.
     private func end(_ task: URLSessionTask, _ result: Result<Void, any Error>) {
         guard let pendingFile = findPendingFile(of: task), let name = task.taskDescription,
             lock.withLock({ pendingFiles.removeValue(forKey: name) }) != nil
@@ -166,7 +161,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
             })
     }
 
-    /// Returns whether a response has a complete file. Status 206 means that the system has completed a partial file.
+    /// Returns whether a response delivers a complete file. The status of a resumed transfer is 206.
     private static func isTaken(_ response: URLResponse) -> Bool {
         [200, 206].contains((response as? HTTPURLResponse)?.statusCode)
     }
@@ -177,7 +172,7 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
         _: URLSession, downloadTask task: URLSessionDownloadTask, didWriteData _: Int64,
         totalBytesWritten written: Int64, totalBytesExpectedToWrite _: Int64
     ) {
-        // Foundation on Linux has the response only at the end.
+        // Foundation on Linux sets the response only at the end.
         guard let pendingFile = findPendingFile(of: task), task.response.map(Self.isTaken) ?? true else { return }
         pendingFile.progress(Int(written))
         if isTooLong(task, Int(written)) { task.cancel() }

@@ -6,7 +6,7 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Receives files while the process runs, and appends the received bytes to the file.
+/// Receives files while the process runs.
 struct ForegroundTransfer: Transfer {
     let filesAtOnce = 1
 
@@ -29,7 +29,6 @@ struct ForegroundTransfer: Transfer {
     }
 }
 
-/// Appends the response to a request to a file.
 private final class ResponseWriter: NSObject, URLSessionDataDelegate, @unchecked Sendable {
     /// The size of the file before the request.
     let offset: Int
@@ -55,7 +54,6 @@ private final class ResponseWriter: NSObject, URLSessionDataDelegate, @unchecked
         written = offset
     }
 
-    /// Starts the task, and waits for its end.
     func run(_ task: URLSessionDataTask) async throws -> HTTPURLResponse {
         try await withCheckedThrowingContinuation {
             continuation = $0

@@ -8,31 +8,29 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A download of a bundle, or of a model in MLX's format that `MeSPImport` can rewrite, from the Hugging Face Hub.
+/// A download of a bundle, or of a model in MLX's format that `MeSPImport` can convert, from the Hugging Face Hub.
 ///
 ///     let download = try HubDownload(repository: "mlx-community/Qwen2.5-0.5B-Instruct-4bit")
 ///     let offer = try await download.fetchOffer()
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
-/// A repository with a manifest.json holds a bundle, and the files in the manifest are downloaded. For other repositories the Hub's list of files is
-/// read, and the files that an import needs are downloaded. A file is refused if its size or its SHA-256 differs from the listed value. `fetch`
-/// resumes a download that ended early.
+/// A repository with a manifest.json holds a bundle. Of other repositories, the files that an import needs are downloaded. A file is refused if its
+/// size or its SHA-256 differs from the repository's list. `fetch` resumes an interrupted download.
 public struct HubDownload: Sendable {
     /// The repository, as `owner/name`.
     package let repository: String
     private let hub: URL
-    /// The timeout of a silent connection, in seconds.
+    /// The timeout of a connection without data, in seconds.
     private let patience: Double
-    /// The transfer of the bundle's files.
     private let transfer: any Transfer
-    /// The number of retries without progress.
+    /// The maximum number of attempts without progress.
     private let attempts = 3
 
     /// - Parameters:
     ///   - repository: the repository, as `owner/name` or as its address on the Hub.
     ///   - hub: the Hub's address.
-    ///   - patience: the timeout of a silent connection, in seconds.
-    ///   - background: a transfer that receives files even while the app is suspended; nil: files arrive only while the process runs.
+    ///   - patience: the timeout of a connection without data, in seconds.
+    ///   - background: a transfer that receives files even while the app is suspended; nil to receive files only while the process runs.
     public init(
         repository: String, hub: URL = URL(string: "https://huggingface.co") ?? URL(fileURLWithPath: "/"),
         patience: Double = 30, background: BackgroundTransfer? = nil
@@ -51,14 +49,14 @@ public struct HubDownload: Sendable {
         transfer = background ?? ForegroundTransfer()
     }
 
-    /// The bundle's name. The bundle's folder gets this name.
+    /// The name of the bundle and of its folder.
     package var name: String { String(repository.split(separator: "/")[1]).replacing(/[-_.]mesp$/, with: "") }
 
     // MARK: - Fetching
 
-    /// Returns the bundle or the model that the repository offers, after a check that this build can use it.
+    /// Returns the bundle or the model in the repository, after a check that this build supports it.
     ///
-    /// - Parameter device: the device of the bundle that a model becomes; nil for the default of `ModelImport`.
+    /// - Parameter device: the device for an imported model; nil for the default of `ModelImport`.
     package func fetchOffer(for device: Backend? = nil) async throws -> Offer {
         do {
             do {
@@ -113,7 +111,7 @@ public struct HubDownload: Sendable {
                 }
                 let rfilename: String
                 let size: Int?
-                /// The entry in Git LFS; nil for a file that Git stores itself.
+                /// The entry in Git LFS; nil for a file outside of Git LFS.
                 let lfs: LargeFile?
             }
             let sha: String
@@ -140,7 +138,6 @@ public struct HubDownload: Sendable {
         return (list.sha, files)
     }
 
-    /// Reads a small file.
     private func read(_ path: String, of commit: String, limit: Int) async throws -> (
         data: Data, answer: HTTPURLResponse
     ) {
@@ -154,11 +151,11 @@ public struct HubDownload: Sendable {
         return (try Data(contentsOf: file), answer)
     }
 
-    /// Downloads the files that `folder` lacks. Cancelling the task stops the download, and the next call resumes it.
+    /// Downloads the files that are missing in `folder`. Cancelling the task stops the download, and the next call resumes it.
     ///
     /// - Parameters:
     ///   - offer: the result of `fetchOffer()`.
-    ///   - folder: the folder for the files, which need not exist yet. It must have no files of another commit of a model.
+    ///   - folder: the folder for the files, which need not exist yet.
     ///   - usesAnyNetwork: whether to use networks that cost extra or are in Low Data Mode. If not, a background transfer waits for another network,
     ///     and other transfers fail.
     ///   - progress: receives the number of bytes received so far.
@@ -168,7 +165,7 @@ public struct HubDownload: Sendable {
     ) async throws {
         try attempt("written") {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-            // In an existing folder, a symbolic link could lead out of it.
+            // A symbolic link could lead out of an existing folder.
             try removeFiles(in: folder) { $0 == .typeSymbolicLink }
         }
         let count = ByteCount(offer.json?.count ?? 0, progress)
@@ -198,7 +195,7 @@ public struct HubDownload: Sendable {
             try await group.waitForAll()
         }
         try attempt("written") {
-            // Files of another commit, at which the download began, are removed.
+            // Files that the offer does not list, such as files of another commit, are removed.
             try removeFiles(in: folder, but: Set(offer.files.map(\.path))) { $0 != .typeDirectory }
             // The manifest is written last, because a folder with a manifest counts as a complete bundle.
             if let json = offer.json {
@@ -235,7 +232,6 @@ public struct HubDownload: Sendable {
         MeSPError("\(path) of \(repository) is shorter than its repository says.")
     }
 
-    /// Returns whether the file exists already with the right size and SHA-256.
     private static func isThere(_ url: URL, _ file: Offer.File) async throws -> Bool {
         let attributes = try? FileManager.default.attributesOfItem(atPath: url.path)
         guard let attributes, attributes[.type] as? FileAttributeType == .typeRegular,
@@ -244,19 +240,19 @@ public struct HubDownload: Sendable {
         return try await isSound(url, file)
     }
 
-    /// Returns whether the contents have the right SHA-256, or the right SHA-256 is unknown.
+    /// Returns whether the file's SHA-256 is right or unknown.
     private static func isSound(_ url: URL, _ file: Offer.File) async throws -> Bool {
         guard let digest = file.sha256 else { return true }
         return try await Task.detached { try sha256(of: url) }.value == digest
     }
 
-    /// Downloads a file. The received bytes are in a file with the extension `.part`, which is renamed when it is complete.
+    /// Downloads a file, first as a `.part` file, which is renamed when it is complete.
     private func fetch(
         _ file: Offer.File, of commit: String, to target: URL, usesAnyNetwork: Bool,
         progress: @escaping @Sendable (Int) -> Void
     ) async throws {
         let partial = target.appendingPathExtension("part")
-        // After a power failure a file can have its length and wrong contents. Without a SHA-256 nothing would detect that.
+        // After a power failure a file can have the right length and wrong contents. Only a SHA-256 would detect that.
         if file.sha256 == nil { try? FileManager.default.removeItem(at: partial) }
         try attempt("written") { close(try openRegularFile(partial, O_WRONLY | O_CREAT)) }
         let requested = requested(
@@ -303,7 +299,7 @@ public struct HubDownload: Sendable {
     }
 }
 
-/// The number of received bytes, over all files.
+/// The number of received bytes over all files.
 private final class ByteCount: Sendable {
     private let lock = NSLock()
     private nonisolated(unsafe) var bytes = [String: Int]()  // guarded by the lock

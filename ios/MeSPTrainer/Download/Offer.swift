@@ -7,45 +7,43 @@ import MeSPSentences
 extension HubDownload {
     /// A bundle or a model on the Hub, before it is downloaded. It can be saved, so that a later process can resume the download.
     public struct Offer: Sendable, Codable {
-        /// A file to download.
         package struct File: Codable, Sendable {
             package let path: String
             package let size: Int
-            /// The SHA-256; nil if it is unknown.
+            /// The SHA-256 in hexadecimal; nil if it is unknown.
             package let sha256: String?
 
-            /// Whether the path, size and SHA-256 are possible for a file in a repository.
+            /// Whether the path stays inside a folder, the size is at most 1 TiB, and the SHA-256 has 64 hexadecimal digits.
             var isPossible: Bool {
                 leadsDown(path) && (0...(1 << 40)).contains(size)
                     && sha256.map { $0.count == 64 && Offer.isHexadecimal($0) } ?? true
             }
         }
 
-        /// A model in MLX's format, which becomes a bundle on the device.
+        /// A model in MLX's format. The device converts the model into a bundle after the download.
         package struct Model: Codable, Sendable {
             package let commit: String
             let config: Data
-            /// The README.md; nil if there is none.
+            /// The contents of README.md; nil if the repository has none.
             let card: Data?
-            /// The device of the bundle that the model becomes; nil for the default of `ModelImport`.
+            /// The backend of the bundle; nil for the default of `ModelImport`.
             package let device: Backend?
             let files: [File]
         }
 
         /// The repository, as `owner/name`.
         package let repository: String
-        /// The manifest of the bundle, or of the bundle that the model becomes.
+        /// The manifest of the bundle. For a model, the manifest of the bundle that the device makes.
         public let manifest: Manifest
-        /// The commit of the files; nil if the server names none.
         let commit: String?
         /// The model; nil for a bundle.
         package let model: Model?
-        /// The unchanged bytes of a bundle's manifest; nil for a model.
+        /// The bytes of the bundle's manifest file; nil for a model.
         let json: Data?
         /// The files to download, besides the manifest.
         let files: [File]
 
-        /// Whether the offer is a model, which is rewritten after the download.
+        /// Whether the offer is a model in MLX's format. A model is converted after the download.
         package var isModel: Bool { model != nil }
         /// The size of the download, in bytes.
         public var size: Int { files.reduce(json?.count ?? 0) { $0 + $1.size } }
@@ -55,13 +53,15 @@ extension HubDownload {
             return files.filter { !$0.path.hasSuffix(".safetensors") }.reduce(manifest.mappedBytes) { $0 + $1.size }
         }
 
-        /// The address of the licence; nil if it is unknown.
+        /// The address of the licence; nil if it is unknown or not an https address.
         public var licenseLink: URL? {
             Self.link(manifest.model.licenseLink, in: "https://huggingface.co/\(repository)/blob/\(commit ?? "main")/")
         }
 
+        /// Returns the address of a link; nil if `link` is nil, empty, or an address without https.
+        ///
         /// - Parameters:
-        ///   - link: an address, or a file in the repository. The result is nil for an address without https, and if there is no link.
+        ///   - link: an address, or the path of a file in the repository.
         ///   - files: the address of the repository's files.
         static func link(_ link: String?, in files: String) -> URL? {
             guard let link, !link.isEmpty else { return nil }
@@ -71,14 +71,18 @@ extension HubDownload {
             return scheme == "https" ? URL(string: link) : nil
         }
 
-        /// Creates the offer of a bundle, after a check that this build can use it.
+        /// Creates the offer of a bundle.
+        ///
+        /// - Throws: `MeSPError` if this build cannot use the bundle.
         init(repository: String, json: Data, commit: String?) throws {
             (self.repository, self.json, self.commit, model) = (repository, json, commit, nil)
             manifest = try Manifest.read(json, of: repository)
             files = manifest.files.map { File(path: $0.path, size: $0.size, sha256: $0.sha256) }
         }
 
-        /// Creates the offer of a model, after a check that this build can rewrite it.
+        /// Creates the offer of a model.
+        ///
+        /// - Throws: `MeSPError` if this build cannot convert the model.
         init(repository: String, model: Model) throws {
             (self.repository, json, commit, self.model, files) = (repository, nil, model.commit, model, model.files)
             try Self.check(files, commit: model.commit, of: repository)
@@ -86,7 +90,9 @@ extension HubDownload {
                 config: model.config, card: model.card, of: repository, revision: model.commit, device: model.device)
         }
 
-        /// Throws unless these files are possible in a commit of a repository.
+        /// Checks the commit's name, the paths, the sizes and the digests.
+        ///
+        /// - Throws: `MeSPError` if one of them is invalid, or if a path occurs twice.
         static func check(_ files: [File], commit: String, of repository: String) throws {
             guard isCommit(commit), files.allSatisfy(\.isPossible), Set(files.map(\.path)).count == files.count else {
                 throw MeSPError("The file list of \(repository) cannot be a model's; take another repository.")

@@ -5,10 +5,10 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A requested file of a repository, and the file on the device to which it is written.
+/// A request for a file of a repository.
 struct RequestedFile: Sendable {
     let request: URLRequest
-    /// The file on the device, which may have the first bytes already.
+    /// The file on the device. It may already hold the first bytes.
     let file: URL
     /// The maximum size of the file, in bytes.
     let limit: Int
@@ -20,8 +20,8 @@ struct RequestedFile: Sendable {
 
     /// Checks the response to a request.
     ///
-    /// - Parameter offset: the first byte that was requested.
-    /// - Returns: the response, and the place in the file where its body begins.
+    /// - Parameter offset: the index of the first requested byte.
+    /// - Returns: the response, and the index in the file of the first byte of its body.
     func check(_ response: URLResponse?, offset: Int) throws -> (answer: HTTPURLResponse, start: Int) {
         guard let response = response as? HTTPURLResponse else {
             throw RetryableFailure(sentence: "\(what) gave no answer.")
@@ -37,7 +37,7 @@ struct RequestedFile: Sendable {
             }
             return (response, offset)
         case 401, 403:
-            // The Hub redirects to addresses that expire.
+            // The Hub redirects to addresses that expire, so this address may have expired.
             guard response.url?.host == request.url?.host else {
                 throw RetryableFailure(sentence: "The Hub's address of \(what) is no longer valid; try again.")
             }
@@ -52,7 +52,6 @@ struct RequestedFile: Sendable {
         }
     }
 
-    /// Returns the failure for a connection that ended early.
     func brokenOff(_ error: any Error) -> RetryableFailure {
         #if canImport(Darwin)
             if (error as? URLError)?.networkUnavailableReason != nil {

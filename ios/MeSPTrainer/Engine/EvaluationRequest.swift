@@ -3,13 +3,11 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A request to `mesp-engine evaluate`, one line of JSON. Its kind is in `type`.
+/// A request to `mesp-engine evaluate`: one line of JSON, with its kind in `type`.
 enum EvaluationRequest: Decodable, Sendable {
     /// A request for the log-likelihoods of several continuations of a prompt.
     case choices(Choices)
-    /// A request for the log-likelihood of a text.
     case text(Text)
-    /// A request for generated texts after some prompts.
     case generate(Texts)
 
     struct Choices: Decodable, Sendable {
@@ -18,7 +16,7 @@ enum EvaluationRequest: Decodable, Sendable {
     }
 
     struct Texts: Decodable, Sendable {
-        /// The number of texts to generate together.
+        /// The maximum number of texts that are generated at the same time.
         let atOnce: Int
         let requests: [Generator.Request]
     }
@@ -28,9 +26,11 @@ enum EvaluationRequest: Decodable, Sendable {
         let window: Int
     }
 
+    /// Decodes a request.
+    ///
     /// - Parameters:
-    ///   - line: the request as JSON with keys in snake case.
-    ///   - number: the number of the line, for an error message.
+    ///   - line: the request as JSON, with keys in snake case.
+    ///   - number: the line's number, for error messages.
     init(line: String, number: Int) throws {
         let decoder = JSONDecoder.snakeCase
         do {

@@ -4,25 +4,24 @@ import MeSPFederation
 import MeSPFiles
 import MeSPSentences
 
-/// The settings of `mesp-engine federate`: the SuperLink to join, the bundle and the data.
 struct FederationSettings: Decodable {
     /// The address of a SuperLink, such as `https://links.example.org:8000`.
     let superlink: String
-    /// The folder of the node's key and of the message that it has received.
+    /// The folder for the node's key and the received message.
     let folder: String
     let bundle: String
     /// A folder of tokens; nil for the bundle's own text.
     let data: String?
-    /// The name that the server gives this node; nil for its number.
+    /// The name of this node in its answers; nil for the node's number.
     let name: String?
     let memoryLimitMb: Double?
 
     init(contentsOf url: URL) throws { self = try readSettings(url) }
 
-    /// The maximum number of waits for the server after a signal, each a fifth of a second.
+    /// The maximum number of waits after a signal. Each wait takes 0.2 s.
     private static let mostWaits = 150
 
-    /// Takes part in a federation until a signal arrives. Prints a record for each event.
+    /// Takes part in a federation until a signal arrives. Prints one line of JSON for each event.
     func run() throws {
         guard let server = URL(string: superlink) else {
             throw MeSPError("\(superlink) is not an address; write it as in https://links.example.org:8000.")
@@ -49,9 +48,10 @@ struct FederationSettings: Decodable {
             }
         }
         var waits = 0
-        // While a run is trained or saved, the wait has no limit. Otherwise the wait is limited, because Foundation on Linux can hang in a request.
+        // After a signal the loop waits for a running round without a limit. Other waits are limited, because Foundation's requests can hang on
+        // Linux.
         while outcome.end == nil, waits < Self.mostWaits {
-            // A semaphore is not used, because on Linux its timeout uses the wall clock.
+            // On Linux, a semaphore's timeout would depend on the wall clock.
             usleep(200_000)
             guard stopRequested != 0 else { continue }
             task.cancel()
@@ -107,13 +107,12 @@ private final class Outcome: @unchecked Sendable {
     private var lockedEnd: Result<Void, any Error>?
     private var lockedIsTraining = false
 
-    /// The outcome of the node; nil until it has ended.
+    /// The result of the node; nil while it runs.
     var end: Result<Void, any Error>? {
         get { lock.withLock { lockedEnd } }
         set { lock.withLock { lockedEnd = newValue } }
     }
 
-    /// Whether a round is being trained or saved.
     var isTraining: Bool {
         get { lock.withLock { lockedIsTraining } }
         set { lock.withLock { lockedIsTraining = newValue } }

@@ -1,10 +1,9 @@
-// mesp-engine SETTINGS.json: runs one training. Prints the log's records as they are written. mesp train drives it.
-// mesp-engine federate SETTINGS.json: takes part in a federation until a signal arrives. Prints a record for each event.
-// mesp-engine generate SETTINGS.json: continues a prompt. Prints a record for each token. mesp generate drives it.
-// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each request. mesp evaluate drives it.
-// mesp-engine import SETTINGS.json: makes a bundle of a model in MLX's format. Prints a record for each part that is written.
-// mesp-engine self-check SETTINGS.json: checks the machine. Prints a record for each check. tools/check_gpu.py drives it.
-// mesp-engine --version: prints the versions of the engine and of MLX. The Python package compares them with the versions that it expects.
+// mesp-engine SETTINGS.json: runs one training. Prints the log's records as they are written. mesp train runs this command. mesp-engine federate
+// SETTINGS.json: takes part in a federation until a signal arrives. Prints a record for each event. mesp-engine generate SETTINGS.json: continues a
+// prompt. Prints a record for each token. mesp generate runs this command. mesp-engine evaluate SETTINGS.json: reads requests from standard input.
+// Prints a record for each request. mesp evaluate runs this command. mesp-engine import SETTINGS.json: converts a model in MLX's format into a
+// bundle. Prints progress records. mesp-engine self-check SETTINGS.json: checks the machine. Prints a record for each check. tools/check_gpu.py runs
+// this command. mesp-engine --version: prints the versions of the engine and of MLX.
 
 import Foundation
 import MeSPAdapters
@@ -19,17 +18,17 @@ import MeSPSentences
     import MLX
 #endif
 
-// Set by a signal, and read at every block.
+// Set by a signal. The computation checks this flag at every block.
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
-// Set by a memory warning of the system, and read before each step.
+// Set by a memory warning of the system. The training checks this flag before each step.
 nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0
-// A message for a signal handler, which must not allocate memory.
+// The message is allocated here, because a signal handler must not allocate memory.
 nonisolated(unsafe) let lostFile = strdup(
     "A file of the bundle became shorter or unreadable while it was in use; copy or export the bundle again. The last saved state is kept.\n"
 )
 
 for number in [SIGINT, SIGTERM, SIGHUP] {
-    // Signals that nohup or a shell has set to be ignored stay ignored.
+    // A signal that the parent process (such as nohup) ignores stays ignored.
     let previous = signal(number) { _ in stopRequested = 1 }
     if unsafeBitCast(previous, to: Int.self) == unsafeBitCast(SIG_IGN, to: Int.self) { signal(number, SIG_IGN) }
 }
@@ -38,19 +37,18 @@ signal(SIGBUS) { _ in
     if let lostFile { _ = write(STDERR_FILENO, lostFile, strlen(lostFile)) }
     _exit(2)
 }
-// These signals are ignored. So a write beyond the limit of a file's size, or to a pipe without a reader, fails with an error and does not end the
-// process.
+// When these signals are ignored, a write beyond the file size limit or to a closed pipe fails with an error. Otherwise it would end the process.
 signal(SIGXFSZ, SIG_IGN)
 signal(SIGPIPE, SIG_IGN)
 
 #if canImport(Darwin)
     let pressure = DispatchSource.makeMemoryPressureSource(eventMask: [.warning, .critical], queue: .global())
-    // Without @Sendable a closure here is isolated to the main actor, and would trap on the queue.
+    // Without @Sendable the closure would be isolated to the main actor and would trap on the queue.
     pressure.setEventHandler { @Sendable in memoryIsShort = 1 }
     pressure.activate()
 #endif
 
-/// Ends the process at once: MLX's threads may still compute, and `exit` would destroy objects that these threads use.
+/// Ends the process without running destructors. MLX's threads may still use objects that `exit` would destroy.
 func leave(_ status: Int32) -> Never {
     fflush(nil)
     _exit(status)
@@ -69,7 +67,7 @@ func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
 func train(_ file: URL) throws {
     let settings = try RunSettings(contentsOf: file)
     #if MESP_HOST_MLX && os(Linux)
-        // A plan computes nothing, so it needs no GPU.
+        // A dry run computes nothing, so it needs no GPU.
         if settings.dryRun {
             Stream.makeForMissingGPU()
             return try Device.withDefaultDevice(Device(.gpu)) { try run(settings) }
@@ -82,7 +80,7 @@ func run(_ settings: RunSettings) throws {
     try Run.run(
         settings,
         report: { _, line in
-            // If nothing reads the output, the run ends, as after a signal.
+            // If nothing reads the output, the run stops as after a signal.
             do { try FileHandle.standardOutput.write(contentsOf: line) } catch { stopRequested = 1 }
         },
         atBlock: { _ in try checkStop() },
@@ -93,9 +91,9 @@ func run(_ settings: RunSettings) throws {
         reward: reward)
 }
 
-/// Returns the rewards of the answers. The process that started this process computes them.
+/// Prints the answers, and reads their rewards from standard input. The parent process computes the rewards.
 func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
-    // If the other process has ended, the run stops and saves its state.
+    // If the parent process has ended, the run stops and saves its state.
     do { try print("samples", ["groups": groups]) } catch { throw CancellationError() }
     guard let line = readLine() else { throw CancellationError() }
     guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {
@@ -104,7 +102,7 @@ func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
     return rewards
 }
 
-/// Opens the model that a settings file names: a bundle's folder, and folders of adapters with their weights.
+/// Opens the bundle and the adapters that a settings file names.
 func openModel(_ file: URL) throws -> Evaluator {
     struct Settings: Decodable {
         struct Adapters: Decodable {
@@ -144,7 +142,6 @@ func evaluate(_ file: URL) throws {
             let sum = try evaluator.logLikelihood(of: request.tokens, window: request.window, atBlock: checkStop)
             try print("text", ["log_likelihood": sum])
         case .generate(let request):
-            // Only the calling process decodes the tokens and decides whether to continue.
             try evaluator.generator.generate(
                 request.requests, atOnce: request.atOnce, atBlock: checkStop,
                 onToken: { index, token in
@@ -212,7 +209,7 @@ func checkMachine(_ file: URL) throws {
     }
 }
 
-/// Prints `fields` and their type as one line of JSON.
+/// Prints one line of JSON with `type` and `fields`.
 func print(_ type: String, _ fields: any Encodable) throws {
     let line = try JSONEncoder.snakeCase.encode(JoinedObject(["type": type], fields)) + Data("\n".utf8)
     try FileHandle.standardOutput.write(contentsOf: line)

@@ -1,7 +1,7 @@
 import Foundation
 import MeSP
 
-/// A tokenizer for a program without swift-transformers. Byte b has the id b + 1. The id 0 ends a text.
+/// A byte-level tokenizer. Byte b has the id b + 1. The id 0 ends a text.
 struct Bytes: TextTokenizer {
     private static let end = "<end>"
 
@@ -10,7 +10,6 @@ struct Bytes: TextTokenizer {
     var hasChatTemplate: Bool { true }
 
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
-        // The text of the special token becomes its id.
         let texts = text.components(separatedBy: Self.end).map { $0.utf8.map { Int($0) + 1 } }
         return Array(texts.joined(separator: [0]))
     }

@@ -1,4 +1,4 @@
-// tutor BUNDLE FOLDER: does all that an app does with MeSP, in a terminal. It imports no other module of this package.
+// tutor BUNDLE FOLDER: an example of an app that uses MeSP, in a terminal. It imports only the module MeSP of this package.
 
 import Foundation
 import MeSP

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPFiles
 
-/// Writes a file that only its owner can ever read. After a crash or a loss of power, the file either has all of the data or is unchanged.
+/// Writes a file that only its owner can read. After a crash or a power failure, the file is either completely written or unchanged.
 ///
 /// - Parameter replacing: whether to replace an existing file. If false, an existing file stays unchanged.
 /// - Throws: `POSIXError`.
@@ -17,7 +17,6 @@ func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
     do {
         let handle = FileHandle(fileDescriptor: descriptor, closeOnDealloc: true)
         #if os(iOS)
-            // The file can be read after the first unlock since the device was started.
             try FileManager.default.setAttributes(
                 [.protectionKey: FileProtectionType.completeUntilFirstUserAuthentication], ofItemAtPath: new)
         #endif

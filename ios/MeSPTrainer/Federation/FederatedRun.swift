@@ -7,7 +7,7 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A device's run in a round of a federation. The run starts from the adapters in the server's message. The device's data stays on the device.
+/// A device's training run in one round of a federation. The run starts from the adapters in the server's message.
 ///
 ///     try await node.run(report: show) { question in
 ///         let round = try FederatedRun(question, bundle: bundle, data: text)
@@ -15,20 +15,19 @@ import MeSPSentences
 ///         return try round.answer()
 ///     }
 ///
-/// `docs/federation.md` describes the content of messages. The matrices A of a module in all its blocks are one array `[blocks, in, rank]`, and its
-/// matrices B are one array `[blocks, rank, out]`. An answer also has counts, a mean loss and a peak of memory. The Python clients of `mesp federate`
-/// give the same answers, to the last bit of the matrices.
+/// `docs/federation.md` describes the content of messages. An array `[blocks, in, rank]` holds the matrices A of one module in its blocks. An array
+/// `[blocks, rank, out]` holds its matrices B.
 package struct FederatedRun {
-    /// The settings of the run. If an earlier run for the same message exists, these settings resume it.
+    /// The settings of the run. They resume an interrupted run for the same message.
     package let settings: RunSettings
-    /// The time after which the server no longer waits for the answer. It is an instant of a clock that nobody can set during the run.
+    /// The time after which the server no longer accepts the answer.
     package let deadline: ContinuousClock.Instant
     private let question: SuperNode.Question
     private let architecture: Architecture
     private let received: [String: FlowerArray]
     private let isRounded: Bool
 
-    /// Returns the maximum size in bytes of a message about a bundle's model: all matrices of the largest rank in float32, and 1 MiB for the rest.
+    /// Returns the maximum size of a message in bytes: all matrices of the largest rank in float32, and 1 MiB.
     ///
     /// - Throws: `MeSPError` if the URL is not a bundle.
     package static func mostBytes(_ bundle: URL) throws -> Int {
@@ -37,12 +36,14 @@ package struct FederatedRun {
         return layouts.reduce(1 << 20) { $0 + 4 * $1.count }
     }
 
+    /// Reads a message and checks its settings and arrays.
+    ///
     /// - Parameters:
     ///   - question: the server's message.
     ///   - bundle: a bundle of the model that the server names.
     ///   - data: a folder of tokens that `TextData` wrote; nil for the bundle's own text.
-    ///   - memoryLimit: a limit of the peak footprint, in bytes; nil for the server's limit only.
-    /// - Throws: `MeSPError` if the message asks for anything but training of this model.
+    ///   - memoryLimit: the limit of the peak memory footprint, in bytes. The server's limit applies too.
+    /// - Throws: `MeSPError` if the message does not ask for a training of this model, or is invalid.
     package init(_ question: SuperNode.Question, bundle: URL, data: URL? = nil, memoryLimit: Int? = nil) throws {
         guard question.type == "train", let config = question.records.configs["config"],
             let received = question.records.arrays["arrays"]
@@ -61,7 +62,7 @@ package struct FederatedRun {
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
         let timeout = number(config["timeout"])
         guard timeout.map({ (0..<Double.infinity).contains($0) }) ?? true else { throw noSetting("timeout") }
-        // If this device's clock is slow, a message can seem to come from the future. It then counts as created now.
+        // If this device's clock is slow, the message seems to come from the future. It then counts as created now.
         let age = max(0, -question.created.timeIntervalSinceNow)
         deadline = .now + .seconds(max(0, min((timeout ?? .infinity) - age, 1e9)))
         var settings = try Self.settings(config, bundle, in: question.folder)
@@ -73,10 +74,10 @@ package struct FederatedRun {
         if !settings.resume { try writeStart() }
     }
 
-    /// Returns the result of the run.
+    /// Returns the trained matrices, the loss and other metrics as the answer.
     ///
-    /// - Parameter name: the name that the server gives this device; nil for the node's number.
-    /// - Throws: `CancellationError` if the run was stopped, and `MeSPError`.
+    /// - Parameter name: the name of this device in the answer; nil for the node's number.
+    /// - Throws: `CancellationError` if the run has not finished, and `MeSPError`.
     package func answer(as name: String? = nil) throws -> FlowerRecords {
         let output = URL(fileURLWithPath: settings.output)
         let summary = try LogSummary(folder: output)
@@ -107,7 +108,7 @@ package struct FederatedRun {
 
     // MARK: - What the server may ask
 
-    /// Returns the server's settings of the run, with its output in the message's folder. If that folder has a run, the settings resume it.
+    /// Returns the settings of the run. If the folder already has a run, the settings resume that run.
     private static func settings(_ config: [String: FlowerValue], _ bundle: URL, in folder: URL) throws -> RunSettings {
         var given = [String: Any]()
         for (name, value) in config where RunSettings.federated.contains(name) {
@@ -136,7 +137,6 @@ package struct FederatedRun {
         return settings
     }
 
-    /// Writes the folder of adapters from which the run starts.
     private func writeStart() throws {
         let folder = URL(fileURLWithPath: settings.adapters ?? "")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -159,7 +159,7 @@ package struct FederatedRun {
         try writeWhole(folder.appendingPathComponent(AdapterFormat.configFile)) { try $0.write(contentsOf: json) }
     }
 
-    /// Returns mlx-lm's names and the shapes of the matrices in an array. The matrices belong to the last blocks that have the module.
+    /// Returns the name in mlx-lm and the shape of each matrix in an array. The matrices belong to the last blocks that have the module.
     ///
     /// - Parameter name: the name of the array, such as `self_attn.q_proj.lora_b`.
     private func matrices(_ name: String, _ array: FlowerArray) throws -> [(name: String, shape: [Int])] {
@@ -179,8 +179,8 @@ package struct FederatedRun {
         return Array(matrices)
     }
 
-    /// Returns the array for the answer: the matrix, or in bfloat16 the change of the matrix. Rounding the matrix itself would lose small updates of
-    /// large numbers.
+    /// Returns the array for the answer: the new matrix in float32, or its change in bfloat16. Rounding the new matrix to bfloat16 would lose small
+    /// updates.
     private func packed(_ new: [Float], from old: [Float], like received: FlowerArray) -> FlowerArray {
         var data = Data(capacity: received.data.count)
         for (new, old) in zip(new, old) {
@@ -196,7 +196,7 @@ package struct FederatedRun {
     }
 }
 
-/// Returns the numbers of a received matrix. A rounded matrix is bfloat16, sent as uint16.
+/// Returns the numbers of a received array. If `isRounded`, the array has the bits of bfloat16 as uint16.
 private func numbers(_ array: FlowerArray, isRounded: Bool) throws -> [Float] {
     guard array.kind == (isRounded ? .uint16 : .float32) else {
         throw MeSPError("The server sent matrices in a form other than the one it states.")

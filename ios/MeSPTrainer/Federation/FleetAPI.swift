@@ -5,22 +5,21 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Flower's Fleet API over HTTP, as a SuperNode calls it. A request and its response are protobuf messages. The API is internal to Flower and changes
-/// between versions; this is the API of `version`.
+/// The client of Flower's Fleet API over HTTP. Requests and responses are protobuf messages. Flower may change this API between versions; `version`
+/// is the supported one.
 struct FleetAPI: Sendable {
     static let version = "1.41.0"
 
-    /// The address of a SuperLink, such as `https://links.example.org:8000`.
     let server: URL
     let key: NodeKey
     let transport: HTTPTransport
 
-    /// A failure after which the same call may succeed later: the network failed, or the server is busy.
+    /// An error after which the same call may succeed later: the network failed, or the server is busy.
     struct Unreachable: Error {
         let sentence: Sentence
     }
 
-    /// A refusal of the server, with one of Flower's error codes.
+    /// An error response of the server, with one of Flower's error codes.
     struct Refusal: LocalizedError, Decodable {
         static let keyIsRegistered = 23
         static let registersByHand = 2001
@@ -32,11 +31,12 @@ struct FleetAPI: Sendable {
         var errorDescription: String? { detail }
     }
 
-    /// The maximum sizes of responses, in bytes. `mostOfObject` is for a response with an object, which has at most 5 MB. `mostBytes` is for all
-    /// other responses.
+    /// The maximum sizes of responses, in bytes. `mostOfObject` is for responses with an object. `mostBytes` is for other responses.
     private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
-    /// - Parameter seconds: the time within which the response must arrive.
+    /// Calls a function of the API.
+    ///
+    /// - Parameter seconds: the time limit for the response, in seconds.
     /// - Throws: `Unreachable`, `Refusal` or `MeSPError`; `CancellationError` as soon as the task is cancelled.
     @discardableResult
     func call(_ name: String, within seconds: Double = 300, _ write: (inout ProtobufWriter) -> Void) async throws
@@ -47,7 +47,6 @@ struct FleetAPI: Sendable {
         var request = URLRequest(url: server.appendingPathComponent("v1/fleet/\(name)"), timeoutInterval: 30)
         request.httpMethod = "POST"
         request.httpBody = message.data
-        // A signature is valid for five minutes.
         let now = Date.now.formatted(Date.ISO8601FormatStyle(includingFractionalSeconds: true))
         let headers = [
             "content-type": "application/protobuf", "accept": "application/protobuf", "accept-encoding": "identity",
@@ -56,7 +55,7 @@ struct FleetAPI: Sendable {
             "flwr-package-name": "flwr", "flwr-package-version": Self.version, "flwr-component-name": "SuperNode",
         ]
         #if canImport(FoundationNetworking)
-            // On Linux, Foundation keeps a core busy with an idle connection that the server has closed.
+            // On Linux, Foundation uses a full CPU core after the server closes an idle connection.
             request.setValue("close", forHTTPHeaderField: "connection")
         #endif
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
@@ -94,7 +93,6 @@ struct FleetAPI: Sendable {
     }
 }
 
-/// The metadata of a message: its sender and receiver, the message that it answers, and its time to live.
 struct Metadata {
     var run: UInt64
     var message: String
@@ -110,7 +108,9 @@ struct Metadata {
     var sourceTask: UInt64?
     var destinationTask: UInt64?
 
-    /// - Throws: `MeSPError` if a time is not a finite number, or if a text is longer than any text that Flower sends.
+    /// Reads the metadata.
+    ///
+    /// - Throws: `MeSPError` if a time is not finite, or a text is longer than 1000 bytes.
     init(_ message: ProtobufMessage) throws {
         (run, self.message) = (message.number(1), message.text(2))
         (source, destination) = (message.number(3), message.number(4))
@@ -123,7 +123,7 @@ struct Metadata {
         else { throw MeSPError("The server sent a message whose metadata is invalid; ask its operator.") }
     }
 
-    /// Returns the metadata of an answer created now. The answer expires at the same time as this message.
+    /// Returns the metadata of an answer. The answer expires at the same time as this message.
     func reply(now: Date = .now) -> Metadata {
         var reply = self
         (reply.message, reply.replyTo) = ("", message)
@@ -134,7 +134,6 @@ struct Metadata {
         return reply
     }
 
-    /// Whether the message has expired. An answer to the message expires at the same time.
     var hasExpired: Bool { created + timeToLive <= Date.now.timeIntervalSince1970 }
 
     func write(to message: inout ProtobufWriter) {

@@ -2,9 +2,9 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// An object of Flower, a part of a message. Its id is the SHA-256 of its content, so that no object is sent twice. Its content is:
+/// An object in Flower's protocol. A message consists of such objects. The id of an object is the SHA-256 of its content:
 ///
-///     "<type> <ids of its children, by commas> <length of the body>", a zero byte, the body
+///     "<type> <ids of the children, separated by commas> <length of the body>", a zero byte, the body
 struct FlowerObject {
     let type: String
     let children: [String]
@@ -12,7 +12,6 @@ struct FlowerObject {
 
     var content: Data { Data("\(type) \(children.joined(separator: ",")) \(body.count)".utf8) + [0] + body }
 
-    /// - Throws: `MeSPError` if the content does not belong to the id.
     static func check(_ content: Data, id: String) throws {
         guard sha256(content) == id else {
             throw MeSPError("The server sent an object that is not the one that was asked for.")
@@ -23,7 +22,6 @@ struct FlowerObject {
         (self.type, self.children, self.body) = (type, children, body)
     }
 
-    /// - Throws: `MeSPError` if the content is not an object.
     init(content: Data) throws {
         let parts = content.prefix { $0 != 0 }.split(separator: UInt8(ascii: " "), omittingEmptySubsequences: false)
             .map { String(decoding: $0, as: UTF8.self) }
@@ -35,14 +33,15 @@ struct FlowerObject {
     }
 }
 
-/// The ids of an object and of its children.
 struct FlowerObjectTree {
     let id: String
     let children: [FlowerObjectTree]
 
     init(id: String, children: [FlowerObjectTree]) { (self.id, self.children) = (id, children) }
 
-    /// - Throws: `MeSPError` if the tree is deeper than the tree of any message, or if an id is not a SHA-256.
+    /// Reads a tree.
+    ///
+    /// - Throws: `MeSPError` if the tree has more than `depth` levels, or an id is not a SHA-256.
     init(_ message: ProtobufMessage, depth: Int = 8) throws {
         id = message.text(1)
         guard depth > 0, id.count == 64, id.allSatisfy(\.isHexDigit) else {
@@ -66,13 +65,12 @@ struct FlowerObjectTree {
     }
 }
 
-/// Objects by their ids.
 struct FlowerObjectStore {
     private(set) var contents = [String: Data]()
 
-    /// Adds an object. Equal children become one child.
+    /// Adds an object. Equal children are stored once.
     ///
-    /// - Parameter body: returns the body. The closure receives, for each of `children`, the index among the object's distinct children.
+    /// - Parameter body: a closure that returns the body. It receives the index of each of `children` among the distinct children.
     mutating func add(_ type: String, children: [FlowerObjectTree] = [], body: ([Int]) throws -> Data) throws
         -> FlowerObjectTree
     {
@@ -90,7 +88,7 @@ struct FlowerObjectStore {
 
     /// Adds a received object.
     ///
-    /// - Throws: `MeSPError` if the content does not belong to the id.
+    /// - Throws: `MeSPError` if the SHA-256 of the content is not the id.
     mutating func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         contents[id] = content
@@ -105,12 +103,11 @@ struct FlowerObjectStore {
 // MARK: - Records as objects
 
 extension FlowerObjectStore {
-    /// The maximum number of bytes of an array's `.npy` in one object.
+    /// The maximum size of an array's chunk, in bytes.
     private static let chunk = 5_242_880
-    /// The maximum size of the names or indices of an object's children, in bytes. In memory the names take about ten times this size.
+    /// The maximum size of the list of an object's children, in bytes. In memory the list takes about ten times this size.
     private static let mostOfNames = 1 << 20
 
-    /// Adds a `RecordDict`, as Flower's `RecordDict.deflate` does.
     mutating func add(_ records: FlowerRecords) throws -> FlowerObjectTree {
         var trees = [String: FlowerObjectTree]()
         for (name, record) in records.arrays { trees[name] = try add(record) }
@@ -137,7 +134,7 @@ extension FlowerObjectStore {
         return try add(named: trees, "ArrayRecord")
     }
 
-    /// Adds an object whose body names its children.
+    /// Adds an object whose body maps the names of its children to their ids.
     private mutating func add(named trees: [String: FlowerObjectTree], _ type: String) throws -> FlowerObjectTree {
         let sorted = trees.sorted { $0.key < $1.key }
         return try add(type, children: sorted.map(\.value)) { _ in
@@ -158,7 +155,7 @@ extension FlowerObjectStore {
 
     /// Returns the records of a `RecordDict`.
     ///
-    /// - Parameter most: the maximum size of the records, in bytes. An object that is named many times counts each time.
+    /// - Parameter most: the maximum size of the records, in bytes. A child that is referenced several times counts several times.
     func records(_ id: String, most: Int) throws -> FlowerRecords {
         var room = most
         func take(_ bytes: Int) throws {
@@ -195,7 +192,9 @@ extension FlowerObjectStore {
         return values
     }
 
-    /// - Parameter take: a closure that receives the number of bytes of each part before the part is used.
+    /// Returns an array.
+    ///
+    /// - Parameter take: a closure that receives the size of each chunk in bytes, before the chunk is used.
     private func array(_ id: String, _ take: (Int) throws -> Void) throws -> FlowerArray {
         struct Description: Decodable {
             let stype: String

@@ -15,7 +15,7 @@ package struct FlowerRecords: Sendable, Equatable {
     }
 }
 
-/// A value in a record: a number; in settings also a flag, a text, bytes, or a list of texts. Other lists are ignored.
+/// A value in a record. Metrics have only numbers.
 package enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)
@@ -60,10 +60,10 @@ package enum FlowerValue: Sendable, Equatable {
 
 /// An array of numbers as in NumPy's `.npy` files, row-major and little-endian.
 package struct FlowerArray: Sendable, Equatable {
-    /// The types of numbers in which adapters are sent.
+    /// The element types of adapter arrays.
     package enum Kind: String, Sendable {
         case float32 = "<f4"
-        /// The bits of bfloat16, which NumPy lacks.
+        /// The bits of bfloat16. NumPy has no bfloat16.
         case uint16 = "<u2"
 
         var name: String { self == .float32 ? "float32" : "uint16" }
@@ -71,16 +71,16 @@ package struct FlowerArray: Sendable, Equatable {
     }
     package let kind: Kind
     package let shape: [Int]
-    /// The numbers, little-endian.
+    /// The elements in row-major order, little-endian.
     package let data: Data
 
-    /// - Precondition: `data` has as many numbers as the shape says.
+    /// - Precondition: `data` has the size that `kind` and `shape` require.
     package init(_ kind: Kind, shape: [Int], data: Data) {
         precondition(data.count == shape.reduce(kind.size, *))
         (self.kind, self.shape, self.data) = (kind, shape, data)
     }
 
-    /// The array in version 1.0 of https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, as NumPy writes it.
+    /// The array as a `.npy` file of version 1.0 (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
     var npy: Data {
         let sizes = shape.map(String.init).joined(separator: ", ") + (shape.count == 1 ? "," : "")
         let header = "{'descr': '\(kind.rawValue)', 'fortran_order': False, 'shape': (\(sizes)), }"
@@ -94,7 +94,9 @@ package struct FlowerArray: Sendable, Equatable {
 
     private static let magic = Data([0x93]) + Data("NUMPY".utf8)
 
-    /// - Throws: `MeSPError` if the numbers have a type that is not in `Kind`, or if the file is incomplete.
+    /// Reads a `.npy` file.
+    ///
+    /// - Throws: `MeSPError` if the element type is not in `Kind`, or the file is invalid.
     init(npy file: Data) throws {
         let file = Data(file)
         guard file.count >= 12, file.prefix(6) == Self.magic else {

@@ -4,9 +4,8 @@ import Foundation
     import FoundationNetworking
 #endif
 
-/// Sends requests over HTTP, and limits the length, the duration and the origin of responses. A redirect is not followed, because it would send the
-/// request's signature to another host. Instead the redirect is returned as the response. A response must state its length and must not be
-/// compressed. Otherwise a megabyte could expand to a gigabyte, and the trailer after the last chunk could be endless.
+/// Sends requests over HTTP, with limits on the size and the duration of a response. Redirects are not followed, because a redirect would send the
+/// request's signature to another host. A successful response must state its length and must not be compressed.
 final class HTTPTransport: Sendable {
     private let session: URLSession
     private let exchanges = Exchanges()
@@ -17,8 +16,7 @@ final class HTTPTransport: Sendable {
 
     deinit { session.finishTasksAndInvalidate() }
 
-    /// Returns a transport that does not depend on this transport. On Linux, Foundation can hang in a response, and this transport may then be of no
-    /// use.
+    /// Returns an independent transport. On Linux a response can hang in Foundation and block this transport.
     func another() -> HTTPTransport { HTTPTransport(configuration: session.configuration) }
 
     enum Failure: Error {
@@ -26,11 +24,11 @@ final class HTTPTransport: Sendable {
         case tooSlow, tooLong, unsaidLength
     }
 
-    /// Sends a request, and returns the body and the status of the response.
+    /// Sends a request.
     ///
     /// - Parameters:
     ///   - most: the maximum size of the body, in bytes.
-    ///   - seconds: the time within which the response must be complete.
+    ///   - seconds: the time limit for the complete response, in seconds.
     /// - Throws: `Failure`; `CancellationError` as soon as the task is cancelled.
     func send(_ request: URLRequest, most: Int, within seconds: Double) async throws -> (Data, status: Int) {
         let task = session.dataTask(with: request)
@@ -49,14 +47,12 @@ final class HTTPTransport: Sendable {
         }
     }
 
-    /// The requests that wait for their responses. A request ends with its response, its timeout or its task's cancellation, whichever comes first.
     private final class Exchanges: NSObject, URLSessionDataDelegate, @unchecked Sendable {
         private struct Exchange {
             let continuation: CheckedContinuation<(Data, status: Int), any Error>
             let most: Int
             private(set) var data = Data()
 
-            /// Appends bytes of the response, and returns whether the response is still short enough.
             mutating func append(_ bytes: Data) -> Bool {
                 guard data.count + bytes.count <= most else { return false }
                 data.append(bytes)
@@ -86,7 +82,7 @@ final class HTTPTransport: Sendable {
 
         private func stop(_ task: URLSessionTask) {
             #if canImport(FoundationNetworking)
-                // On Linux, Foundation can crash when a task is cancelled. A suspended task reads no more.
+                // On Linux, Foundation can crash when a task is cancelled. A suspended task stops reading.
                 task.suspend()
             #else
                 task.cancel()
@@ -105,7 +101,7 @@ final class HTTPTransport: Sendable {
             let length = isCoded ? -1 : response?.expectedContentLength ?? -1
             if length > Int64(most) { end(dataTask, .failure(Failure.tooLong)) }
             if length < 0 {
-                // An error response may come from a proxy and state no length. Its status suffices.
+                // An error response without a length is accepted, because only its status is needed.
                 let isError = (response?.statusCode ?? 0) >= 400
                 end(dataTask, isError ? .success(()) : .failure(Failure.unsaidLength))
                 if isError { stop(dataTask) }
@@ -115,7 +111,7 @@ final class HTTPTransport: Sendable {
 
         func urlSession(_ session: URLSession, dataTask: URLSessionDataTask, didReceive data: Data) {
             let isTooLong = lock.withLock {
-                // The exchange is changed in place, because a copy would copy all data so far.
+                // The data is appended in place to avoid a copy.
                 waiting[dataTask.taskIdentifier]?.append(data) == false
             }
             if isTooLong { end(dataTask, .failure(Failure.tooLong)) }

@@ -4,7 +4,7 @@ import MeSPSentences
 #if os(iOS)
     import Security
 
-    /// Stores a node's private key in the Keychain, because other apps and the person's computer can read an app's documents.
+    /// Stores a node's private key in the Keychain. Other programs can read an app's documents.
     struct KeyStore {
         private let item: [String: Any] = [
             kSecClass as String: kSecClassGenericPassword, kSecAttrService as String: "Federation",
@@ -13,7 +13,7 @@ import MeSPSentences
 
         init(file: URL) {}
 
-        /// Returns the bytes of the key; nil if there is none yet.
+        /// Returns the key; nil if none is stored.
         func read() throws -> Data? {
             var found: CFTypeRef?
             let status = SecItemCopyMatching(
@@ -23,8 +23,8 @@ import MeSPSentences
             return data
         }
 
-        /// Stores a key unless the Keychain has one already. The key stays on this device, and can be read after the first unlock since the device
-        /// was started.
+        /// Stores a key unless one is stored already. The key never leaves this device. It is readable after the first unlock since the device
+        /// started.
         func add(_ key: Data) throws {
             let new: [String: Any] = [
                 kSecValueData as String: key,
@@ -43,12 +43,10 @@ import MeSPSentences
     struct KeyStore {
         let file: URL
 
-        /// Returns the bytes of the key; nil if there is none yet.
         func read() throws -> Data? {
             FileManager.default.fileExists(atPath: file.path) ? try Data(contentsOf: file) : nil
         }
 
-        /// Stores a key unless the file exists already.
         func add(_ key: Data) throws { try writeDurably(key, to: file, replacing: false) }
     }
 #endif

@@ -5,17 +5,17 @@ import MeSPSentences
     import MeSPFiles
     import MeSPSentences
 
-    /// The functions of OpenSSL's libcrypto that replace the part of CryptoKit that a node needs. The library is loaded at its first use. Versions
-    /// 1.1 and 3 have these functions.
+    /// The functions of OpenSSL's libcrypto that replace CryptoKit on Linux. The library is loaded at the first use.
     private enum Libcrypto {
         typealias Key = OpaquePointer
         typealias Output = UnsafeMutablePointer<UnsafeMutablePointer<UInt8>?>
 
-        // The handle is never closed.
         nonisolated(unsafe) private static let library =
             dlopen("libcrypto.so.3", RTLD_NOW) ?? dlopen("libcrypto.so.1.1", RTLD_NOW)
 
-        /// - Parameter type: the type of the function in OpenSSL's headers.
+        /// Returns a function of libcrypto.
+        ///
+        /// - Parameter type: the function's type in OpenSSL's headers.
         static func function<F>(_ name: String, _ type: F.Type) throws -> F {
             guard let library, let function = dlsym(library, name) else {
                 throw MeSPError("OpenSSL's libcrypto is missing: on Debian, apt install libssl3.")
@@ -23,7 +23,9 @@ import MeSPSentences
             return unsafeBitCast(function, to: type)
         }
 
-        /// Returns the DER that one of OpenSSL's `i2d` functions writes for a key.
+        /// Returns a key in DER.
+        ///
+        /// - Parameter name: one of OpenSSL's `i2d` functions.
         static func der(_ name: String, of key: Key) throws -> Data {
             let write = try function(name, (@convention(c) (Key, Output?) -> CInt).self)
             var bytes = [UInt8](repeating: 0, count: Int(max(write(key, nil), 0)))
@@ -36,11 +38,10 @@ import MeSPSentences
         }
     }
 
-    /// A key pair on P-256.
     struct P256Key: Sendable {
-        /// The private key as an ECPrivateKey of RFC 5915, in DER.
+        /// The private key as `ECPrivateKey` (RFC 5915), in DER.
         let representation: Data
-        /// The public key as a SubjectPublicKeyInfo, in DER. It ends with the 65 bytes of the point.
+        /// The public key as `SubjectPublicKeyInfo`, in DER. The last 65 bytes are the uncompressed point.
         let publicKey: Data
 
         init() throws {
@@ -59,7 +60,7 @@ import MeSPSentences
             publicKey = try Libcrypto.der("i2d_EC_PUBKEY", of: key)
         }
 
-        /// Returns the ECDSA signature with SHA-256, in DER.
+        /// Returns the ECDSA signature of the message's SHA-256, in DER.
         func signature(of message: Data) throws -> Data {
             typealias Sign =
                 @convention(c) (

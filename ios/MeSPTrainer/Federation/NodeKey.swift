@@ -5,25 +5,25 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// The identity of a node: a key pair on P-256, which signs each call to a SuperLink.
+/// The identity of a node: a key pair on P-256. It signs each call to a SuperLink.
 package struct NodeKey: Sendable {
     private let key: P256Key
 
-    /// Reads the node's key, or creates it if there is none. The key is in the Keychain on iOS, and elsewhere in a file that only its owner can read.
+    /// Reads the node's key, or creates it if there is none. The key is stored in the Keychain on iOS, and in `file` on other systems.
     ///
-    /// - Throws: `MeSPError` if the key cannot be read or stored, or is not a key.
+    /// - Throws: `MeSPError` if the key cannot be read or stored, or is invalid.
     package init(file: URL) throws {
         do {
             let store = KeyStore(file: file)
             if try store.read() == nil { try store.add(try P256Key().representation) }
-            // Another process may have added a key first.
+            // The key is read again, because another process may have stored a key first.
             key = try P256Key(representation: try store.read() ?? Data())
         } catch {
             throw MeSPError("\(file.path) cannot be used as this node's key (\(error.localizedDescription)).")
         }
     }
 
-    /// The public key in PEM, as nodes register it.
+    /// The public key in PEM.
     package var publicKey: String {
         let base64 = key.publicKey.base64EncodedString(options: [.lineLength64Characters, .endLineWithLineFeed])
         return "-----BEGIN PUBLIC KEY-----\n\(base64)\n-----END PUBLIC KEY-----\n"
@@ -39,7 +39,6 @@ package struct NodeKey: Sendable {
         return "ecdsa-sha2-nistp256 \(blob.base64EncodedString())\n"
     }
 
-    /// Returns the ECDSA signature of a text with SHA-256, in DER.
     func signature(of text: String) throws -> Data { try key.signature(of: Data(text.utf8)) }
 }
 
@@ -51,7 +50,7 @@ package struct NodeKey: Sendable {
         init(representation: Data) throws { key = try P256.Signing.PrivateKey(derRepresentation: representation) }
 
         var representation: Data { key.derRepresentation }
-        /// The public key as a SubjectPublicKeyInfo, in DER. It ends with the 65 bytes of the point.
+        /// The public key as `SubjectPublicKeyInfo`, in DER. The last 65 bytes are the uncompressed point.
         var publicKey: Data { key.publicKey.derRepresentation }
         func signature(of message: Data) throws -> Data { try key.signature(for: message).derRepresentation }
     }

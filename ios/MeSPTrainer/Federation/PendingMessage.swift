@@ -1,17 +1,15 @@
 import Foundation
 import MeSPSentences
 
-/// The files of the message that a node has received, and of its answer.
+/// The files of a received message and its answer.
 ///
 ///     message      the message's metadata and object tree
 ///     reply        the answer's metadata and object tree
 ///     objects/ID   the objects of the message and the answer
-///     work/        files of the work on the answer
+///     work/        files for the computation of the answer
 struct PendingMessage {
     let folder: URL
-    /// The maximum size in bytes of a message's objects, and of the records that they contain.
     let mostBytes: Int
-    /// The maximum number of objects in a message.
     private static let mostObjects = 4096
 
     static func tooLarge(_ most: Int) -> MeSPError {
@@ -30,11 +28,11 @@ struct PendingMessage {
         }
     }
 
-    /// The received message that is not answered yet; nil if there is none. `reply` is an answer that has not been sent completely.
+    /// The received message; nil if there is none. `reply` is the unsent answer.
     var message: (Metadata, FlowerObjectTree)? { get throws { try read("message") } }
     var reply: (Metadata, FlowerObjectTree)? { get throws { try read("reply") } }
 
-    /// Reads a file. Returns nil if there is none. A damaged file is useless, so it is removed, and the result is nil.
+    /// Reads a file. Returns nil if the file does not exist or is damaged. Removes a damaged file.
     private func read(_ name: String) throws -> (Metadata, FlowerObjectTree)? {
         let file = folder.appendingPathComponent(name)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }
@@ -56,21 +54,22 @@ struct PendingMessage {
         try writeDurably(saved.data, to: folder.appendingPathComponent(name))
     }
 
-    /// Saves a message, and removes all files of the previous one.
+    /// Saves a message. Removes all files of the previous message.
     func receive(_ metadata: Metadata, _ tree: FlowerObjectTree) throws {
         try empty()
         try write("message", metadata, tree)
     }
 
-    /// Returns the size of a saved object in bytes; nil if it is not saved.
     func size(_ id: String) throws -> Int? {
         let file = objects.appendingPathComponent(id)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }
         return try FileManager.default.attributesOfItem(atPath: file.path)[.size] as? Int
     }
 
-    /// - Parameter bytes: the size of the saved objects, in bytes.
-    /// - Throws: `MeSPError` if the objects or their number exceed a message's limits.
+    /// Checks the limits of a message.
+    ///
+    /// - Parameter bytes: the total size of the objects, in bytes.
+    /// - Throws: `MeSPError` if the size or the number of objects is too large.
     func check(_ tree: FlowerObjectTree, bytes: Int) throws {
         guard bytes <= mostBytes, tree.ids.count <= Self.mostObjects else { throw Self.tooLarge(mostBytes) }
     }
@@ -83,14 +82,13 @@ struct PendingMessage {
         return content
     }
 
-    /// - Throws: `MeSPError` if the content does not belong to the id.
     func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
         try writeDurably(content, to: objects.appendingPathComponent(id))
     }
 
-    /// Returns the content of the message with this tree, and the size of its objects in bytes.
+    /// Returns the records of the message, and the total size of its objects in bytes.
     func content(of tree: FlowerObjectTree) throws -> (FlowerRecords, bytes: Int) {
         var store = FlowerObjectStore()
         for id in tree.ids { try store.take(object(id), id: id) }
@@ -100,7 +98,7 @@ struct PendingMessage {
         return (try store.records(content, most: mostBytes), store.contents.values.reduce(0) { $0 + $1.count })
     }
 
-    /// Saves the answer to a message. If `records` is nil, the answer says that the node failed.
+    /// Saves the answer to a message. If `records` is nil, the answer reports a failure.
     func answer(_ metadata: Metadata, with records: FlowerRecords?) throws {
         var (store, reply) = (FlowerObjectStore(), metadata.reply())
         let children = try records.map { [try store.add($0)] } ?? []
@@ -120,7 +118,7 @@ struct PendingMessage {
         try write("reply", reply, tree)
     }
 
-    /// Removes the files of a message. The file `message` is removed first, because the node ignores the other files without it.
+    /// Removes all files. The file `message` is removed first, because the other files are ignored without it.
     func empty() throws {
         for name in ["message", "reply", "work", "objects"] {
             let file = folder.appendingPathComponent(name)

@@ -1,8 +1,8 @@
 import Foundation
 import MeSPSentences
 
-/// Writes a message in protobuf's wire format (https://protobuf.dev/programming-guides/encoding). As in proto3, values that are 0 or empty are left
-/// out, except bytes, messages, and values marked as present.
+/// Writes a message in protobuf's wire format (https://protobuf.dev/programming-guides/encoding). Numbers that are 0 and empty texts are omitted
+/// unless `isPresent` is set.
 struct ProtobufWriter {
     private(set) var data = Data()
 
@@ -12,7 +12,6 @@ struct ProtobufWriter {
         varint(number)
     }
 
-    /// Adds an `sint64` in zigzag encoding, in which small negative numbers are short.
     mutating func add(_ field: Int, signed number: Int64, isPresent: Bool = false) {
         add(field, UInt64(bitPattern: (number << 1) ^ (number >> 63)), isPresent: isPresent)
     }
@@ -69,17 +68,15 @@ struct ProtobufWriter {
     }
 }
 
-/// A message that was read in protobuf's wire format: its fields by number.
 struct ProtobufMessage {
     private enum Value {
         case number(UInt64)
         case bytes(Data)
     }
     private var fields = [Int: [Value]]()
-    /// The maximum number of fields. A field of only two bytes takes far more memory once it is read.
+    /// The maximum number of fields. A field takes far more memory than its bytes.
     private static let mostFields = 1 << 16
 
-    /// - Throws: `MeSPError` if the bytes are not a message, or if they have more fields than any message of Flower.
     init(_ data: Data) throws {
         var (rest, count) = (data[...], 0)
         while !rest.isEmpty {
@@ -120,7 +117,6 @@ struct ProtobufMessage {
         throw damaged
     }
 
-    /// Returns whether the message has the field.
     func has(_ field: Int) -> Bool { fields[field] != nil }
 
     func number(_ field: Int) -> UInt64 {

@@ -6,37 +6,34 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A node of a Flower federation, without Python. It joins a SuperLink, waits for messages of the server's app, and sends answers.
+/// A client of a Flower federation in Swift. It joins a SuperLink, waits for messages, and sends answers.
 ///
 ///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
-/// The received message and an unsent answer are saved in files. So a restarted node continues with a message that the server considers delivered,
-/// and sends no object of the answer twice. The node drops messages whose answers the server no longer awaits. If a message cannot be read, the
-/// answer says that the node failed.
+/// The received message and the unsent answer are saved in files, so a restarted node continues its work. The node drops a message after its answer
+/// has expired. If a message cannot be read, the node sends an answer that reports a failure.
 package struct SuperNode: Sendable {
     /// An event to report to people.
     package enum Event: Sendable, Equatable {
         case joined(node: UInt64)
-        /// A message of `bytes` bytes has arrived.
         case received(Question, bytes: Int)
-        /// The answer to a message has been sent, with `bytes` bytes that the server did not have.
+        /// An answer has been sent. `bytes` excludes the objects that the server already had.
         case sent(Question, bytes: Int)
         /// A message or its answer has expired.
         case dropped(Question, Sentence)
-        /// A message could not be read or answered here. The server learns the failure but not the reason.
+        /// A message could not be read or answered. The server learns of the failure but not of the reason.
         case failed(Question, String)
-        /// A message could not be answered at all, because its metadata cannot be read.
+        /// A message was skipped because its metadata cannot be read.
         case passedOver(Sentence)
         case waiting(Sentence)
         /// The server can be reached again.
         case reached
     }
 
-    /// The request in a message.
     package struct Question: Sendable, Equatable {
         package let id: String
-        /// The id of this node, for which the message is.
+        /// The id of this node.
         package let node: UInt64
         /// The type: `train`, `evaluate` or `query`, optionally followed by a dot and a name.
         package let type: String
@@ -46,7 +43,7 @@ package struct SuperNode: Sendable {
         /// The time when the server's app created the message, by the server's clock.
         package let created: Date
         package internal(set) var records = FlowerRecords()
-        /// A folder for the work on this message. It exists until the answer is sent, so that a later process can continue.
+        /// The folder for files of the work on this message. It is removed when the answer has been sent.
         package let folder: URL
     }
 
@@ -57,20 +54,20 @@ package struct SuperNode: Sendable {
 
     /// Waiting times, in seconds.
     struct Seconds: Sendable {
-        /// The time between heartbeats. The server considers a node online for twice this time.
+        /// The time between heartbeats.
         var heartbeat = 30.0
-        /// The time before the next request for a message.
+        /// The time between requests for a message.
         var poll = 3.0
-        /// The time for which the server still considers a key in use after its node has ended without notice.
+        /// The time until a key can be activated again after its node ended without deactivation.
         var lease = 75.0
     }
 
     /// - Parameters:
-    ///   - server: the address of a SuperLink, such as `https://links.example.org:8000`. Without TLS it must be on this machine.
+    ///   - server: the address of a SuperLink, such as `https://links.example.org:8000`. An http address must be this machine's.
     ///   - folder: the folder for received messages and, except on iOS, for the key. It is created if necessary.
-    ///   - mostBytes: the maximum size of a message, on disk and in memory.
+    ///   - mostBytes: the maximum size of a message, in bytes.
     ///   - configuration: the session configuration, which sets the allowed networks.
-    /// - Throws: `MeSPError` if the address is not valid, or the key cannot be read or written.
+    /// - Throws: `MeSPError` if the address is not valid, or the folder or the key cannot be used.
     package init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
@@ -124,7 +121,7 @@ package struct SuperNode: Sendable {
                 try await group.next()
             }
         } catch {
-            // A new task makes the call, because the present task may be cancelled.
+            // The current task may be cancelled, so a new task makes the call.
             let last = FleetAPI(server: api.server, key: api.key, transport: api.transport.another())
             await Task { _ = try? await last.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
             throw error
@@ -133,8 +130,7 @@ package struct SuperNode: Sendable {
 
     // MARK: - Being there
 
-    /// Joins the server. A node that ended without deactivating keeps its identity. Its key can be activated again when the server considers the node
-    /// offline.
+    /// Joins the server. Uses the previous id again if the server still knows this id.
     ///
     /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {
@@ -144,7 +140,7 @@ package struct SuperNode: Sendable {
             return id
         }
         let id = try await activate(report)
-        // Ids are random. A server that has lost its state gives another id, and does not know the message that is saved here.
+        // A server that has lost its state assigns another id. The message saved here is then unknown to the server.
         if last != [String(id), server] { try PendingMessage(folder: folder, mostBytes: mostBytes).empty() }
         try writeDurably(Data("\(id)\n\(server)\n".utf8), to: file)
         return id
@@ -197,7 +193,7 @@ package struct SuperNode: Sendable {
         }
     }
 
-    /// Calls `body` and returns its result. While the server cannot be reached, calls `body` again at growing intervals.
+    /// Calls `body` and returns its result. Repeats the call at growing intervals while the server is unreachable.
     @discardableResult
     func persistently<R>(_ report: (Event) -> Void, _ body: () async throws -> R) async throws -> R {
         var pause = 1.0

@@ -2,9 +2,8 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// The steps with which a node answers a message: it pulls the message, fetches its objects, computes the answer and sends it.
 extension SuperNode {
-    /// Answers the pending message and sends the answer. If no message is pending, pulls one.
+    /// Computes and sends the answer to the saved message. If there is no saved message, pulls one.
     func handleMessage(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> FlowerRecords
     ) async throws {
@@ -15,7 +14,7 @@ extension SuperNode {
             guard let message = try pulled.messages(2).first, let tree = try pulled.messages(3).first else {
                 return try await Task.sleep(for: .seconds(seconds.poll))
             }
-            // From here on the server considers the message delivered.
+            // The server now considers the message delivered.
             do {
                 return try pending.receive(
                     Metadata(message.messages(1).last ?? ProtobufMessage(Data())), FlowerObjectTree(tree))
@@ -49,8 +48,7 @@ extension SuperNode {
         report(event)
     }
 
-    /// Pulls a message. When the server sends a message, it considers the message delivered. So a cancelled task still waits up to one second for the
-    /// response to its request.
+    /// Pulls a message. The server considers a sent message delivered, so a cancelled task still waits up to one second for the response.
     private func pull(_ node: UInt64) async throws -> ProtobufMessage {
         let call = Task { try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } } }
         return try await withTaskCancellationHandler {
@@ -60,7 +58,7 @@ extension SuperNode {
         }
     }
 
-    /// An error that ends the work on a message whose answer the server no longer awaits.
+    /// The error for a message that the server no longer waits for.
     private struct Useless: Error {
         let why: Sentence
     }
@@ -69,7 +67,7 @@ extension SuperNode {
         if metadata.hasExpired { throw Useless(why: "The server no longer waits for this round.") }
     }
 
-    /// Makes a call about a message. While the server cannot be reached, tries again until the message expires.
+    /// Makes a call about a message. Repeats the call while the server is unreachable, until the message expires.
     @discardableResult
     private func call(
         _ name: String, for metadata: Metadata, _ node: UInt64, _ report: (Event) -> Void,
@@ -88,7 +86,6 @@ extension SuperNode {
         }
     }
 
-    /// Fetches the missing objects of a message, and reads the message.
     private func receive(
         _ question: inout Question, _ metadata: Metadata, _ tree: FlowerObjectTree, _ pending: PendingMessage,
         _ node: UInt64, _ report: (Event) -> Void
@@ -128,7 +125,7 @@ extension SuperNode {
 
     /// Sends the answer.
     ///
-    /// - Returns: the number of bytes of objects that the server requested.
+    /// - Returns: the size of the sent objects, in bytes.
     private func send(_ pending: PendingMessage, _ node: UInt64, _ report: (Event) -> Void) async throws -> Int {
         guard let (metadata, tree) = try pending.reply else { return 0 }
         let pushed = try await call("push-messages", for: metadata, node, report) { message in

@@ -1,14 +1,14 @@
 import Foundation
 import MeSPSentences
 
-/// A lock on the file `.lock` in a folder, which lets one process at a time write into the folder. The system releases the lock when the process ends
-/// in any way. The file stays.
+/// A lock on a folder, by the file `.lock` in it. It lets one process at a time write into the folder. The system releases the lock when the process
+/// ends.
 package final class FolderLock: Sendable {
     private let file: Int32
 
     /// Takes the lock. Creates the folder if necessary.
     ///
-    /// - Throws: `MeSPError` that names the holder of the lock.
+    /// - Throws: `MeSPError` if the folder is locked or cannot be created.
     package init(_ folder: URL) throws {
         do {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -26,16 +26,16 @@ package final class FolderLock: Sendable {
             )
         }
         #if os(iOS)
-            // On iOS only the app can write to the folder, so the holder is another run.
+            // On iOS only this app can write to the folder, so the holder is another run of this app.
             let holder = ("Another run of this app" as Sentence).english
         #else
-            // `ProcessInfo.hostName` uses the network, so the system would ask the person for permission.
+            // `ProcessInfo.hostName` uses the network and could make the system ask for permission.
             var name = [CChar](repeating: 0, count: 256)
             gethostname(&name, name.count - 1)
             let host = String(decoding: name.prefix { $0 != 0 }.map(UInt8.init(bitPattern:)), as: UTF8.self)
             let holder = "Process \(getpid()) on \(host)"
         #endif
-        // The holder's name is only informative, so failures are ignored.
+        // The holder's name is informative only, so failures are ignored.
         _ = ftruncate(file, 0)
         _ = pwrite(file, holder, holder.utf8.count, 0)
     }

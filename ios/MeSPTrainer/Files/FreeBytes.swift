@@ -1,7 +1,7 @@
 import Foundation
 
 extension URL {
-    /// The number of free bytes of a folder's disk, including bytes that the system would free for a person's request; nil if the number is unknown.
+    /// The number of free bytes on the disk of a folder; nil if it is unknown. On Apple's systems it includes space that the system can free.
     public var freeBytes: Int? {
         #if os(iOS) || os(macOS)
             let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])
@@ -14,6 +14,6 @@ extension URL {
 }
 
 extension Int {
-    /// A number of bytes as text in MB.
+    /// The number of bytes as text in MB.
     package var megabytes: String { "\((Double(self) / 1e6).formatted(.number.precision(.fractionLength(0)))) MB" }
 }

@@ -2,7 +2,7 @@ import Foundation
 import MeSPSentences
 
 extension JSONDecoder {
-    /// A decoder of JSON with keys in snake case, as files and other programs write it.
+    /// A decoder of JSON with keys in snake case.
     package static var snakeCase: JSONDecoder {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
@@ -30,7 +30,7 @@ package struct JoinedObject: Encodable {
     }
 }
 
-/// Reads a settings file, a JSON object.
+/// Reads a settings file in JSON with keys in snake case.
 package func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
     guard let json = try? Data(contentsOf: url) else {
         throw MeSPError("Cannot read the settings file \(url.path).")

@@ -1,7 +1,7 @@
 import Foundation
 
 extension JSONValue {
-    /// Reads JSON. Numbers without a fraction or an exponent become integers.
+    /// Reads JSON. Numbers without a fraction or an exponent become integers if they fit an `Int`.
     ///
     /// - Throws: an error if the JSON is not valid, repeats a key in an object, has half a surrogate pair, or has more than 100 levels.
     package init(json: some Sequence<UInt8>) throws {
@@ -25,7 +25,7 @@ extension JSONValue {
         }
     }
 
-    /// Returns a text escaped for a JSON string. With `inASCII` all characters outside of ASCII are escaped too.
+    /// Returns a text escaped for a JSON string. `inASCII` also escapes all characters outside of ASCII.
     package static func escaped(_ text: String, inASCII: Bool = false) -> String {
         func hex(_ unit: UInt16) -> String {
             let digits = String(unit, radix: 16)
@@ -59,7 +59,7 @@ extension JSONValue {
             while let byte = next, [0x20, 0x0A, 0x0D, 0x09].contains(byte) { place += 1 }
         }
 
-        /// Reads `text` if it is next.
+        /// Skips `text` if it comes next. Returns whether it does.
         mutating func take(_ text: StaticString) -> Bool {
             let isNext = text.withUTF8Buffer { bytes[place...].starts(with: $0) }
             if isNext { place += text.utf8CodeUnitCount }

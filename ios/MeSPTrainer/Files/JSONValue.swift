@@ -1,6 +1,6 @@
 import Foundation
 
-/// A JSON value of any kind. The type is for files whose unknown keys are reported.
+/// A JSON value of any kind.
 package enum JSONValue: Codable, Sendable, Hashable {
     case null
     case bool(Bool)
@@ -10,10 +10,10 @@ package enum JSONValue: Codable, Sendable, Hashable {
     case string(String)
     case array([JSONValue])
     case object([String: JSONValue])
-    /// An array or an object that is nested too deeply to be read.
+    /// An array or an object beyond the decoder's maximum depth.
     case deep
 
-    /// The number of levels that a decoder reads. Each level takes stack space, and a file may have hundreds of levels.
+    /// The maximum depth that a decoder reads. Each level takes stack space.
     private static let levels = 16
 
     private struct Key: CodingKey {

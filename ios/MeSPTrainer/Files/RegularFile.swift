@@ -5,13 +5,14 @@ import MeSPSentences
     import Darwin
 #endif
 
-/// Opens a regular file. It refuses symbolic links, which could lead out of the folder, and devices and pipes, which have no end.
+/// Opens a regular file. Refuses devices and pipes, which have no end. By default refuses symbolic links.
 ///
 /// - Parameters:
 ///   - flags: the flags of `open`.
-///   - mode: the permissions of a file that is created. By default everybody may read it.
+///   - mode: the permissions of a new file.
 ///   - followsLinks: whether to follow a symbolic link at `url`.
-/// - Throws: `MeSPError` whose message is only the reason.
+/// - Returns: the file descriptor.
+/// - Throws: `MeSPError` with the reason, without the file's path.
 package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, followsLinks: Bool = false) throws
     -> Int32
 {
@@ -26,22 +27,21 @@ package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, f
     return file
 }
 
-/// Returns the mapped contents of a regular file, or nil if it cannot be opened. The function reads the same open file that it has checked.
+/// Returns the memory-mapped contents of a regular file; nil if it cannot be opened or mapped.
 package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
     guard let file = try? openRegularFile(url, O_RDONLY, followsLinks: followsLinks) else { return nil }
     defer { close(file) }
     return mapped(file)
 }
 
-/// Creates a folder if necessary. It refuses a symbolic link at `url`, which could lead elsewhere.
+/// Creates a folder if necessary. Refuses a symbolic link at `url`.
 package func makeFolder(_ url: URL) throws {
     var status = stat()
     if lstat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFLNK { throw MeSPError("it is a symbolic link") }
     try FileManager.default.createDirectory(at: url, withIntermediateDirectories: true)
 }
 
-/// Returns the size of an open file in bytes and its modification time since 1970. Together they show whether the file has changed. Returns nil if
-/// the system refuses.
+/// Returns the size of an open file in bytes, and its modification time since 1970; nil if the system reports an error.
 package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     var status = stat()
     guard fstat(file, &status) == 0 else { return nil }
@@ -53,7 +53,7 @@ package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     return (Int(status.st_size), .seconds(modified.tv_sec) + .nanoseconds(modified.tv_nsec))
 }
 
-/// Returns the mapped contents of an open file, or nil if the system refuses.
+/// Returns the memory-mapped contents of an open file; nil if the system reports an error.
 package func mapped(_ file: Int32) -> Data? {
     guard let size = status(of: file)?.size else { return nil }
     guard size > 0 else { return Data() }

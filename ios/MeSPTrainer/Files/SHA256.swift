@@ -12,7 +12,7 @@ package func sha256(_ data: Data) -> String {
     return hexadecimal(hash.finalize())
 }
 
-/// Returns the SHA-256 of a file's contents, in lower-case hexadecimal. It reads the file in pieces of 1 MiB.
+/// Returns the SHA-256 of a file's contents, in lower-case hexadecimal.
 package func sha256(of url: URL) throws -> String {
     guard let opened = try? openRegularFile(url, O_RDONLY) else { throw MeSPError("Cannot read \(url.path).") }
     let file = FileHandle(fileDescriptor: opened, closeOnDealloc: true)
@@ -29,7 +29,7 @@ package func hexadecimal(_ digest: some Sequence<UInt8>) -> String {
 }
 
 #if !canImport(CryptoKit)
-    /// SHA-256 (FIPS 180-4) for systems without CryptoKit, with the part of CryptoKit's interface that is used here.
+    /// SHA-256 (FIPS 180-4) for systems without CryptoKit. The interface is a part of CryptoKit's.
     package struct SHA256 {
         private var state: [UInt32] = [
             0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19,
@@ -41,7 +41,6 @@ package func hexadecimal(_ digest: some Sequence<UInt8>) -> String {
 
         package mutating func update(data: Data) {
             length += UInt64(data.count)
-            // Only the bytes of an incomplete block are copied.
             let missing = pending.isEmpty ? 0 : min(64 - pending.count, data.count)
             pending += data.prefix(missing)
             if pending.count == 64 {

@@ -4,16 +4,16 @@ import MeSPFiles
 import MeSPSentences
 
 extension ConfigJSON {
-    /// Returns the manifest's `architecture` for a config.json, as `mesp.models.architecture` does.
+    /// Returns the manifest's `architecture`, as JSON and decoded.
     ///
     /// - Parameters:
-    ///   - length: the length of the longest sequence, in tokens.
+    ///   - length: the maximum sequence length, in tokens.
     ///   - isTied: whether the output projection is the embedding; nil for the value in config.json.
     func architecture(length: Int, isTied: Bool? = nil) throws -> (entry: JSONValue, architecture: Architecture) {
         let byLayer = try mixersByLayer(length: length)
         let mixers = byLayer.reduce(into: [JSONValue]()) { if !$0.contains($1) { $0.append($1) } }
-        // An RMS norm gives the same result for x, and for x/c with ε/c² in place of ε. So blocks that add c·out(…) to x can be replaced by blocks
-        // that add out(…) to x/c. Here c is `residual`.
+        // The model's blocks compute x + c·out(norm(x)) with c = `residual`. With y = x/c, these blocks become y + out(norm(y)), without the factor
+        // c. An RMS norm gives the same result for x and ε as for x/c and ε/c².
         let residual = try optional("residual_multiplier") ?? 1
         let hidden = try count("hidden_size")
         let scale = try family.embeddingScale(hidden: hidden) * (optional("embedding_multiplier") ?? 1)
@@ -53,7 +53,6 @@ extension ConfigJSON {
         return (entry, made)
     }
 
-    /// Returns the mixer of each block, as in Hugging Face's implementation.
     private func mixersByLayer(length: Int) throws -> [JSONValue] {
         let count = try count("num_hidden_layers")
         let periods = ["sliding_window_pattern", "full_attention_interval"]
@@ -120,7 +119,7 @@ extension ConfigJSON {
         ])
     }
 
-    /// The longest sequence, in tokens, for which the description of the blocks is valid; nil if there is no limit.
+    /// The maximum sequence length, in tokens, for which `architecture` is valid; nil if there is no limit.
     ///
     /// Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below the limit. LongRoPE has other factors for
     /// sequences above its limit.

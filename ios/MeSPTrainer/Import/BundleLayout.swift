@@ -1,7 +1,6 @@
 import MeSPBundle
 import MeSPFiles
 
-/// An array of a weight file, without its offset.
 struct PlacedArray: Equatable {
     let name: String
     let shape: [Int]
@@ -14,7 +13,7 @@ struct PlacedArray: Equatable {
     fileprivate var words: Int { (shape.reduce(1, *) * dtype.dtype.size + 3) / 4 }
 }
 
-/// The layout of a weight file, as in `mesp.models.layout`: consecutive arrays, each at a multiple of 64 bytes.
+/// The layout of a weight file: consecutive arrays, each at a multiple of 64 bytes.
 struct BundleLayout: Equatable {
     private(set) var words = 0
     private let arrays: [PlacedArray]
@@ -30,7 +29,6 @@ struct BundleLayout: Equatable {
 
     private static func aligned(_ words: Int) -> Int { (words + alignment - 1) / alignment * alignment }
 
-    /// Creates the layout of a block's file.
     init(_ block: BlockShape, _ index: Int, _ quantizations: Quantizations, _ dtype: ElementType) throws {
         let plain = block.plainArrays
         func isBias(_ weight: Weight) -> Bool { weight.name.hasSuffix(".bias") }
@@ -44,7 +42,9 @@ struct BundleLayout: Equatable {
         self.init(arrays)
     }
 
-    /// Creates the layout of the file of the embedding or the head. The file that is used as the head also has the last norm.
+    /// Creates the layout of the file of the embedding or the head.
+    ///
+    /// - Parameter hasNorm: whether the file also has the model's last norm.
     init(
         _ architecture: Architecture, table: String, _ quantizations: Quantizations, _ dtype: ElementType, hasNorm: Bool
     )
@@ -56,7 +56,6 @@ struct BundleLayout: Equatable {
         self.init(quantization.arrays("", rows: architecture.vocabSize, columns: hidden, dtype) + norm)
     }
 
-    /// The fields of the layout in a manifest.
     var fields: [String: JSONValue] {
         var offset = 0
         let entries = arrays.map { array -> JSONValue in

@@ -8,23 +8,23 @@ import MeSPSentences
 #endif
 
 extension ModelImport {
-    /// An array of a weight file, its source tensor, and the conversion between them.
+    /// An array of a weight file, and the tensor from which it is made.
     struct SourcedArray {
         let array: Manifest.PackedArray
         let tensor: SourceTensor
-        /// The conversion; nil if the bytes are copied unchanged.
+        /// The conversion of the tensor; nil if its bytes are copied unchanged.
         let conversion: Conversion?
     }
 
-    /// Writes the bundle. The model's files are only read.
+    /// Writes the bundle.
     ///
-    /// The bundle is written to the hidden folder `.importing-NAME` beside `bundle`. The hidden folder is renamed when it is completely on the disk.
-    /// The next call with the same model and options continues a call that ended early, and keeps complete files.
+    /// The hidden folder `.importing-NAME` beside `bundle` holds the incomplete bundle. At the end it is renamed to `bundle`. If a call ends early,
+    /// the next call with the same model and options keeps the complete files.
     ///
     /// - Parameters:
     ///   - bundle: the folder, which must not exist yet.
-    ///   - progress: receives the number of bytes of weights written so far, and how many of these bytes an earlier call has written. The closure may
-    ///     throw an error to stop.
+    ///   - progress: receives the number of bytes written so far, and how many of them an earlier call has written. The closure may throw an error to
+    ///     stop.
     /// - Throws: `MeSPError` if the bundle cannot be written, or the model has changed; also the errors of `progress`.
     package func write(to bundle: URL, progress: (_ bytes: Int, _ kept: Int) throws -> Void = { _, _ in }) throws {
         guard !FileManager.default.fileExists(atPath: bundle.path) else {
@@ -76,7 +76,7 @@ extension ModelImport {
         }
     }
 
-    /// Renames a complete bundle.
+    /// Removes the import's own files, and renames the complete bundle.
     private func finish(_ partial: URL, _ bundle: URL) throws {
         for name in [Self.recordName, ".lock"] {
             let file = partial.appendingPathComponent(name)
@@ -90,17 +90,17 @@ extension ModelImport {
 
     private static let recordName = "import.json"
 
-    /// Returns whether the folder is a bundle that was made of this model with these options.
+    /// Returns whether the folder is a bundle made from this model with these options.
     package func hasWritten(_ bundle: URL) -> Bool {
         (try? ModelBundle(url: bundle, checksums: false))?.manifest.source == identity
     }
 
-    /// Returns the folder of a bundle while it is being written.
+    /// Returns the folder for an incomplete bundle.
     package static func partial(of bundle: URL) -> URL {
         bundle.deletingLastPathComponent().appendingPathComponent(".importing-\(bundle.lastPathComponent)")
     }
 
-    /// Calls `body`. If `body` throws an error, throws a sentence about the bundle with the error's reason. Rethrows a cancellation.
+    /// Calls `body`. Turns its errors, except cancellations, into `MeSPError`s that name the bundle.
     private func described<R>(_ bundle: URL, _ body: () throws -> R) throws -> R {
         do { return try body() } catch let error as CancellationError { throw error } catch {
             throw MeSPError("Cannot write \(bundle.path): \(error.plainSentence).")
@@ -156,7 +156,7 @@ extension ModelImport {
             array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : .numbers(conversion))
     }
 
-    /// The divisor of the logits. A bundle divides the weights of the last norm by this number, in place of the logits.
+    /// The divisor of the logits. The import divides the weights of the last norm by this number, which has the same effect.
     private var divisor: Float { Float(entry["architecture"]?.object?["logits_scaling"]?.double ?? 1) }
 
     private func write(
@@ -194,7 +194,7 @@ extension ModelImport {
 
     // MARK: - Other files
 
-    /// Writes config.json, and copies the tokenizer and the terms.
+    /// Writes config.json, and copies the tokenizer and the licence files.
     private func writeOthers(into partial: URL) throws -> [BundleFile] {
         func write(_ name: String, _ data: Data) throws -> BundleFile {
             try writeWhole(partial.appendingPathComponent(name)) { try $0.write(contentsOf: data) }
@@ -203,11 +203,11 @@ extension ModelImport {
         return try [write("config.json", Data(config.json.utf8))] + copied.map { try write($0, contents($0)) }
     }
 
-    /// Returns the contents of a file to copy. Keys that name Python code are removed from configurations.
+    /// Returns the contents of a file to copy. Configurations lose the keys that name Python code.
     func contents(_ name: String) throws -> Data {
         let (url, real) = (folder.appendingPathComponent(name), folder.resolvingSymlinksInPath())
         let parent = real.deletingLastPathComponent()
-        // In the cache of the Hugging Face Hub, files are links to a folder beside the snapshots.
+        // In the Hugging Face Hub's cache, a snapshot's files are links to files outside of the snapshot.
         let root = parent.lastPathComponent == "snapshots" ? parent.deletingLastPathComponent() : real
         guard url.resolvingSymlinksInPath().path.hasPrefix(root.path + "/") else {
             throw MeSPError("\(url.path) is a link that leads out of its folder; put the file there.")
@@ -225,12 +225,11 @@ extension ModelImport {
 
     // MARK: - The record
 
-    /// A record of the files that an import has written so far.
+    /// The files that an import has written so far.
     private struct Record: Codable {
         let identity: String
         var files = [String: BundleFile]()
 
-        /// Reads a record. Returns nil if the file has no record for the same model and options.
         static func read(_ url: URL, _ identity: String) -> Self? {
             guard let data = regularFile(url), let record = try? JSONDecoder().decode(Self.self, from: data) else {
                 return nil
@@ -250,7 +249,7 @@ extension ModelImport {
         return status(of: file)?.size
     }
 
-    /// Removes the files of an earlier import, except its lock and the files to keep.
+    /// Removes all files except the lock, the record and the files to keep.
     private static func removeFiles(in folder: URL, but kept: Set<String>) throws {
         for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path)
         where !kept.contains(path) && ![".lock", recordName, "blocks"].contains(path) {

@@ -2,21 +2,22 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// A `config.json` of a plain family, with default values for missing keys, as `mesp.models.config_json` completes it.
+/// A `config.json` of a supported model, with default values for missing keys.
 struct ConfigJSON {
     let modelType: String
     let family: PlainFamily
-    /// The unchanged config.json.
     let original: [String: JSONValue]
-    /// The completed config.json, with RoPE in the keys that mlx-lm reads. For a multimodal model these are the values of the text model.
+    /// The values with defaults. RoPE's values have the keys that mlx-lm reads. For a multimodal model, the values of its text model.
     private(set) var fields: [String: JSONValue]
 
     subscript(key: String) -> JSONValue { fields[key] ?? .null }
 
+    /// Completes and checks a config.json.
+    ///
     /// - Parameters:
     ///   - model: the model's name or folder, for messages.
-    ///   - source: the argument of `mesp-export --model` for this model.
-    /// - Throws: `MeSPError` if the architecture is not supported here.
+    ///   - source: the argument of `mesp-export --model` for this model, for messages.
+    /// - Throws: `MeSPError` if the architecture is not supported.
     init(_ original: [String: JSONValue], of model: String, source: String) throws {
         self.original = original
         modelType = try Self.modelType(original, of: model, source: source)
@@ -39,7 +40,6 @@ struct ConfigJSON {
 
     // MARK: - Values
 
-    /// Returns a value that must exist.
     func value(_ key: String) throws -> JSONValue { try value(key, of: fields) }
 
     func value(_ key: String, of fields: [String: JSONValue]) throws -> JSONValue {
@@ -49,7 +49,7 @@ struct ConfigJSON {
         return value
     }
 
-    /// Returns a count, at least 1.
+    /// Returns a count from 1 to 2²⁴.
     func count(_ key: String) throws -> Int {
         guard case .integer(let count) = try value(key), (1...(1 << 24)).contains(count) else {
             throw unusable("\(key)")
@@ -57,7 +57,6 @@ struct ConfigJSON {
         return count
     }
 
-    /// Returns a number above 0.
     func positive(_ key: String) throws -> Double { try positive(key, of: fields) }
 
     func positive(_ key: String, of fields: [String: JSONValue]) throws -> Double {
@@ -67,10 +66,10 @@ struct ConfigJSON {
         return number
     }
 
-    /// Returns the number of a key; nil if it is null, 0 or missing.
+    /// Returns a positive number; nil if the value is missing, or false in Python.
     func optional(_ key: String) throws -> Double? { self[key].isTruthy ? try positive(key) : nil }
 
-    /// Returns a list with one entry per block; nil if it is null, empty or missing.
+    /// Returns a list with one entry per block; nil if the value is missing, or false in Python.
     func list(_ key: String) throws -> [JSONValue]? {
         guard self[key].isTruthy else { return nil }
         guard let values = self[key].array else { throw unusable("\(key)") }
@@ -109,7 +108,7 @@ struct ConfigJSON {
         )
     }
 
-    /// Returns the values of the text model of a multimodal model, together with values of the whole model such as its quantization.
+    /// Returns the values of the text model of a multimodal model. They include values of the whole model, such as its quantization.
     private static func ofText(
         _ config: [String: JSONValue], _ modelType: String, _ family: PlainFamily
     ) throws -> [String: JSONValue] {
@@ -163,7 +162,7 @@ struct ConfigJSON {
             (self["rope_scaling"].object ?? ["rope_type": .string(type)]).merging(turning) { $1 })
     }
 
-    /// Returns an object; nil if it is null, false or missing.
+    /// Returns an object; nil if the value is missing, or false in Python.
     private func object(_ key: String) throws -> [String: JSONValue]? {
         guard self[key].isTruthy else { return nil }
         guard let object = self[key].object else { throw unusable("\(key)") }
@@ -171,20 +170,17 @@ struct ConfigJSON {
     }
 }
 
-/// Returns the error for a config.json that needs a feature which the trainer lacks.
 func unsupported(_ key: String, _ value: JSONValue) -> MeSPError {
     MeSPError(
         "The model's config.json sets \(JSONValue.escaped(key)) to \(value.json), which is not supported; take a model without it."
     )
 }
 
-/// Returns the error for a value that is not possible in a model.
 func unusable(_ key: Sentence) -> MeSPError {
     MeSPError("The model's config.json is not valid (its \(key) cannot be used); take an unchanged config.json.")
 }
 
 extension JSONValue {
-    /// The value as a number; nil if the value is not a number.
     var double: Double? {
         switch self {
         case .integer(let number): Double(number)
@@ -207,7 +203,7 @@ extension JSONValue {
         }
     }
 
-    /// Returns whether two values are equal in Python. There 1, 1.0 and true are equal.
+    /// Returns whether two values are equal in Python, where 1, 1.0 and true are equal.
     func isEqual(to other: JSONValue) -> Bool {
         func number(_ value: JSONValue) -> Double? {
             if case .bool(let truth) = value { truth ? 1 : 0 } else { value.double }

@@ -1,16 +1,16 @@
 import Foundation
 import MeSPFiles
 
-/// The licence in the front matter of a model card, README.md.
+/// The licence in the front matter of a model card.
 struct ModelCard {
-    /// The identifier of the licence, or `other` with a name and a link; nil if the card names no licence.
+    /// The identifier of the licence; nil if the card has none. The identifier `other` has a name and a link.
     private(set) var license: String?
     private(set) var licenseName: String?
     private(set) var licenseLink: String?
 
     init() {}
 
-    /// - Parameter text: the text of the card. Only scalars on one line of the front matter are read.
+    /// Reads the licence of a card. Only values on a single line are read.
     init(_ text: String) {
         let lines = text.trimmingPrefix(while: \.isWhitespace).split(whereSeparator: \.isNewline)
         guard lines.first?.trimmingCharacters(in: .whitespaces) == "---" else { return }
@@ -27,7 +27,7 @@ struct ModelCard {
         }
     }
 
-    /// Returns a YAML string on the rest of a line; nil for other values.
+    /// Returns the YAML string at the start of `rest`; nil if it is not valid, empty or not printable.
     private static func scalar(_ rest: Substring) -> String? {
         var text = rest.trimmingCharacters(in: .whitespaces)
         for quote in ["\"", "'"] where text.hasPrefix(quote) {
@@ -42,13 +42,12 @@ struct ModelCard {
         return isOther || isConstant || isNumber ? nil : isLine(text)
     }
 
-    /// Returns the text if it is printable and not empty; otherwise nil. Screens and model cards show the text.
+    /// Returns the text if it is not empty and has no control characters; otherwise nil.
     private static func isLine(_ text: String) -> String? {
         let isPrintable = text.unicodeScalars.allSatisfy { !CharacterSet.controlCharacters.contains($0) }
         return !text.isEmpty && isPrintable ? text : nil
     }
 
-    /// Returns the fields of a manifest's `model`.
     func fields(id: String, revision: String?) -> [String: JSONValue] {
         func value(_ text: String?) -> JSONValue { text.map(JSONValue.string) ?? .null }
         let more = ["license_name": value(licenseName), "license_link": value(licenseLink)].filter { $0.value != .null }

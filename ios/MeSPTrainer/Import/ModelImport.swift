@@ -3,18 +3,18 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// An import of a model in MLX's format (https://huggingface.co/mlx-community), which becomes a bundle on the device.
+/// An import of a model in MLX's format (https://huggingface.co/mlx-community). It converts the model into a bundle on the device.
 ///
 ///     let model = try ModelImport(model: folder)
 ///     print(model.size)
 ///     try model.write(to: bundle) { bytes in … }
 ///
-/// The import supports the plain families (`PlainFamilies`). The weights of the bundle equal, byte for byte, the weights that `mesp-export` writes
-/// from the same files. The bundle has no functions, so a GPU computes its blocks by the trainer's formulas.
+/// The import supports the families in `PlainFamilies`. The bundle's weights equal, byte for byte, the weights that `mesp-export` writes from the
+/// same files. The bundle has no exported functions, so the trainer's own formulas compute its blocks.
 package struct ModelImport: Sendable {
-    /// The bundle's manifest, without copied files and without digests.
+    /// The bundle's manifest, without the list of copied files and without digests.
     package let manifest: Manifest
-    /// The notices to show before the model is trained.
+    /// The notices to show before training.
     package let notices: [Sentence]
 
     let folder: URL
@@ -23,12 +23,11 @@ package struct ModelImport: Sendable {
     let entry: [String: JSONValue]
     let config: JSONValue
     let quantizations: Quantizations
-    /// The names of the files to copy.
     let copied: [String]
-    /// The digest of the model's files and of the options. Equal digests give equal bundles.
+    /// The digest of the model's files and the options.
     let identity: String
 
-    /// The sequence lengths, in tokens, and the ranks of a bundle. A bundle without functions can have any lengths and ranks.
+    /// The sequence lengths, in tokens, and the ranks in the manifest.
     private static let (lengths, ranks) = ([64, 128, 256, 512, 1024, 2048], [4, 8, 16, 32, 64])
 
     /// Reads and checks the files in a model's folder.
@@ -36,8 +35,8 @@ package struct ModelImport: Sendable {
     /// - Parameters:
     ///   - model: the folder, with config.json, model*.safetensors and tokenizer.json.
     ///   - id: the model's name on the Hub; nil for the folder's name.
-    ///   - revision: the model's commit on the Hub, if known.
-    ///   - device: the device of the bundle; nil for the device of this machine.
+    ///   - revision: the model's commit on the Hub; nil if it is unknown.
+    ///   - device: the backend of the bundle; nil for this machine's default.
     ///   - dtype: the type of activations, scales and norms; nil for bfloat16 on a GPU and float32 on a CPU.
     /// - Throws: `MeSPError` that names an unsupported or damaged part.
     package init(
@@ -87,11 +86,11 @@ package struct ModelImport: Sendable {
     /// The size of the bundle's weight files, in bytes, without the tokenizer.
     package var size: Int { manifest.mappedBytes }
 
-    /// Returns the manifest that a model in a repository would get, before its weights are downloaded.
+    /// Returns the manifest for a model in a repository, without the model's weights.
     ///
     /// - Parameters:
     ///   - config: the contents of config.json.
-    ///   - card: the contents of README.md, if it exists.
+    ///   - card: the contents of README.md; nil if it does not exist.
     ///   - id: the repository, as `owner/name`.
     package static func manifest(
         config: Data, card: Data?, of id: String, revision: String?, device: Backend? = nil
@@ -105,7 +104,7 @@ package struct ModelImport: Sendable {
         return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
 
-    /// Returns the files of a repository that an import needs.
+    /// Returns the names of the repository's files that an import needs.
     package static func neededFiles(_ names: [String]) -> [String] {
         let weights = names.filter { $0.hasPrefix("model") && $0.hasSuffix(".safetensors") && !$0.contains("/") }
         let whole = weights.filter { $0 == "model.safetensors" }
@@ -129,7 +128,6 @@ package struct ModelImport: Sendable {
         }
     }
 
-    /// The description of a bundle, derived from a config.json.
     private struct Description {
         let config: ConfigJSON
         private let name: String
@@ -172,7 +170,7 @@ package struct ModelImport: Sendable {
             return try SourceTensors(folder, config, isTied: isTied, known: names)
         }
 
-        /// Returns the manifest, without copied files and without digests.
+        /// Returns the manifest, without the list of copied files and without digests.
         func entry(isTied: Bool, _ model: [String: JSONValue]) throws -> [String: JSONValue] {
             let (described, architecture) = try architecture(isTied: isTied)
             let layers = 0..<architecture.numHiddenLayers
@@ -220,7 +218,7 @@ package struct ModelImport: Sendable {
             ]
         }
 
-        /// Returns the bundle's config.json, which mlx-lm can read with the bundle's weights.
+        /// Returns the bundle's config.json. mlx-lm can read this config.json with the bundle's weights.
         func configToWrite(isTied: Bool) -> JSONValue {
             var fields = config.fields
             fields["tie_word_embeddings"] = .bool(isTied && config.family.mlxTies)
@@ -236,7 +234,6 @@ package struct ModelImport: Sendable {
     }
 }
 
-/// A file of a bundle, as a manifest lists it.
 struct BundleFile: Codable {
     let path: String
     let size: Int
@@ -247,7 +244,7 @@ struct BundleFile: Codable {
     }
 }
 
-/// Returns a JSON value without the keys that name Python code, at any depth.
+/// Returns a JSON value without the keys that name Python code.
 func withoutCode(_ value: JSONValue) -> JSONValue {
     switch value {
     case .object(let fields):

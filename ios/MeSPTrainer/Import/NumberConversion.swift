@@ -1,11 +1,11 @@
-/// Returns the bits of a number in bfloat16, rounded to nearest, ties to even, as MLX does.
+/// Returns the number in bfloat16, rounded to nearest, ties to even.
 func bfloat16(_ number: Float) -> UInt16 {
     guard !number.isNaN else { return 0x7FC0 }
     let bits = number.bitPattern
     return UInt16(truncatingIfNeeded: (bits &+ (bits >> 16 & 1) &+ 0x7FFF) >> 16)
 }
 
-/// Returns the number with these bits in float16. (Not every Mac that the package supports has `Float16`.)
+/// Returns a float16 number as float32. `Float16` is missing on Intel Macs.
 func float32(ofFloat16 bits: UInt16) -> Float {
     let sign = UInt32(bits & 0x8000) << 16
     let (exponent, fraction) = (UInt32(bits >> 10 & 0x1F), UInt32(bits & 0x3FF))
@@ -18,7 +18,6 @@ func float32(ofFloat16 bits: UInt16) -> Float {
     }
 }
 
-/// A conversion of a tensor's bytes into a bundle's array.
 enum Conversion {
     case numbers(NumberConversion)
     /// A conversion of packed 1-bit codes into 2-bit codes.
@@ -32,7 +31,7 @@ enum Conversion {
     }
 }
 
-/// Returns packed 1-bit codes, the lowest bits first, as packed 2-bit codes.
+/// Converts packed 1-bit codes into packed 2-bit codes. The lowest bits come first.
 private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
     [UInt8](unsafeUninitializedCapacity: 2 * bytes.count) { made, length in
         for (index, byte) in bytes.enumerated() {
@@ -47,20 +46,18 @@ private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
     }
 }
 
-/// A conversion of a tensor's numbers into a bundle's array: (x + offset) / divisor, in float32.
+/// A conversion of numbers: (x + offset) / divisor, in float32.
 struct NumberConversion {
     let from: TensorType
-    /// Whether the array is bfloat16; otherwise it is float32.
+    /// Whether the result is bfloat16; otherwise it is float32.
     let toBFloat16: Bool
     var offset: Float = 0
     var divisor: Float = 1
 
-    /// Whether the bytes stay unchanged.
     var isIdentity: Bool {
         offset == 0 && divisor == 1 && from == (toBFloat16 ? .bfloat16 : .float32)
     }
 
-    /// Returns the bytes of the converted numbers.
     func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
         let count = bytes.count / from.size
         return [UInt8](unsafeUninitializedCapacity: count * (toBFloat16 ? 2 : 4)) { made, length in

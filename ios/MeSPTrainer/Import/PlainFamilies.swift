@@ -1,38 +1,34 @@
 import MeSPFiles
 
-/// The properties of a `model_type` of the plain families, from `mesp.models.families`. A block of a plain family is attention and one MLP, and
-/// `config.json` describes the blocks completely.
+/// The properties of a supported `model_type`. Each block has attention and one MLP, and `config.json` describes the blocks completely.
 struct PlainFamily: Sendable {
-    /// The linear layers of attention, each the pair of its name and its projections, as in a manifest. `mlp` has the linear layers of the MLP in the
-    /// same form.
+    /// The linear layers of attention, in the manifest's format: pairs of a name and a list of projections. `mlp` has the same format.
     let attention: JSONValue
     let mlp: JSONValue
-    /// The linear layers that always have a bias, regardless of the config.json.
+    /// The linear layers that always have a bias.
     let biases: [String]
     let qkNorm: Bool
     let postNorms: Bool
-    /// The offset that a norm adds to the weight in the checkpoint.
+    /// The number that a norm adds to its stored weight.
     let normOffset: Float
-    /// The names that MeSP uses for norms and linear layers -> their names in checkpoints, where the two differ.
+    /// MeSP's names of modules -> their names in checkpoints, where the names differ.
     let names: [String: String]
     /// The `model_type`s of the text model within a multimodal model.
     let texts: [String]
-    /// The `model_type` in mlx-lm; nil if it is the same as in `config.json`.
+    /// The `model_type` in mlx-lm; nil if mlx-lm uses the `model_type` of `config.json`.
     let mlxType: String?
-    /// Whether mlx-lm ties the head to the embedding if the `config.json` says so.
+    /// Whether mlx-lm supports `tie_word_embeddings`.
     let mlxTies: Bool
     let mlxPrefix: String
     let hfPrefix: String
     let activation: String
-    /// The period of layers with full attention, if `layer_types` is missing; nil if there is no such period.
+    /// The distance between layers with full attention, for a config.json without `layer_types`.
     let fullEvery: Double?
-    /// Whether a config.json may name blocks without RoPE.
     let hasNoRoPELayers: Bool
-    /// The factor of the embedding: `one`; `root`, the square root of the width; or `rounded_root`, that root in bfloat16.
+    /// The kind of the embedding's scale: `one`; `root`, the square root of the hidden size; or `rounded_root`, that root rounded to bfloat16.
     let embeddingFactor: String
     /// The keys of `PlainFamilies.variants` that the family supports.
     let takes: Set<String>
-    /// The default values of keys that may be missing.
     let defaults: [String: JSONValue]
 
     init?(_ entry: JSONValue) {
@@ -53,7 +49,6 @@ struct PlainFamily: Sendable {
         if case .object(let values) = fields["defaults"] { defaults = values } else { defaults = [:] }
     }
 
-    /// Returns the factor of the embedding in a model of width `hidden`.
     func embeddingScale(hidden: Int) -> Double {
         let root = Double(hidden).squareRoot()
         return switch embeddingFactor {
@@ -69,31 +64,30 @@ struct PlainFamily: Sendable {
     }
 }
 
-/// The tables of `mesp.models` about the plain families, and about any config.json and checkpoint.
+/// Tables of supported models, generated from `mesp.models`.
 enum PlainFamilies {
     static let families = object("families").compactMapValues(PlainFamily.init)
     /// The `model_type`s of all families that the exporter supports.
     static let names = strings("names")
-    /// The parts that the trainer lacks, by the `model_type` of unsupported models.
+    /// The unsupported `model_type`s -> the part of the model that the trainer lacks.
     static let lacking = object("lacking").compactMapValues(\.string)
-    /// The keys that only some families have, each with the value that has the same effect as a missing key.
+    /// The keys that only some families support. The value has the same effect as a missing key.
     static let variants = object("variants")
     static let defaults = object("defaults")
-    /// The largest allowed values of numbers that determine the lengths of lists.
+    /// The maximum values of some numbers in config.json.
     static let most = object("most").compactMapValues(\.double)
-    /// The keys of each type of `rope_scaling`; `common` has the keys of all types.
+    /// The keys of each type of `rope_scaling`. The entry `common` has the keys of all types.
     static let rope = object("rope").mapValues { Set($0.array?.compactMap(\.string) ?? []) }
-    /// The prefixes of names in multimodal models, each with the prefix in the text model.
+    /// The prefixes of tensor names in multimodal models -> the prefixes in the text model. The longest come first.
     static let text = object("text").compactMapValues(\.string).sorted { $0.key.count > $1.key.count }
-    /// The prefixes of the names of parts other than the text model.
+    /// The prefixes of the names of tensors outside of the text model.
     static let unused = strings("unused")
-    /// The suffixes of the names of tensors that are not used.
+    /// The suffixes of the names of unused tensors.
     static let limits = strings("limits")
-    /// The prefixes of names in the checkpoint of a model without its head.
+    /// The prefixes of tensor names in checkpoints of models without a head.
     static let headless = strings("headless")
-    /// The suffixes of the names of tensors that change nothing.
+    /// The suffixes of the names of tensors that do not affect the result.
     static let buffers = strings("buffers")
-    /// The files of a tokenizer.
     static let tokenizerFiles = strings("tokenizer_files")
     /// The keys that name Python code.
     static let code = Set(strings("code"))

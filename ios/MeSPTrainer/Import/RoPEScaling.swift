@@ -2,16 +2,16 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// Computes RoPE's frequencies, with the changes of a `rope_scaling`, as `mesp.models.rope_scaling` does.
+/// Computes RoPE's frequencies for the values of `rope_scaling` in a config.json.
 enum RoPEScaling {
-    /// Returns the type that a `rope_scaling` names.
+    /// Returns the type of a `rope_scaling`; `default` if it names none.
     static func type(of scaling: [String: JSONValue]) -> String {
         let named = ["rope_type", "type"].lazy.compactMap { scaling[$0] }.first(where: \.isTruthy)
         let type = named.map { $0.string ?? $0.json } ?? "default"
         return type == "su" ? "longrope" : type  // an older name
     }
 
-    /// Throws for a type that is not supported, or a key that no formula reads.
+    /// Checks a `rope_scaling`. Throws `MeSPError` for an unsupported type or key.
     static func check(_ scaling: [String: JSONValue], _ key: String) throws {
         let type = type(of: scaling)
         guard type != "common", let its = PlainFamilies.rope[type], let common = PlainFamilies.rope["common"] else {
@@ -23,7 +23,7 @@ enum RoPEScaling {
         }
     }
 
-    /// Returns a `rope_scaling` with values from the config.json for missing keys.
+    /// Returns the `rope_scaling` with missing values added.
     static func complete(_ scaling: [String: JSONValue], _ config: ConfigJSON) throws -> [String: JSONValue] {
         let type = type(of: scaling)
         guard ["llama3", "longrope", "yarn"].contains(type) else { return scaling }
@@ -41,8 +41,8 @@ enum RoPEScaling {
         if type == "yarn" {
             let magnitude = try attentionFactor(scaling, factor, config)
             scaling["attention_factor"] = .number(magnitude)
-            // mlx-lm does not read `attention_factor`. It multiplies q and k by 0.1 · mscale · ln(factor) + 1, which equals `attention_factor` for
-            // this `mscale`.
+            // mlx-lm ignores `attention_factor` and multiplies q and k by 0.1 · mscale · ln(factor) + 1. With this `mscale` the result is
+            // `attention_factor`.
             scaling["mscale"] = .number((magnitude - 1) / (factor > 1 ? 0.1 * log(factor) : .infinity))
             scaling["mscale_all_dim"] = .integer(0)
         } else if (scaling["attention_factor"] ?? .null) == .null {
@@ -51,7 +51,7 @@ enum RoPEScaling {
         return scaling
     }
 
-    /// Returns YaRN's factor of q and k: `attention_factor`, or else a value derived from `mscale` and `mscale_all_dim`.
+    /// Returns YaRN's factor for q and k: `attention_factor`, or a value derived from `mscale` and `mscale_all_dim`.
     private static func attentionFactor(
         _ scaling: [String: JSONValue], _ factor: Double, _ config: ConfigJSON
     ) throws -> Double {
@@ -65,12 +65,12 @@ enum RoPEScaling {
         return magnitude(weights[0]) / magnitude(weights[1])
     }
 
-    /// Returns the frequencies of the rotated pairs, in radians per position, and the factor of the pairs.
+    /// Returns the frequencies of the rotated pairs, in radians per position, and the factor for the pairs.
     ///
-    /// The frequencies are θ^(−2i/D) for i < D/2 with D = headDim · partial_rotary_factor, changed by `rope_scaling`. If sliding windows have their
-    /// own base and `isLocal` is set, the frequencies have this base and D = headDim, without scaling.
+    /// The frequencies are θ^(−2i/D) for i < D/2 with D = headDim · partial_rotary_factor, changed by `rope_scaling`. If `isLocal` is set and
+    /// config.json has `rope_local_base_freq`, this value is θ, D is headDim, and there is no scaling.
     ///
-    /// - Parameter length: the length of the longest sequence, in tokens. LongRoPE has other factors for long sequences.
+    /// - Parameter length: the maximum sequence length, in tokens. LongRoPE has other factors for long sequences.
     static func frequencies(
         _ config: ConfigJSON, headDim: Int, isLocal: Bool, length: Int
     ) throws -> (frequencies: [Double], scale: Double) {
@@ -90,12 +90,12 @@ enum RoPEScaling {
             let factor = try number("factor")
             return (base.map { $0 / factor }, 1)
         case "proportional":
-            // The first pairs are rotated, and the other pairs are not.
+            // Only the first pairs are rotated.
             let factor = scaling["factor"] == nil ? 1 : try number("factor")
             let turning = Int(min(share, 1) * Double(base.count))
             return (base.enumerated().map { $0 < turning ? $1 / factor : 0 }, 1)
         case "llama3":
-            // Low frequencies are divided by `factor`, high frequencies stay unchanged, and frequencies between are interpolated.
+            // Low frequencies are divided by `factor`. High frequencies stay unchanged. Frequencies in between are interpolated.
             let (low, high) = (try number("low_freq_factor"), try number("high_freq_factor"))
             guard low != high else { throw unusable("rope_scaling") }
             let (length, factor) = (try number("original_max_position_embeddings"), try number("factor"))
@@ -117,14 +117,14 @@ enum RoPEScaling {
         }
     }
 
-    /// Returns YaRN's frequencies. Along the pairs they change gradually from unchanged frequencies to frequencies divided by the factor.
+    /// Returns YaRN's frequencies. High frequencies stay unchanged, low ones are divided by the factor, and those in between are interpolated.
     private static func yarn(
         _ base: [Double], _ theta: Double, _ scaling: [String: JSONValue], _ config: ConfigJSON
     ) throws -> [Double] {
         let (factor, size) = (try config.positive("factor", of: scaling), Double(2 * base.count))
         let length = try config.positive("original_max_position_embeddings", of: scaling)
         func bound(_ key: String, _ usual: Double) throws -> Double {
-            // This is the index of the pair that makes `turns` turns within the original length.
+            // The index of the pair that makes `turns` full rotations within the original context length.
             let turns = scaling[key]?.isTruthy == true ? try config.positive(key, of: scaling) : usual
             return size * log(length / (turns * 2 * .pi)) / (2 * log(theta))
         }

@@ -2,21 +2,20 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The quantization of a matrix by MLX.
 struct Quantization: Equatable {
     let bits: Int
     let groupSize: Int
     let mode: String
 
-    /// The bits and the group size of modes that fix both.
+    /// The bits and the group size of modes in which both are fixed.
     private static let modes = ["mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)]
 
     var hasBiases: Bool { mode == "affine" }
 
-    /// Whether the codes have 1 bit, which MLX on phones does not support.
+    /// Whether the codes have 1 bit. MLX on phones does not support 1 bit.
     var isOneBit: Bool { bits == 1 }
 
-    /// The quantization in a bundle, with the same values scale · code + bias. It differs from this quantization only for 1 bit.
+    /// The quantization in the bundle: 1-bit codes become 2-bit codes with the same values.
     var inBundle: Self { isOneBit ? Self(bits: 2, groupSize: groupSize, mode: mode) : self }
 
     private var isSupported: Bool {
@@ -28,7 +27,6 @@ struct Quantization: Equatable {
         (self.bits, self.groupSize, self.mode) = (bits, groupSize, mode)
     }
 
-    /// Reads an entry of a config.json.
     init(_ entry: [String: JSONValue], of model: String) throws {
         func number(_ key: String) throws -> Int? {
             switch entry[key] ?? .null {
@@ -49,7 +47,7 @@ struct Quantization: Equatable {
         }
     }
 
-    /// Returns the arrays of a matrix `[rows, columns]`. Scales and biases of affine quantization have the bundle's dtype.
+    /// Returns the arrays of a matrix `[rows, columns]`. In affine quantization, scales and biases have the bundle's dtype.
     func arrays(_ prefix: String, rows: Int, columns: Int, _ dtype: ElementType) -> [PlacedArray] {
         let groups = [rows, columns / groupSize]
         let packed = [
@@ -64,23 +62,23 @@ struct Quantization: Equatable {
     }
 }
 
-/// The quantizations of the matrices in a model's files, from its config.json.
 struct Quantizations {
     let main: Quantization
-    /// The quantizations of the modules whose quantization differs from `main`, by the names that MeSP uses; nil for a module that is not quantized.
+    /// The quantizations that differ from `main`, by the module's name in MeSP; nil for a module without quantization.
     private let others: [String: Quantization?]
-    /// The model's `quantization`, as it stands in the bundle's config.json.
+    /// The `quantization` entry of the bundle's config.json.
     let entry: JSONValue
-    /// Whether the files have 1-bit codes, which a bundle stores in 2 bits.
+    /// Whether the model has 1-bit codes. The bundle stores them with 2 bits.
     let hasOneBit: Bool
 
     private static let keys = ["bits", "group_size", "mode"]
-    /// The modules whose paths have no dot.
     private static let modules = ["lm_head", "embed_tokens"]
 
+    /// Reads and checks the quantizations in a config.json.
+    ///
     /// - Parameters:
     ///   - model: the model's name, for messages.
-    ///   - source: the argument of `mesp-export --model` for this model.
+    ///   - source: the argument of `mesp-export --model` for this model, for messages.
     init(_ config: ConfigJSON, of model: String, source: String) throws {
         try Self.checkSections(config.original, of: model)
         guard let given = config.original["quantization"]?.object, !given.isEmpty else {
@@ -91,7 +89,7 @@ struct Quantizations {
         let main = try Quantization(given, of: model)
         var others = [String: Quantization?]()
         for (name, entry) in given {
-            // As in mlx-lm, an entry is either the module's own quantization, or a flag that says whether the module is quantized like the rest.
+            // An entry is the module's own quantization, or a flag that says whether the module has the main quantization.
             let own: Quantization?
             switch entry {
             case .object(let fields): own = try Quantization(fields, of: model)
@@ -104,8 +102,7 @@ struct Quantizations {
         hasOneBit = main.isOneBit || others.values.contains { $0?.isOneBit == true }
     }
 
-    /// Throws if a config.json describes the quantization with keys that MeSP does not read, such as a rotation of the weights' basis. In a
-    /// multimodal model the section of the text model may have such keys too.
+    /// Throws if a section about quantization is not in MLX's format, or has a key that MeSP does not read.
     private static func checkSections(_ config: [String: JSONValue], of model: String) throws {
         let parts = [config] + (config["text_config"]?.object.map { [$0] } ?? [])
         for key in ["quantization_config", "quantization"] {
@@ -126,7 +123,7 @@ struct Quantizations {
                         }
                     }
                 }
-                // mlx-lm reads only the `quantization` of the whole model.
+                // mlx-lm reads only the `quantization` at the top level.
                 guard config["quantization"]?.isTruthy == true else { throw unsupported(key, .object(section)) }
             }
         }
@@ -143,7 +140,7 @@ struct Quantizations {
         )
     }
 
-    /// Returns the `quantization` of a config.json for the bundle: with 2 bits in place of 1.
+    /// Returns a `quantization` section with 2 bits in place of 1 bit.
     static func in2Bits(_ section: JSONValue) -> JSONValue {
         guard case .object(var fields) = section else { return section }
         fields = fields.mapValues { if case .object = $0 { in2Bits($0) } else { $0 } }
@@ -151,14 +148,14 @@ struct Quantizations {
         return .object(fields)
     }
 
-    /// Returns the quantization of a module in the model's files.
+    /// Returns the quantization of a module in the model's files. Throws if the module is not quantized.
     func inFiles(_ module: String) throws -> Quantization {
         guard let own = others[module] else { return main }
         guard let own else { throw notQuantized(module) }
         return own
     }
 
-    /// Returns the quantization that a module's matrix has in a bundle. Throws if the number of columns is not a multiple of the group size.
+    /// Returns the quantization of a module's matrix in the bundle. Throws if the group size does not divide the number of columns.
     func of(_ module: String, columns: Int) throws -> Quantization {
         let quantization = try inFiles(module).inBundle
         guard columns % quantization.groupSize == 0 else {
@@ -170,7 +167,6 @@ struct Quantizations {
     }
 }
 
-/// Returns the error for a matrix that is not quantized in a quantized model.
 func notQuantized(_ module: String) -> MeSPError {
     MeSPError(
         "\(module) is not quantized, unlike the rest of the model, which is not supported; take the model it was made from."

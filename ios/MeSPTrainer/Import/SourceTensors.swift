@@ -7,7 +7,6 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// A type of numbers in a safetensors file.
 enum TensorType: String {
     case float32 = "F32"
     case float16 = "F16"
@@ -27,10 +26,9 @@ enum TensorType: String {
     }
 }
 
-/// The place of a tensor in a file of the model.
 struct SourceTensor: Equatable {
     let file: URL
-    /// The offset of the numbers in the file, in bytes.
+    /// The offset of the tensor's first byte in the file.
     let offset: Int
     let type: TensorType
     let shape: [Int]
@@ -47,7 +45,7 @@ struct SourceTensor: Equatable {
         while place < end {
             let count = pread(opened, piece.baseAddress, min(piece.count, end - place), off_t(place))
             guard count > 0 else { throw MeSPError("\(count < 0 ? lastError() : "it became shorter")") }
-            // A piece must not end within a number.
+            // A piece ends at the end of a number.
             let whole = count - count % type.size
             guard whole > 0 else { throw MeSPError("it became shorter") }
             try body(UnsafeRawBufferPointer(rebasing: piece[..<whole]))
@@ -57,7 +55,6 @@ struct SourceTensor: Equatable {
 }
 
 extension SourceTensor {
-    /// Returns the SHA-256 of the tensor's bytes.
     fileprivate func sha256() throws -> String {
         var hash = SHA256()
         try read { hash.update(data: Data($0)) }
@@ -65,24 +62,24 @@ extension SourceTensor {
     }
 }
 
-/// The tensors in a model's folder, by the names that MeSP uses.
+/// The tensors in a model's folder, by their names in MeSP.
 struct SourceTensors {
     private let folder: URL
     private(set) var tensors = [String: SourceTensor]()
-    /// The files, each with its size and its modification time. The two show whether the file has changed.
+    /// The files. The size and the modification time show whether a file has changed.
     private(set) var files = [(url: URL, size: Int, modified: Duration)]()
-    /// The number of tensors that are not used, for example of vision.
+    /// The number of unused tensors, such as those of a vision encoder.
     private(set) var leftOut = 0
-    /// Whether the output projection is the embedding.
+    /// Whether the head is the embedding.
     private(set) var isTied: Bool
 
-    /// The maximum length of a header, in bytes, which suffices for 30,000 tensors.
+    /// The maximum size of a file's header, in bytes. It suffices for 30,000 tensors.
     private static let longestHeader = 4 << 20
     private static let (embedding, head) = ("model.embed_tokens.", "lm_head.")
 
     /// Reads the headers of a model's files.
     ///
-    /// - Parameter known: the names that MeSP uses for the model's tensors, including a separate head.
+    /// - Parameter known: MeSP's names of the model's tensors, including a separate head.
     init(_ folder: URL, _ config: ConfigJSON, isTied: Bool, known: Set<String>) throws {
         (self.folder, self.isTied) = (folder, isTied)
         for file in try Self.files(folder) { try add(file, config, known) }
@@ -96,7 +93,7 @@ struct SourceTensors {
         }
     }
 
-    /// Returns the tensor of this name. Throws if there is none, or if its shape is not `shape`.
+    /// Returns a tensor. Throws if the tensor is missing or has another shape.
     func tensor(_ name: String, _ shape: [Int]) throws -> SourceTensor {
         guard let tensor = tensors[name] else {
             throw MeSPError(
@@ -108,18 +105,17 @@ struct SourceTensors {
         return tensor
     }
 
-    /// Returns whether the matrix is stored without quantization.
     func isStoredUnquantized(_ name: String) -> Bool {
         tensors[name + ".weight"] != nil && tensors[name + ".scales"] == nil
     }
 
-    /// Whether some scales are float16. In bfloat16 such scales lose 3 bits of their mantissa.
+    /// Whether some scales are float16. Their conversion to bfloat16 loses 3 bits of the mantissa.
     var hasFloat16Scales: Bool { tensors.contains { $0.key.hasSuffix(".scales") && $0.value.type == .float16 } }
 
     // MARK: - Files
 
-    /// Returns the files of weights in a folder, as transformers chooses them: `model.safetensors`, or else the files in the index, or without an
-    /// index all weight files.
+    /// Returns the weight files, as transformers chooses them: `model.safetensors`, or else the files in the index. Without an index, all weight
+    /// files.
     private static func files(_ folder: URL) throws -> [URL] {
         func url(_ name: String) -> URL { folder.appendingPathComponent(name) }
         func exists(_ name: String) -> Bool { FileManager.default.fileExists(atPath: url(name).path) }
@@ -143,12 +139,11 @@ struct SourceTensors {
         return names.sorted().map(url)
     }
 
-    /// Returns whether the text is a file name without a folder.
     private static func isName(_ name: String) -> Bool {
         !["", ".", ".."].contains(name) && !name.contains("/") && !name.contains("\0")
     }
 
-    /// Adds the tensors of a file. The file begins with the length of its JSON header. The header has the place of each tensor.
+    /// Adds the tensors of a safetensors file.
     private mutating func add(_ file: URL, _ config: ConfigJSON, _ known: Set<String>) throws {
         let damaged = MeSPError("The weights \(file.path) are truncated or damaged; download the model again.")
         let opened: Int32
@@ -190,7 +185,7 @@ struct SourceTensors {
         }
     }
 
-    /// Returns a tensor from its entry in a header; nil if its numbers are not within the file.
+    /// Returns the tensor of a header's entry; nil if the entry is invalid.
     private static func tensor(
         _ entry: JSONValue, _ type: TensorType, _ file: URL, start: Int, count: Int
     ) -> SourceTensor? {
@@ -225,8 +220,8 @@ struct SourceTensors {
         }
     }
 
-    /// Decides by the stored tensors whether the head is tied. If the config.json ties the head to the embedding, the head or the embedding may be
-    /// missing, or both may exist and differ.
+    /// Decides from the stored tensors whether the head is tied to the embedding. If config.json ties both, the files may have only one of them, or
+    /// two different ones.
     private mutating func findHead() throws {
         let heads = tensors.filter { $0.key.hasPrefix(Self.head) }
         guard isTied, !heads.isEmpty else { return }
@@ -243,13 +238,12 @@ struct SourceTensors {
         }
     }
 
-    /// Returns whether two tensors have the same numbers.
     private func areEqual(_ one: SourceTensor, _ other: SourceTensor?) throws -> Bool {
         guard let other, one.type == other.type, one.shape == other.shape else { return false }
         return try one.sha256() == other.sha256()
     }
 
-    /// Throws unless packed weights are uint32, scales without biases are uint8, and all other tensors have floating-point numbers.
+    /// Throws unless packed weights are uint32, scales without biases are uint8, and other tensors are floating-point.
     private func checkTypes() throws {
         for (name, tensor) in tensors.sorted(by: { $0.key < $1.key }) {
             let (stem, part) = Self.parts(name)
@@ -268,7 +262,6 @@ struct SourceTensors {
         MeSPError("The weights in \(folder.path) do not fit its config.json: \(reason).")
     }
 
-    /// Splits a name into its last part and the rest.
     private static func parts(_ name: String) -> (stem: String, part: String) {
         guard let dot = name.lastIndex(of: ".") else { return ("", name) }
         return (String(name[..<dot]), String(name[name.index(after: dot)...]))
@@ -277,7 +270,7 @@ struct SourceTensors {
     private static func list(_ shape: [Int]) -> String { "[\(shape.map(String.init).joined(separator: ", "))]" }
 }
 
-/// Reads the object in a JSON file of at most 4 MiB.
+/// Reads a JSON object from a file of at most `longest` bytes.
 func readObject(_ url: URL, longest: Int = Manifest.largestSize) throws -> [String: JSONValue] {
     let file = FileHandle(fileDescriptor: try openRegularFile(url, O_RDONLY, followsLinks: true), closeOnDealloc: true)
     var text = try file.read(upToCount: longest + 1) ?? Data()

@@ -1,8 +1,8 @@
 import Foundation
 
-/// Translates the names of tensors in checkpoints to the names that MeSP uses, as `mesp.models.tensor_names` does.
+/// Translates names of tensors in checkpoints to the names that MeSP uses.
 enum TensorNames {
-    /// Returns the name that MeSP uses for a checkpoint's tensor or module; nil if training does not use it.
+    /// Returns MeSP's name for a checkpoint's tensor or module; nil if training does not use it.
     static func here(_ name: String, _ family: PlainFamily) -> String? {
         if PlainFamilies.unused.contains(where: name.hasPrefix) || PlainFamilies.limits.contains(where: name.hasSuffix)
         {
@@ -20,6 +20,5 @@ enum TensorNames {
         return name
     }
 
-    /// Returns whether a tensor is a buffer that affects no result.
     static func changesNothing(_ name: String) -> Bool { PlainFamilies.buffers.contains(where: name.hasSuffix) }
 }

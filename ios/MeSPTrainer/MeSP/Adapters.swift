@@ -7,13 +7,13 @@ import MeSPSentences
 /// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load. The subfolder `peft` has the same adapters in
 /// PEFT's format. The matrices are float32.
 public struct Adapters: Sendable, Equatable {
-    /// The folder. When the next run finishes, it removes this folder. To keep the adapters, copy them with ``write(to:)``.
+    /// The folder. The next run removes this folder when the run finishes. To keep the adapters, copy them with ``write(to:)``.
     public let url: URL
 
-    /// Copies the adapters to `folder`. Creates `folder` if it does not exist. Replaces a folder that is empty or has adapters. If the copy fails,
-    /// the folder stays as it was.
+    /// Copies the adapters to `folder`. Creates `folder` if it does not exist. Replaces a folder that is empty or has adapters.
     ///
-    /// - Throws: ``FineTuningError`` if `folder` has other contents, if `folder` cannot be written, or if a later run has removed the adapters.
+    /// - Throws: ``FineTuningError`` if `folder` has other contents or cannot be written, or if a later run has removed the adapters. Then `folder`
+    ///   stays unchanged.
     public func write(to folder: URL) throws {
         let parent = folder.deletingLastPathComponent()
         let (partial, former) = (parent.hidden(".partial"), parent.hidden(".former"))
@@ -44,12 +44,10 @@ public struct Adapters: Sendable, Equatable {
 }
 
 extension URL {
-    /// Whether the URL is a folder with all files of adapters.
     var hasAdapters: Bool {
         ["adapters.safetensors", "adapter_config.json", "peft/adapter_model.safetensors", "peft/adapter_config.json"]
             .allSatisfy { FileManager.default.fileExists(atPath: appendingPathComponent($0).path) }
     }
 
-    /// Returns the URL of a hidden file in this folder with a unique name.
     fileprivate func hidden(_ name: String) -> URL { appendingPathComponent("\(name)-\(UUID().uuidString)") }
 }

@@ -16,18 +16,17 @@ import MeSPSentences
 /// try tuner.adapters.write(to: folder)
 /// ```
 ///
-/// A fine-tuner trains on its own thread. A process trains one run at a time. A run waits at the next block of the model while the app is in the
-/// background and may not train there. It also waits while the device is too warm, short of memory or low on battery. The run continues when these
-/// conditions end. No slow work runs on the main actor.
+/// A fine-tuner trains on its own thread. A run pauses while the device is too warm, short of memory or low on battery, and while the app is in the
+/// background without background time. ``PauseReason`` lists the reasons.
 ///
-/// All fine-tuners of a process share MLX. So at most one run or answer is in progress at a time. A call that pauses training or grants background
-/// time applies to all fine-tuners. An app may also generate text with MLX within ``whilePaused(isolation:_:)``, or while no run is in progress.
+/// All fine-tuners of a process share MLX, so only one run or answer is in progress at a time. Pauses and background time apply to all fine-tuners.
+/// An app may use MLX itself within ``whilePaused(isolation:_:)``, or while no run is in progress.
 ///
-/// A run reports its state to the main actor. So do not block the main thread while you wait for a fine-tuner.
+/// A run reports its state to the main actor, so do not block the main thread while you wait for a fine-tuner.
 public final class FineTuner: Sendable {
-    /// The folder of the model to train, as `mesp-export` writes it.
+    /// The bundle's folder, as `mesp-export` writes it.
     public let bundle: URL
-    /// The folder of the run: its log, its tokens, its saved state and its adapters.
+    /// The folder for runs: their logs, tokens, saved states and adapters.
     public let folder: URL
 
     private let tokenizer: any TextTokenizer
@@ -39,10 +38,11 @@ public final class FineTuner: Sendable {
     /// Opens a bundle.
     ///
     /// - Parameters:
-    ///   - bundle: the folder of the model.
+    ///   - bundle: the bundle's folder.
     ///   - tokenizer: the model's tokenizer.
-    ///   - folder: the folder of the run. The fine-tuner creates it if necessary. nil: a folder with the bundle's name, in `MeSP` in the Application
-    ///     Support folder. Two fine-tuners must not share a folder.
+    ///   - folder: the folder for runs. It is created if necessary. Two fine-tuners must not share a folder. nil: a folder with the bundle's name, in
+    ///     `MeSP`
+    ///     in the Application Support folder.
     /// - Throws: ``FineTuningError`` if `bundle` is not a bundle, is damaged, or has an unknown format.
     public convenience init(bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil) async throws {
         try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, controller: .ofProcess)
@@ -63,7 +63,7 @@ public final class FineTuner: Sendable {
     /// Whether the current task is within `whilePaused`.
     @TaskLocal private static var isHolding = false
 
-    /// The error that says why no work can begin now.
+    /// The error if no work can begin now.
     private static var refusal: FineTuningError {
         isHolding
             ? FineTuningError("A run or an answer would wait for the end of whilePaused; begin it afterwards.")
@@ -76,7 +76,6 @@ public final class FineTuner: Sendable {
         inSupport(bundle.deletingPathExtension().lastPathComponent)
     }
 
-    /// Returns a path within the library's folder in Application Support.
     static func inSupport(_ path: String) -> URL {
         let support = FileManager.default.urls(for: .applicationSupportDirectory, in: .userDomainMask).first
         return (support ?? FileManager.default.temporaryDirectory).appendingPathComponent("MeSP/\(path)")
@@ -84,35 +83,34 @@ public final class FineTuner: Sendable {
 
     // MARK: - Training
 
-    /// Begins a run on conversations. The run holds out the last tenth of the conversations.
+    /// Begins a run on conversations. The last tenth of the conversations is held out.
     ///
     /// - Parameters:
     ///   - conversations: two or more conversations. Each becomes one sequence, cut to the sequence length. By default the loss covers the
     ///     assistant's answers: their text, their tool calls and the token that ends an answer.
-    ///   - options: the choices of the run.
-    /// - Returns: the updates of the run. The sequence of updates ends when the run ends. The sequence throws a ``FineTuningError`` before training
-    ///   begins if a conversation or an option is refused, if the memory does not suffice, or if another run is in progress.
+    ///   - options: the options of the run.
+    /// - Returns: the updates of the run. They end when the run ends. They throw a ``FineTuningError`` if a conversation or an option is refused, if
+    ///   the memory does not suffice, or if another run is in progress.
     public func train(on conversations: [Conversation], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.conversations(conversations), options)
     }
 
-    /// Begins a run on the text or the records of a file. The run holds out the last tenth of the file's data.
+    /// Begins a run on the text or the records of a file. The last tenth of the data is held out.
     ///
     /// - Parameters:
     ///   - file: UTF-8 text (`.txt`, `.md`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and `completion`, or with
-    ///     `text`. The file is read by the rules of `mesp-export --data`.
-    ///   - options: the choices of the run.
+    ///     `text`.
+    ///   - options: the options of the run.
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on file: URL, _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.file(file), options)
     }
 
-    /// Begins a run of direct preference optimization (DPO) on answers that a person chose over other answers. The run holds out the last tenth of
-    /// the choices.
+    /// Begins a run of direct preference optimization (DPO) on choices between two answers. The last tenth of the choices is held out.
     ///
     /// - Parameters:
-    ///   - choices: at least two choices. A model needs a few hundred choices to learn more than the chosen answers.
-    ///   - options: the choices of the run.
+    ///   - choices: at least two choices. Useful results need a few hundred.
+    ///   - options: the options of the run.
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on choices: [Choice], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.choices(choices), options)
@@ -129,13 +127,13 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Whether the last run was stopped, or its process ended, before the last step.
+    /// Whether the last run ended before its last step.
     public var canContinueTraining: Bool { runs.settingsToContinue(with: bundle) != nil }
 
-    /// Continues the last run from its last saved state, with its data and options. A run that has saved no state starts again. On the same processor
-    /// and with the same memory limit the result is equal, to the last bit, to that of an uninterrupted run.
+    /// Continues the last run from its last saved state, with its data and options. A run without a saved state starts again. On the same processor
+    /// and with the same memory limit the result equals that of an uninterrupted run, to the last bit.
     ///
-    /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``. The sequence of updates throws if there is no run to continue.
+    /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``. They throw a ``FineTuningError`` if there is no run to continue.
     public func continueTraining() -> TrainingUpdates {
         updates { [self] in
             guard let settings = runs.settingsToContinue(with: bundle) else {
@@ -145,9 +143,6 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Writes the tokens of a run into its folder.
-    ///
-    /// - Returns: the notices about the data.
     private func write(
         _ source: TextData.Source, _ options: TrainingOptions, _ settings: inout RunSettings, in output: URL
     ) throws -> [String] {
@@ -158,8 +153,7 @@ public final class FineTuner: Sendable {
         settings.data = tokens.path
         let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
         if let initial = options.initialAdapters {
-            // A run that was interrupted before its first saved state reads the initial adapters again when it continues. So the run keeps a copy of
-            // them.
+            // The run keeps a copy of the initial adapters. A run that is continued before its first saved state reads them again.
             let copy = output.appendingPathComponent(RunFolders.initialAdapters)
             do { try FileManager.default.copyItem(at: initial, to: copy) } catch {
                 throw MeSPError("Cannot read the adapters in \(initial.path): \(error.plainSentence).")
@@ -181,7 +175,7 @@ public final class FineTuner: Sendable {
 
     /// Begins a run and returns its updates.
     ///
-    /// - Parameter prepare: writes the data; returns the settings of the run and the notices about the data.
+    /// - Parameter prepare: a closure that writes the data. It returns the settings of the run and the notices about the data.
     private func updates(
         of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
     ) -> TrainingUpdates {
@@ -194,8 +188,8 @@ public final class FineTuner: Sendable {
         return TrainingUpdates(updates) { work?.cancel() }
     }
 
-    /// Begins `body` as the work of this fine-tuner. When `body` ends, the stream of `sender` ends. If `body` throws an error, the stream ends with
-    /// that error. If no work can begin now, the stream ends at once with an error.
+    /// Begins `body` as the work of this fine-tuner. The stream ends when `body` ends, with the error that `body` throws. If no work can begin now,
+    /// the stream ends at once with an error.
     private func begin<Element>(
         _ sender: AsyncThrowingStream<Element, any Error>.Continuation,
         _ body: @escaping @Sendable () async throws -> Void
@@ -228,9 +222,9 @@ public final class FineTuner: Sendable {
         if controller.state == .finished(.finished) { runs.removeAll(but: URL(fileURLWithPath: settings.output)) }
     }
 
-    /// Ends the run or the answer of this fine-tuner at the next block. A step that has begun to change the adapters is completed first. The method
-    /// returns when the run has saved its adapters and ended. Within ``whilePaused(isolation:_:)`` it returns at once, because the run waits for the
-    /// end of that call. A run that waits for the app to come to the foreground (``PauseReason/away``) ends only when the app is in the foreground.
+    /// Ends the run or the answer of this fine-tuner at the next block. An update of the adapters that has begun is completed first. Returns when the
+    /// run has saved its adapters and ended. Within ``whilePaused(isolation:_:)`` it returns at once. A run that waits with ``PauseReason/away`` ends
+    /// when the app is in the foreground.
     public func stop() async {
         let work = Self.turn.work(of: self)
         work?.cancel()
@@ -245,13 +239,11 @@ public final class FineTuner: Sendable {
     /// Ends a pause that ``pause()`` began.
     @MainActor public func resume() { controller.resume() }
 
-    /// Calls `body`, which may use MLX, while the run waits between two blocks. If no run is in progress, it calls `body` at once, and a run that
-    /// begins meanwhile waits.
+    /// Calls `body` while the run is paused between two blocks, so that `body` may use MLX. Without a run it calls `body` at once, and a new run
+    /// waits for `body` to return.
     ///
-    /// A run or an answer that begins within `body` is refused, because it would wait for `body` to return.
-    ///
-    /// Within `body` MLX has the memory limit and the cache limit that it had before the run. Limits that `body` sets stay in force. A generation
-    /// must end before `body` returns, so read its stream to the end.
+    /// A run or an answer that begins within `body` is refused. Within `body`, MLX's memory limit and cache limit are those from before the run. A
+    /// generation must end before `body` returns, so read its stream to the end.
     public func whilePaused<R>(
         isolation: isolated (any Actor)? = #isolation, _ body: () async throws -> R
     ) async rethrows -> R {
@@ -266,27 +258,27 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Tells the run whether the system grants background time. During granted time the run continues while the app is in the background.
+    /// Tells the run whether the system grants background time. With background time the run continues while the app is in the background.
     ///
     /// - Parameters:
     ///   - isGranted: whether the app's background task (`BGContinuedProcessingTask`) is running.
-    ///   - hasGPU: whether the task may use the GPU, which a bundle for the GPU needs.
+    ///   - hasGPU: whether the task may use the GPU. A bundle for the GPU needs it.
     @MainActor public func setBackgroundTime(isGranted: Bool, hasGPU: Bool = false) {
         controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil
     }
 
-    /// Sets three environment variables that MLX reads at its first use. A variable that is already set keeps its value. `MLX_ENABLE_TF32` keeps
-    /// float32 matrix products in full precision on A19, M5 and later. `MLX_METAL_GPU_ARCH` keeps the neural accelerators off until the self-check
-    /// has passed. `MLX_MAX_OPS_PER_BUFFER` makes a step take the same memory on every device.
+    /// Sets three environment variables, unless they are set already. Call this function before the first use of MLX.
     ///
-    /// The variables make inference in the same process slower, so a fine-tuner never sets them: the app decides. If the variables are not set, a
-    /// step takes more memory on a GPU. The predicted peak includes this memory. Matrix products on A19, M5 and later then also round their inputs.
-    /// Call this function before the first use of MLX.
+    /// - `MLX_ENABLE_TF32` keeps float32 matrix products in full precision on A19, M5 and later.
+    /// - `MLX_METAL_GPU_ARCH` keeps the neural accelerators off until the self-check has passed.
+    /// - `MLX_MAX_OPS_PER_BUFFER` limits the memory of a step on a GPU.
+    ///
+    /// The variables make inference in the same process slower, so a fine-tuner does not set them itself.
     public static func prepareProcess() { MLXSupport.setEnvironment() }
 
     // MARK: - Before and after
 
-    /// Returns the first training sequence that a run would make of `conversations`.
+    /// Returns the first training sequence of `conversations`.
     ///
     /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)`` does, except for faults in later conversations.
     public func preview(
@@ -295,7 +287,7 @@ public final class FineTuner: Sendable {
         try await preview(.conversations(conversations), options)
     }
 
-    /// Returns the first sequence of a file's data as a run would train it.
+    /// Returns the first training sequence of a file's data.
     ///
     /// - Throws: ``FineTuningError`` as ``train(on:_:)-(URL,_)`` does, except for faults in later records.
     public func preview(of file: URL, _ options: TrainingOptions = .init()) async throws -> TrainingPreview {
@@ -314,7 +306,7 @@ public final class FineTuner: Sendable {
 
     /// Predicts the peak memory that training adds to the process, in bytes.
     ///
-    /// - Throws: ``FineTuningError`` if no step can stay within the limit of `options`, or an option is out of range.
+    /// - Throws: ``FineTuningError`` if the memory limit in `options` is too low for a step, or an option is out of range.
     public func predictedPeak(_ options: TrainingOptions = .init()) throws -> Int {
         try FineTuningError.describing {
             let planner = Planner(manifest, try options.settings(bundle, manifest))
@@ -322,15 +314,15 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Generates the model's answer to a conversation, in the memory of a few blocks. Only one answer or run is in progress at a time.
+    /// Generates the model's answer to a conversation, in the memory of a few blocks.
     ///
     /// - Parameters:
     ///   - conversation: the conversation to answer. Its last message must not be an answer.
-    ///   - usesAdapters: whether to use the adapters that were saved last. Without adapters the model answers as it was exported.
+    ///   - usesAdapters: whether to use the last saved adapters. Without adapters the unchanged model answers.
     ///   - maxTokens: the maximum number of tokens in the answer.
     ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
     /// - Returns: the pieces of the answer. Generation ends at the next block if the reading task is cancelled or leaves the loop. The stream throws
-    ///   a ``FineTuningError`` if the model's chat template would lose a message, or if a run or another answer is in progress.
+    ///   a ``FineTuningError`` if the chat template would lose a message, or if a run or another answer is in progress.
     public func answer(
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
@@ -339,21 +331,21 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Generates the model's answer to a conversation with several adapters at once. Otherwise this method behaves as
-    /// ``answer(to:usesAdapters:maxTokens:temperature:)`` does.
+    /// Generates the model's answer to a conversation with the sum of several adapters.
     ///
     /// - Parameters:
     ///   - conversation: the conversation to answer. Its last message must not be an answer.
-    ///   - adapters: folders of adapters for this model, in the format of mlx-lm or PEFT and with any rank. The value for a folder is the strength of
-    ///     its adapters. This is a factor, from 0 to 10, of the change that they make to the model. The changes of all folders are summed.
+    ///   - adapters: folders of adapters for this model, in the format of mlx-lm or PEFT, with any rank. The value is a factor, from 0 to 10, of the
+    ///     adapters' change to the model.
     ///   - maxTokens: the maximum number of tokens in the answer.
     ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
-    /// - Returns: the pieces of the answer. The stream also throws a ``FineTuningError`` if adapters do not fit the model.
+    /// - Returns: the pieces of the answer, as from ``answer(to:usesAdapters:maxTokens:temperature:)``. The stream also throws a ``FineTuningError``
+    ///   if adapters do not fit the model.
     public func answer(
         to conversation: Conversation, adapters: [URL: Float], maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
         answer(to: conversation, maxTokens, temperature) {
-            // A fixed order makes the sums equal to the last bit each time.
+            // The order is fixed, because the order of a sum affects rounding.
             adapters.sorted { $0.key.path < $1.key.path }.map { WeightedAdapters($0.key, weight: $0.value) }
         }
     }
@@ -395,7 +387,7 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Sends the text of tokens. A token can end within a character, so each piece is sent when its characters are complete.
+    /// Sends the text of tokens in pieces of complete characters. A token can end within a character.
     private static func send(
         _ tokens: AsyncThrowingStream<Int, any Error>, by tokenizer: any TextTokenizer, to send: (String) -> Void
     ) async throws {
@@ -409,7 +401,7 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// The adapters that were saved last, perhaps by the run in progress.
+    /// The last saved adapters. A run in progress may have saved them.
     ///
     /// - Throws: ``FineTuningError`` if no run has saved adapters after a step.
     public var adapters: Adapters {
@@ -423,22 +415,19 @@ public final class FineTuner: Sendable {
 }
 
 extension RunController {
-    /// The controller of all fine-tuners in the process.
     fileprivate static let ofProcess = RunController(monitor: SystemMonitor.ofLaunchedApp)
 }
 
-/// The work in progress of all fine-tuners, at most one task.
+/// The work in progress. All fine-tuners of the process share it, so there is at most one task.
 private final class Turn: @unchecked Sendable {
     private let lock = NSLock()
     private var current: (owner: ObjectIdentifier, work: Task<Void, Never>)?
 
-    /// Returns the task of `owner`, or nil if it has none.
     func work(of owner: FineTuner) -> Task<Void, Never>? {
         lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }
     }
 
-    /// Begins `body` and returns its task, or returns nil if other work is in progress. When `body` has ended, other work may begin. Then the closure
-    /// that `body` returned is called.
+    /// Begins `body` and returns its task; nil if other work is in progress. When `body` ends, its result is called, after other work may begin.
     func take(
         for owner: FineTuner, _ body: @escaping @Sendable () async -> @Sendable () -> Void
     ) -> Task<Void, Never>? {
@@ -467,7 +456,7 @@ extension TrainingUpdate {
         predictedPeak = log.prediction?.predictedPeakBytes
         timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
-        // These events are not notices, because other properties of the update, or the error that the run throws, report them.
+        // Other properties of the update, or the thrown error, report these events.
         let others = ["pause", "resume", "resumed", "error"]
         notices = told + log.events.filter { !others.contains($0.name) }.map(\.message.localized)
     }

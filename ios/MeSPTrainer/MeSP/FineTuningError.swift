@@ -1,10 +1,10 @@
 import Foundation
 import MeSPSentences
 
-/// An error that the caller, or the person who uses the app, can act on.
+/// An error that the app or its user can act on.
 ///
-/// `localizedDescription` is one sentence that names the fault and the remedy. It is in the app's language if the app's main bundle has the string
-/// table `Sentences`, and otherwise in English.
+/// `localizedDescription` is one sentence with the fault and the remedy. It is in the app's language if the app's main bundle has the string table
+/// `Sentences`, and otherwise in English.
 public struct FineTuningError: LocalizedError, SentenceError, CustomStringConvertible, Sendable, Equatable {
     package let sentence: Sentence
 
@@ -17,7 +17,7 @@ public struct FineTuningError: LocalizedError, SentenceError, CustomStringConver
     /// The sentence in English.
     public var description: String { sentence.english }
 
-    /// Calls `body` and converts its errors to this type, except `CancellationError`.
+    /// Calls `body`. Converts its errors, except `CancellationError`, to this type.
     static func describing<R>(_ body: () throws -> R) throws -> R {
         do { return try body() } catch let error as CancellationError { throw error } catch {
             throw FineTuningError(error)

@@ -5,20 +5,19 @@ import MeSPImport
 import MeSPSentences
 
 extension FineTuner {
-    /// Opens a model in MLX's 4-bit format, which mlx-swift-lm loads: for example a model of [mlx-community](https://huggingface.co/mlx-community).
+    /// Opens a model in MLX's 4-bit format, for example from [mlx-community](https://huggingface.co/mlx-community).
     ///
-    /// The first call rewrites the weights into a bundle, in pieces of at most a megabyte. The bundle is a second copy of ``bundleSize(of:)`` bytes
-    /// and is excluded from backups. The model's files are only read. If the call is interrupted, the next call continues its work. Later calls open
-    /// the existing bundle.
+    /// The first call converts the weights into a bundle of ``bundleSize(of:)`` bytes. The bundle is excluded from backups. The model's files stay
+    /// unchanged. An interrupted call is continued by the next call. Later calls open the existing bundle.
     ///
     /// - Parameters:
     ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.
     ///   - tokenizer: the model's tokenizer.
     ///   - bundle: the folder of the bundle. nil: a folder with the model's name, in `MeSP/Models` in the Application Support folder.
-    ///   - folder: the folder of the run, as in ``init(bundle:tokenizer:folder:)``.
+    ///   - folder: the folder for runs, as in ``init(bundle:tokenizer:folder:)``.
     ///   - progress: receives the written fraction of the bundle, from 0 to 1, on any thread.
-    /// - Throws: ``FineTuningError`` if the model's family is not supported here, if the model is not in MLX's quantized format or is damaged, or if
-    ///   the disk is full; `CancellationError` if the task is cancelled.
+    /// - Throws: ``FineTuningError`` if the model is not supported, is not in MLX's quantized format or is damaged, or if the disk is full;
+    ///   `CancellationError` if the task is cancelled.
     public convenience init(
         model: URL, tokenizer: any TextTokenizer, bundle: URL? = nil, folder: URL? = nil,
         progress: @escaping @Sendable (Double) -> Void = { _ in }
@@ -46,10 +45,9 @@ extension FineTuner {
         try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder)
     }
 
-    /// Returns the size in bytes of the bundle that ``init(model:tokenizer:bundle:folder:progress:)`` makes of a model, in addition to the model's
-    /// files.
+    /// Returns the size, in bytes, of the bundle that ``init(model:tokenizer:bundle:folder:progress:)`` makes of a model.
     ///
-    /// - Throws: ``FineTuningError`` if no bundle can be made of the model.
+    /// - Throws: ``FineTuningError`` if the model cannot be converted.
     public static func bundleSize(of model: URL) async throws -> Int {
         try await Task.detached { try FineTuningError.describing { try ModelImport(model: model).size } }.value
     }

@@ -4,60 +4,59 @@ import MeSPCore
 
 /// A limit of the memory that training may take.
 ///
-/// A run chooses its plan by the limit. The plan says how much of a matrix the run computes at once, which intermediates it keeps and which it
-/// recomputes. A lower limit makes steps slower and changes the losses only by rounding. ``FineTuner/predictedPeak(_:)`` predicts the peak of a run.
+/// A run adapts to the limit: it recomputes intermediates and computes matrix products in smaller parts. A lower limit makes steps slower and changes
+/// the losses only by rounding. ``FineTuner/predictedPeak(_:)`` predicts the peak of a run.
 public struct MemoryLimit: Sendable, Equatable {
     let megabytes: Double?
 
-    /// The memory that the system still allows the process when training begins.
+    /// The memory that the system still grants the process when training begins.
     public static let system = MemoryLimit(megabytes: nil)
 
-    /// Returns a limit of `count` · 10⁶ bytes above the memory that the process has when training begins.
+    /// Returns a limit of `count` · 10⁶ bytes, in addition to the process's memory when training begins.
     ///
-    /// A run that cannot keep the limit is refused before it begins, with a ``FineTuningError`` that names a limit that suffices.
+    /// If the limit is too low, the run is refused with a ``FineTuningError`` that names a sufficient limit.
     public static func megabytes(_ count: Double) -> MemoryLimit { MemoryLimit(megabytes: count) }
 }
 
-/// The options of a training run. With the defaults, a model learns within a few hundred steps.
+/// The options of a training run.
 ///
-/// A value out of range is refused when a run begins, with a ``FineTuningError`` that names the option.
+/// A run refuses a value out of range with a ``FineTuningError`` that names the option.
 public struct TrainingOptions: Sendable, Equatable {
     /// The number of updates of the adapters, at least 1.
     public var steps: Int
-    /// The memory that training may take. A limit that cannot be kept is refused before training begins.
+    /// The memory that training may take.
     public var memory: MemoryLimit
-    /// The number of tokens in a sequence: a length that the bundle was exported for. nil: the longest of these lengths that is at most 256, or the
-    /// shortest length if all are longer.
+    /// The sequence length, in tokens. The bundle must support it. nil: the bundle's longest length up to 256, or its shortest length if all are
+    /// longer.
     public var sequenceLength: Int?
-    /// The rank r of the adapters: a rank that the bundle was exported for. nil: 8, or the bundle's first rank if it has no 8.
+    /// The rank r of the adapters. The bundle must support it. nil: 8, or the bundle's first rank if it has no 8.
     public var rank: Int?
-    /// The learning rate of AdamW, whose moments have 8 bits. nil: 0.007 / √d for hidden size d, and a tenth of this for choices.
+    /// The learning rate of AdamW with 8-bit moments. nil: 0.007 / √d for hidden size d, and a tenth of this for choices.
     public var learningRate: Float?
-    /// The number of sequences, or choices, in an update, at least 1. A run computes the sequences one after another.
+    /// The number of sequences, or choices, in an update, at least 1. They are computed one after another.
     public var batchSize = 1
-    /// Whether the loss covers answers only. It has no effect on plain text, which has no answers.
+    /// Whether the loss covers answers only. Plain text has no answers, so its loss covers all tokens.
     public var trainsAnswersOnly = true
-    /// The number of steps between two measurements of the held-out loss. 0: measured at the beginning and the end only.
+    /// The number of steps between two measurements of the held-out loss. 0: only at the beginning and the end.
     public var evaluationInterval = 0
-    /// The maximum rise of perplexity on a page of English, in percent. The run scales its adapters down until the rise is below this limit. nil: no
-    /// limit.
+    /// The maximum rise of the perplexity on an English text, in percent. At the end the run scales its adapters down to stay below this limit. nil:
+    /// no limit.
     public var maxForgetting: Double?
-    /// The adapters to start from: a folder in the format of mlx-lm, mlx-swift-lm or PEFT. nil: the run starts from the unchanged model, with B = 0.
+    /// The folder of the adapters to start from, in the format of mlx-lm, mlx-swift-lm or PEFT. nil: new adapters with B = 0.
     public var initialAdapters: URL?
-    /// The probability, below 1, that a step drops an input of an adapter (LoRA dropout).
+    /// The dropout probability of the adapters' inputs, from 0 to below 1.
     public var dropout: Float = 0
-    /// Whether to train the length of each row of a weight matrix apart from the row's direction (DoRA). A run with DoRA cannot have
-    /// ``maxForgetting``.
+    /// Whether to train the magnitudes of weight rows separately (DoRA). It cannot be combined with ``maxForgetting``.
     public var usesDoRA = false
-    /// The seed of the random numbers for the order of sequences, the initial matrices A and dropout.
+    /// The seed for the order of sequences, the initial matrices A and dropout.
     public var seed: UInt64 = 0
 
-    /// Creates options. Set the remaining options as properties.
+    /// Creates options. Set the other options as properties.
     ///
     /// - Parameters:
     ///   - steps: the number of updates of the adapters, at least 1.
     ///   - memory: the memory that training may take.
-    ///   - sequenceLength: the number of tokens in a sequence; nil for the default of ``sequenceLength``.
+    ///   - sequenceLength: the sequence length, in tokens; nil for the default of ``sequenceLength``.
     ///   - rank: the rank r of the adapters; nil for the default of ``rank``.
     ///   - learningRate: the learning rate of AdamW; nil for the default of ``learningRate``.
     public init(
@@ -70,9 +69,9 @@ public struct TrainingOptions: Sendable, Equatable {
 }
 
 extension TrainingOptions {
-    /// Returns the settings of a run of `bundle` with these options. The settings of the data are not set yet.
+    /// Returns the settings of a run with these options, without settings of the data.
     ///
-    /// - Throws: `MeSPError` if an option is out of range, or if the bundle was not exported for an option's value.
+    /// - Throws: `MeSPError` if an option is out of range, or the bundle does not support it.
     func settings(_ bundle: URL, _ manifest: Manifest, output: URL = URL(fileURLWithPath: "")) throws -> RunSettings {
         try check()
         var settings = RunSettings(bundle: bundle.path, output: output.path)
@@ -93,7 +92,7 @@ extension TrainingOptions {
         return settings
     }
 
-    /// Throws an error if an option is out of range. The error names the Swift property.
+    /// Throws an error if an option is out of range. The error names the property.
     private func check() throws {
         try require(steps > 0, "steps", "at least 1")
         try require(memory.megabytes.map { $0 > 0 } ?? true, "memory", "above 0 megabytes")
@@ -107,8 +106,8 @@ extension TrainingOptions {
 }
 
 extension RunSettings {
-    /// Replaces a sequence length that `manifest` lacks with the longest shorter length in `manifest`, or else with its shortest length. Replaces a
-    /// rank that `manifest` lacks with the first rank in `manifest`.
+    /// Replaces an unsupported sequence length by the longest shorter length in `manifest`, or else by the shortest length. Replaces an unsupported
+    /// rank by the first rank in `manifest`.
     package mutating func takeNearest(in manifest: Manifest) {
         if !manifest.seqLens.contains(seqLen) {
             seqLen = manifest.seqLens.filter { $0 <= seqLen }.max() ?? manifest.seqLens.min() ?? 1

@@ -1,17 +1,17 @@
 import MeSPBundle
 import MeSPSentences
 
-/// The first sequence of some data as a run would train it, with notices about the data.
+/// The first training sequence of some data, with notices about the data.
 public struct TrainingPreview: Sendable, Equatable {
-    /// Consecutive tokens of one kind: either all or none are in the loss, and either all or none are special.
+    /// Consecutive tokens of one kind. All or none are in the loss, and all or none are special.
     public struct Span: Sendable, Equatable, Identifiable {
         /// The index among the spans.
         public let id: Int
-        /// The text of the tokens, with a visible sign for each line end, tab and control character.
+        /// The text of the tokens. Line ends, tabs and control characters have visible signs.
         public let text: String
         /// Whether the tokens are in the loss.
         public let isTrained: Bool
-        /// Whether the tokens are special, such as those that begin and end a message.
+        /// Whether the tokens are special, such as the end-of-message token.
         public let isSpecial: Bool
     }
 
@@ -24,8 +24,7 @@ public struct TrainingPreview: Sendable, Equatable {
 
     package init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
         sentences = notices
-        // `counted` has the position before each token in the loss, so the last one is at `counted.last + 1`. Later tokens are padding, or do not
-        // affect training.
+        // `counted` has the position before each token in the loss. Tokens after the last one in the loss are left out.
         let ids = example.tokens.prefix((example.counted.last ?? -1) + 2).map { Int($0) }
         let counted = Set(example.counted.map { $0 + 1 })
         var pieces = [Int: [UInt8]]()
@@ -50,7 +49,7 @@ public struct TrainingPreview: Sendable, Equatable {
         self.spans = spans
     }
 
-    /// Returns the text with a sign before each line end, and with signs in place of tabs and control characters.
+    /// Returns the text with visible signs: one before each line end, and in place of tabs and control characters.
     private static func visible(_ text: String) -> String {
         var visible = String.UnicodeScalarView()
         for scalar in text.unicodeScalars {

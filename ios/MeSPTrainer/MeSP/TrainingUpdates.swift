@@ -10,7 +10,7 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let steps: Int
     /// The completed fraction of the run, from 0 to 1.
     public let fraction: Double
-    /// The loss of the last step, in nats per token; nil before the first step. For choices it is the DPO loss, which is ln 2 at the beginning.
+    /// The loss of the last step, in nats per token; nil before the first step. For choices it is the DPO loss, which begins at ln 2.
     public let loss: Float?
     /// The last measured loss on held-out data, of the same kind as ``loss``; nil before the first measurement.
     public let heldOutLoss: Float?
@@ -18,14 +18,13 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let footprint: Int
     /// The highest `phys_footprint` of the process during the steps so far, in bytes.
     public let peakFootprint: Int
-    /// The predicted peak memory that training adds to the process, in bytes; nil until the plan is made.
+    /// The predicted peak memory that training adds to the process, in bytes; nil if it is not known yet.
     public let predictedPeak: Int?
     /// The estimated time until the last step ends; nil until it is known.
     public let timeRemaining: Duration?
     /// The reason why the run waits; nil while it trains.
     public let pause: PauseReason?
-    /// Notices for the person, one sentence each, in the app's language. They say which data was left out or cut, and how the run dealt with low
-    /// memory.
+    /// Notices for the person, one sentence each, in the app's language.
     public let notices: [String]
 }
 
@@ -46,15 +45,14 @@ public enum PauseReason: String, Sendable, CaseIterable {
     /// The granted background time requires a device that is charging.
     case charger
 
-    /// A sentence that states the reason and says how the pause ends, in the app's language.
+    /// A sentence with the reason and the end of the pause, in the app's language.
     public var message: String { MeSPControl.PauseReason(rawValue: rawValue)?.advice.localized ?? rawValue }
 }
 
 /// The updates of a run, one for each change of its state. Only one loop can read them.
 ///
-/// If the reading task is cancelled, the run saves its adapters and ends, and then the updates end. If the loop is left and nothing else holds the
-/// updates, the run also saves its adapters and ends. In a top-level script compiled for debugging, the loop's variable holds the updates. So call
-/// ``FineTuner/stop()`` in such a script. The call returns when the run has ended.
+/// If the reading task is cancelled, the run saves its adapters and ends. The same happens if the loop is left and nothing else holds the updates. In
+/// a debug build of a top-level script, the loop's variable holds the updates, so call ``FineTuner/stop()`` there.
 public final class TrainingUpdates: AsyncSequence, AsyncIteratorProtocol, Sendable {
     private let updates: AsyncThrowingStream<TrainingUpdate, any Error>
     private let stop: @Sendable () -> Void
@@ -65,16 +63,15 @@ public final class TrainingUpdates: AsyncSequence, AsyncIteratorProtocol, Sendab
 
     deinit { stop() }
 
-    /// Returns the sequence itself, which is its only iterator.
+    /// Returns the sequence itself. It is its own iterator.
     public func makeAsyncIterator() -> TrainingUpdates { self }
 
-    /// Waits for the next change and returns its update, or nil when the run has ended.
+    /// Waits for the next change and returns its update; nil when the run has ended.
     ///
     /// - Throws: ``FineTuningError`` if the run fails. Adapters that it has saved stay.
     public func next() async throws -> TrainingUpdate? {
         try await withTaskCancellationHandler {
-            // The stream is read in a separate task, which is not cancelled with the caller. A cancelled stream would end before the run has saved
-            // its adapters.
+            // A separate task reads the stream, because a cancelled stream would end before the run has saved its adapters.
             try await Task { [updates] in try await updates.first { _ in true } }.value
         } onCancel: {
             stop()

@@ -4,7 +4,6 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// The checks of a self-check, and the state that they share. Extensions in other files define the checks, grouped by subject.
 final class CheckSuite {
     typealias Measurement = SelfCheckReport.Measurement
 
@@ -19,7 +18,7 @@ final class CheckSuite {
     let isFirstUse: Bool
     var firstStepTaken: FirstStep?
     let atBlock: () throws -> Void
-    /// A hook between a result and its check, through which tests insert errors.
+    /// A hook through which tests insert errors into results.
     let tamper: (_ check: String, MLXArray) -> MLXArray
     var constants = SelfCheckReport.Constants()
 
@@ -32,7 +31,7 @@ final class CheckSuite {
         (self.atBlock, self.tamper) = (atBlock, tamper)
     }
 
-    /// Returns the checks that the settings name; all checks if the settings name none.
+    /// Returns the checks in the settings; all checks if the settings name none.
     func chosenChecks() throws -> [Check] {
         guard let names = settings.checks else { return checks }
         if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {
@@ -41,7 +40,7 @@ final class CheckSuite {
         return checks.filter { names.contains($0.name) }
     }
 
-    /// The checks, in the order in which they run. The check of the first step must be the first one that computes.
+    /// All checks, in their order. The first check that computes must be the one that measures the first step.
     var checks: [Check] {
         let lengths = bundle.manifest.seqLens.sorted()
         return [
@@ -85,7 +84,7 @@ final class CheckSuite {
     var longest: Int { bundle.manifest.seqLens.max() ?? 1 }
     var architecture: Architecture { bundle.architecture }
 
-    /// Returns the settings of a run with sequences of `length` tokens, at rank 8 if the bundle has it.
+    /// Returns the settings of a run with this sequence length, at rank 8 if the bundle supports it.
     func run(_ length: Int) -> RunSettings {
         var run = RunSettings(bundle: settings.bundle, output: "")
         run.usePaperUpdate()
@@ -94,13 +93,13 @@ final class CheckSuite {
         return run
     }
 
-    /// Returns a sequence of tokens. Equal numbers give equal sequences.
+    /// Returns a sequence of pseudorandom tokens. `number` determines them.
     func example(_ length: Int, number: Int = 0) -> Example {
         let tokens = (0...length).map { Int32(($0 * 7919 + number * 104_729 + 17) % architecture.vocabSize) }
         return Example(tokens: tokens, counted: Array(0..<length))
     }
 
-    /// Returns a trainer with small random adapters. With B = 0, as at the beginning of training, the gradient of A would be zero.
+    /// Returns a trainer with random adapters. If B were 0, the gradient of A would be 0.
     func makeTrainer(_ run: RunSettings, plan: Plan? = nil) throws -> Trainer {
         let plan = try plan ?? defaultPlan(run)
         let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
@@ -123,8 +122,8 @@ final class CheckSuite {
 
     static var temporaryFolder: URL { FileManager.default.temporaryDirectory }
 
-    /// Returns the median time of `body` in seconds. The function calls `body` at least 3 times, and more often within the settings' time. An
-    /// additional first call, which may compile kernels, is not measured.
+    /// Returns the median time of `body`, in seconds. A first call, which may compile kernels, is not measured. At least 3 calls are measured, more
+    /// if the settings' time allows.
     func medianTime(_ body: () throws -> Void) throws -> Double {
         try body()
         var times = [Double]()
@@ -140,7 +139,6 @@ final class CheckSuite {
     }
 }
 
-/// Formats seconds, bytes and rates for a sentence.
 func shown(microseconds seconds: Double) -> String { String(format: "%.1f µs", seconds * 1e6) }
 func shown(megabytes bytes: Int) -> String { String(format: "%.1f MB", Double(bytes) / 1e6) }
 func shown(giga rate: Double) -> String { String(format: "%.1f", rate / 1e9) }

@@ -3,16 +3,15 @@ import MLX
 import MeSPCore
 import MeSPSentences
 
-/// Measures the device's times for the parts of a step.
 extension CheckSuite {
-    /// Returns the time in seconds of one `eval` of a chain of kernels, each of which adds a number.
+    /// Returns the median time of an `eval` of a chain of additions, in seconds.
     private func timeChain(_ kernels: Int) throws -> Double {
         let one = MLXArray(Float(1))
         eval(one)
         var times = [Double]()
         let end = ContinuousClock.now + .seconds(settings.seconds / 4)
         while times.count < 5 || (times.count < 200 && ContinuousClock.now < end) {
-            // The time to build the graph is not measured.
+            // The time excludes building the graph.
             let last = (0..<kernels).reduce(one) { sum, _ in sum + one }
             times.append(seconds { eval(last) })
         }
@@ -27,7 +26,7 @@ extension CheckSuite {
             .note, "An eval of one number takes \(shown(microseconds: whole)).", [Measurement("eval", whole, "s")])
     }
 
-    /// Measures the time of a kernel that waits for another kernel: the slope of a chain's time over the chain's length, by least squares.
+    /// Measures the time of a kernel that waits for another kernel: the least-squares slope of a chain's time over its number of kernels.
     func measureDependentKernel() throws -> Finding {
         let lengths = [16, 64, 128, 256]
         let times = try lengths.map { try timeChain($0) }
@@ -42,8 +41,7 @@ extension CheckSuite {
             zip(lengths, times).map { Measurement("\($0) kernels", $1, "s") } + [Measurement("kernel", slope, "s")])
     }
 
-    /// Measures the time of an allocation, by two additions with a result of 1 MiB: one into a buffer from MLX's cache, and one into a new buffer
-    /// from the system.
+    /// Measures the time to allocate 1 MiB: the difference between an addition into a new buffer and one into a cached buffer.
     func measureNewBuffer() throws -> Finding {
         let x = MLXArray.zeros([1 << 18])
         eval(x)
@@ -72,7 +70,7 @@ extension CheckSuite {
             ])
     }
 
-    /// Measures the memory bandwidth by repeated x + 1 of 32 MiB in place. Each byte is read and written once.
+    /// Measures the memory bandwidth by repeated additions to an array of 32 MiB. Each addition reads and writes each byte once.
     func measureBandwidth() throws -> Finding {
         let bytes = 32 << 20
         let x = MLXArray.zeros([bytes / 4])
@@ -80,8 +78,8 @@ extension CheckSuite {
         func add(_ times: Int) throws -> Double {
             try medianTime { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
         }
-        // The first addition uses a new buffer, so the time of one addition is subtracted from the time of nine. On a busy machine one addition may
-        // take longer than nine. Then the time of all nine counts.
+        // The first addition may allocate a buffer, so the time of one addition is subtracted from the time of nine. If the difference is negative on
+        // a busy machine, the time of all nine counts.
         let (one, nine) = (try add(1), try add(9))
         let rate = nine > one ? Double(8 * 2 * bytes) / (nine - one) : Double(9 * 2 * bytes) / nine
         constants.bytesPerSecond = rate
@@ -90,13 +88,12 @@ extension CheckSuite {
             [Measurement("bandwidth", rate, "bytes/s")])
     }
 
-    /// The forms of a product with a quantized matrix.
     enum Product {
-        /// The product x Wᵀ by `quantizedMM`.
+        /// x Wᵀ by `quantizedMM`.
         case transposed
-        /// The product dy W by `quantizedMM`.
+        /// dy W by `quantizedMM`.
         case plain
-        /// The product x Wᵀ after W has been dequantized.
+        /// x Wᵀ after dequantizing W.
         case dequantized
 
         var formula: Sentence {
@@ -108,7 +105,7 @@ extension CheckSuite {
         }
     }
 
-    /// Measures the rate of a product. The sequence has the longest length, and W has different numbers of rows of a block's wide projection.
+    /// Measures the rate of a product for the longest sequence. W is the first rows of a wide projection, with several numbers of rows.
     func measureProduct(_ product: Product) throws -> Finding {
         let (inputs, length) = (architecture.hiddenSize, longest)
         let rates = try bundle.withBlock(0) { weights in
@@ -116,13 +113,13 @@ extension CheckSuite {
             let begin = ContinuousClock.now
             var rates = [(rows: Int, rate: Double)]()
             for rows in [64, 256, 1024, 4096, all.rows].filter({ $0 <= all.rows }) where rows != rates.last?.rows {
-                // A CPU takes long for the largest tiles of a large model, and their rates add no information.
+                // On a CPU the largest tiles of a large model take too long.
                 guard rates.isEmpty || ContinuousClock.now - begin < .seconds(settings.seconds) else { break }
                 try atBlock()
                 let w = all.rows(0..<rows)
                 let x = MLXRandom.normal(
                     [length, product == .plain ? rows : inputs], dtype: productType, key: MLXRandom.key(0))
-                // Only x is evaluated here. The measured time may include a copy of the tile of the mapped matrix, as in training.
+                // W is not evaluated here, so the measured time can include copying the tile of W, as in training.
                 eval(x)
                 let time = try medianTime { eval(result(product, x, w)) }
                 rates.append((rows, 2 * Double(length * rows * inputs) / time))
@@ -153,11 +150,9 @@ extension CheckSuite {
         }
     }
 
-    /// The dtype of products in training.
     private var productType: DType { bundle.manifest.device == .cpu ? .float32 : bundle.dtype }
 
-    /// Notes the rate if training uses this product. If the processor dequantizes within a product, training uses the products by `quantizedMM`;
-    /// otherwise it dequantizes W before the product.
+    /// Records the rate if training uses this form of product.
     private func note(_ product: Product, _ rate: Double) {
         if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)

@@ -2,12 +2,12 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// Compares a forward pass of one token at a time, as in generation, with a prefill of all tokens. A GPU uses other kernels for one row than for many
-/// rows.
+/// Compares the output for one token at a time, as in generation, with the output for all tokens at once. A GPU uses different kernels for one row
+/// and for many rows.
 extension CheckSuite {
     typealias Fields = [String: any Sendable]
 
-    /// The kinds of mixers. Each kind has variants, given as entries of a manifest.
+    /// The kinds of mixers, with variants as the manifest describes them.
     static let mixers: [(name: String, variants: KeyValuePairs<String, Fields>)] = [
         (
             "attention",
@@ -45,14 +45,12 @@ extension CheckSuite {
         ("mamba2", ["two groups": mamba2, "one group": mamba2.merging(["num_groups": 1]) { $1 }]),
     ]
 
-    /// The fields of Mamba-2 with four heads in two groups.
     private static let mamba2: Fields = [
         "type": "mamba2", "num_heads": 4, "head_dim": 16, "num_groups": 2, "state_size": 32, "kernel_size": 4,
         "norm_eps": 1e-5, "modules": modules([("mamba.in_proj", "in"), ("mamba.out_proj", "out")]),
     ]
 
-    /// The fields of attention with four heads of 32 features. The scores have a variance of 4. With a small variance all attention weights would be
-    /// nearly equal, and would not depend on the positions.
+    /// Attention with four heads of 32 features. The scores have a variance of 4. With a small variance all attention weights would be nearly equal.
     private static let attention: Fields = [
         "type": "attention", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "qk_norm": false,
         "output_gate": false, "attention_scale": 2 / 32.0.squareRoot(), "frequencies": frequencies(16),
@@ -82,10 +80,10 @@ extension CheckSuite {
         (0..<count).map { pow(10000, -Double($0) / Double(count)) }
     }
 
-    /// The number of tokens. It exceeds the chunk of a recurrent mixer and a sliding window.
+    /// The number of tokens. It exceeds the chunk size of recurrent mixers and the sliding window.
     private static let decoded = ChunkDecays.chunk + 6
 
-    /// Compares a block's output, its state for the next token, and the logits, for each variant of a mixer.
+    /// Compares a block's output, its state and the logits, for each variant of a mixer.
     func checkDecoding(_ name: String, _ variants: KeyValuePairs<String, Fields>) throws -> Finding {
         let errors = try variants.flatMap { variant, mixer in
             try atBlock()

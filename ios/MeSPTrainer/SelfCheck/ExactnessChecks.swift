@@ -5,13 +5,11 @@ import MeSPBundle
 import MeSPCore
 import MeSPSentences
 
-/// Checks that the device computes the formulas correctly and reproducibly.
 extension CheckSuite {
-    /// The tolerance of ‖a − b‖₂ / ‖b‖₂ for a tensor. In float32 the tolerance allows for another order of sums, and in bfloat16 for rounded
-    /// activations.
+    /// The tolerance of ‖a − b‖₂ / ‖b‖₂. In float32 it allows for another order of sums, and in bfloat16 for rounded activations.
     var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
 
-    /// The number of last blocks to check. So many blocks let errors propagate, and are few enough for the largest model.
+    /// The number of last blocks that are checked. It is small, so that the check also suits large models.
     var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
 
     func fewBlocks(_ method: GradientMethod) -> RunSettings {
@@ -24,7 +22,7 @@ extension CheckSuite {
         let length = length ?? shortest
         return FormulasOnCPU(
             bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
-            // The whole sequence is one segment, because a block function returns all intermediates.
+            // The whole sequence is one segment, because a block function returns all intermediates at once.
             machine: Machine.$segmentTokens.withValue(length) {
                 Machine(
                     architecture, group: bundle.manifest.featureGroup, length: length, bytes: 1 << 20,
@@ -32,7 +30,7 @@ extension CheckSuite {
             })
     }
 
-    /// Returns a finding, which passes if all errors are within the tolerance. A NaN is not within the tolerance.
+    /// Returns a finding that passes if all errors are within the tolerance. NaN fails.
     func compare(
         _ what: Sentence, with other: Sentence, _ errors: [Measurement], tolerance: Double? = nil
     ) -> Finding {
@@ -57,10 +55,10 @@ extension CheckSuite {
         return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
     }
 
-    /// Returns the largest error. Returns NaN if an error is not finite, because `max` would ignore a NaN.
+    /// Returns the largest error; NaN if an error is not finite.
     func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
 
-    /// Returns the errors of the gradients of each module's A and B. Each error is the largest over all blocks.
+    /// Returns the errors of the gradients of each module's A and B. Each is the largest error over the blocks.
     func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
         -> [Measurement]
     {
@@ -90,7 +88,7 @@ extension CheckSuite {
     // MARK: - Comparisons with other computations of the same numbers
 
     func checkBlockOutputs() throws -> Finding {
-        /// The blocks to check: the first block of each kind that has functions.
+        /// The first block of each kind that has exported functions.
         let blocks = bundle.manifest.blocks.filter(\.hasFunctions).map { $0.layers[0] }
         guard !blocks.isEmpty else {
             throw Skipped(reason: "The bundle has no functions.")
@@ -102,7 +100,7 @@ extension CheckSuite {
             let lora = try model.parameters(block)
             let whole = example(shortest)
             let example = Example(tokens: whole.tokens, counted: whole.counted, records: records)
-            // Each block gets the embedding as its input. So the keys and values of other blocks are also computed from the embedding.
+            // Each block gets the embedding as its input. So the shared keys and values are also computed from the embedding.
             let context = try model.makeContext(example, x0: x)
             try addKeysAndValues(before: block, x, model, context)
             let side = try sideInputs(block, x, lora, model, context)
@@ -129,7 +127,7 @@ extension CheckSuite {
 
     func compareGradientsWithCPU() throws -> Finding {
         guard !architecture.hasExperts || bundle.backend == .cpu else {
-            // Rounding on a GPU may change the choice of experts.
+            // Rounding on a GPU may change the choice of experts, and so the loss and the gradients.
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
         }
         let trainer = try makeTrainer(fewBlocks(.mesp))
@@ -141,7 +139,7 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// Returns the inputs of a block besides x. `context` has the keys and values that earlier blocks share.
+    /// Returns the block's inputs besides x. The context has the shared keys and values of earlier blocks.
     func sideInputs(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel,
         _ context: BlockwiseModel.SequenceContext
@@ -151,7 +149,7 @@ extension CheckSuite {
         }
     }
 
-    /// Returns a block's output, as the device's own forward pass computes it.
+    /// Returns the output of a block, computed on the device.
     private func output(
         _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws -> MLXArray {
@@ -160,7 +158,7 @@ extension CheckSuite {
         }
     }
 
-    /// Adds the shared keys and values that earlier blocks compute from x to a context.
+    /// Computes the shared keys and values of earlier blocks from x, and adds them to the context.
     func addKeysAndValues(
         before block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws {
@@ -169,7 +167,7 @@ extension CheckSuite {
         }
     }
 
-    /// Returns the input of the first trained block, `[1, T, hidden]`, as the device's own forward pass computes it, and the context of the sequence.
+    /// Returns the input of the first trained block, `[1, T, hidden]`, computed on the device, and the context of the sequence.
     func inputOfTrained(_ trainer: Trainer) throws -> (x: MLXArray, context: BlockwiseModel.SequenceContext) {
         let model = trainer.model
         var x = try model.embed(example(shortest))
@@ -180,7 +178,7 @@ extension CheckSuite {
         return (x, context)
     }
 
-    /// Returns the mean loss, and the gradient `[P]` of each trained block, by the formulas on the CPU.
+    /// Returns the mean loss, and the gradient `[P]` of each trained block, computed on the CPU.
     func gradientsOnCPU(
         _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.SequenceContext)
     ) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
@@ -221,7 +219,7 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
     }
 
-    /// Checks a loss with few targets, because a product with few rows uses another kernel.
+    /// Checks the loss of few targets. A product with few rows uses another kernel.
     func checkFewTargets() throws -> Finding {
         let trainer = try makeTrainer(run(shortest))
         let whole = example(shortest)
@@ -243,11 +241,9 @@ extension CheckSuite {
 
     // MARK: - Comparisons of results with repeated results
 
-    /// Returns the bytes of a vector.
     private func bits(_ array: MLXArray) throws -> Data { try array.withBytes { $0.withUnsafeBytes { Data($0) } } }
 
-    /// Checks that repeated gradients are equal to the last bit. Repeats a gradient as often as the settings say, but stops after twenty times the
-    /// settings' seconds.
+    /// Checks that repeated gradients are equal to the last bit. The check repeats a gradient `repeats` times, or until its time is over.
     func repeatGradient() throws -> Finding {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let first = try gradients(trainer).gradients.mapValues(bits)
@@ -266,8 +262,8 @@ extension CheckSuite {
             [Measurement("repeats", Double(done)), Measurement("different", Double(different))])
     }
 
-    /// Checks that a resumed run equals an uninterrupted run. One trainer takes three steps and saves its state after the second. Another trainer
-    /// loads this state and takes the third step.
+    /// Checks that a resumed run equals an uninterrupted run. A trainer takes three steps and saves its state after the second. Another trainer loads
+    /// this state and takes the third step.
     func checkResume() throws -> Finding {
         var run = fewBlocks(.mesp)
         (run.optimizer, run.learningRate, run.output) = (.adamw8bit, 1e-3, "")

@@ -4,24 +4,22 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 
-/// Compares the derivative formulas with finite differences of the loss. Finite differences do not use the formulas. The check `gradients.cpu` relies
-/// on the formulas.
+/// Compares gradients with finite differences of the loss. This is independent of the formulas for derivatives.
 extension CheckSuite {
-    /// The largest allowed relative error. Rounding the losses to float32 causes errors of up to 10⁻⁴.
+    /// The tolerance of the relative error. Rounding the losses to float32 causes errors of up to 10⁻⁴.
     private static let differenceTolerance = 5e-4
 
-    /// The number of targets. With so many targets the rounding errors of their losses average out.
+    /// The number of targets. The rounding errors of their losses average out.
     private static let differenceTokens = 64
 
-    /// Compares the slope of the loss along the gradient of each module's A and B, in each of the last blocks, with the norm of that gradient. The
-    /// slope comes from four values of the loss:
+    /// Compares the slope of the loss along a gradient with the norm of the gradient, for each module's A and B in the last blocks. The slope comes
+    /// from four values of the loss:
     ///
     ///     f′ ≈ (8 (f(h) − f(−h)) − (f(2h) − f(−2h))) / 12h
     ///
-    /// The first of these blocks gets the embedding as its input. The check begins with the last block and stops after twenty times the settings'
-    /// seconds.
+    /// The check begins with the last block. It stops early if its time is over.
     ///
-    /// - Parameter derivatives: the bundle whose backward pass is checked. This bundle has the same weights. nil for the bundle of the self-check.
+    /// - Parameter derivatives: the bundle whose backward pass is checked. It has the same weights. nil for the bundle of the self-check.
     func compareGradientsWithDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
         guard !architecture.hasExperts else {
             throw Skipped(reason: "The model mixes experts, and the loss jumps where a token chooses others.")
@@ -33,12 +31,12 @@ extension CheckSuite {
         let example = example(Self.differenceTokens)
 
         var inputs = [Int: MLXArray]()
-        // The input is converted to float32. With a bfloat16 input the side inputs would be rounded too, and the loss would change in steps.
+        // The input is float32. A bfloat16 input would round the side inputs, and the loss would change in steps.
         var x = try model.embed(example).asType(.float32)
         let context = try model.makeContext(example, x0: x)
         try addKeysAndValues(before: blocks[0], x, model, context)
-        /// Returns the outputs of a block with these parameters. The keys and values that the block shares with later blocks also come from these
-        /// parameters.
+        /// Returns the outputs of a block with the parameters `lora`. They also determine the keys and values that the block shares with later
+        /// blocks.
         func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
             try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
         }
@@ -61,7 +59,7 @@ extension CheckSuite {
                 try backward.backward(
                     block, x, lora, sideInputs(block, x, lora, model, context), intermediates, d: &d, dShared: &dShared)
             )
-            /// Returns the loss with the parameters `changed` in this block.
+            /// Returns the loss if this block has the parameters `changed`.
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try outputs(block, x, changed).y
                 for later in block + 1..<model.blocks.upperBound {
@@ -80,9 +78,9 @@ extension CheckSuite {
             errors.map { Measurement($0, $1) }.sorted { $0.name < $1.name }, tolerance: Self.differenceTolerance)
     }
 
-    /// Returns the relative difference between the norm of a gradient and the slope of the loss along it.
+    /// Returns the relative difference between the norm of a gradient and the slope of the loss along the gradient.
     ///
-    /// - Parameter size: the largest distance by which to move the parameters.
+    /// - Parameter size: the maximum distance by which the parameters are moved.
     private func differenceError(
         _ gradient: MLXArray, _ lora: MLXArray, size: Float, _ loss: (MLXArray) throws -> Double
     ) throws -> Double {
@@ -99,12 +97,12 @@ extension CheckSuite {
 
     private func norm(_ x: MLXArray) -> Float { x.square().sum().sqrt().item(Float.self) }
 
-    /// The change of the loss, in nats, that moving the parameters by h is meant to cause.
+    /// The intended change of the loss at the distance h, in nats.
     private static let differenceInLoss: Float = 0.005
 }
 
 extension LoRALayout {
-    /// The names of each module's A and B. Each has a mask `[P]`, which is 1 for the parameters of this matrix and 0 for all other parameters.
+    /// The name of each matrix A and B with its mask `[P]`. The mask is 1 for the parameters of the matrix and 0 for others.
     fileprivate var parts: [(name: String, mask: MLXArray)] {
         modules.flatMap { module in
             [("A", Float(1)), ("B", Float(0))].map { name, a in

@@ -3,12 +3,11 @@ import MLX
 import MeSPControl
 import MeSPCore
 
-/// The measurements of the first step in the process. On a GPU the first step compiles every kernel, and Metal takes memory for the kernels.
+/// The measurements of the process's first step. On a GPU this step compiles all kernels, and Metal takes memory for them.
 struct FirstStep {
-    /// The growth of the footprint without MLX's arrays since the moment before the first use of MLX, in bytes. `afterUse` is measured after the
-    /// first use, and `afterStep` after the first step.
+    /// The growth of the footprint, without MLX's arrays, in bytes: after the first use of MLX, and after the first step.
     let afterUse, afterStep: Int
-    /// The longest time between two boundaries in the first step, in seconds; `longestAgain` is the longest time in a second step.
+    /// The longest time between two block boundaries, in seconds: in the first step, and in the second step.
     let longest, longestAgain: Double
 }
 
@@ -18,7 +17,6 @@ extension CheckSuite {
             throw Skipped(reason: "MLX was in use before: restart the process, and check before anything else.")
         }
         if let firstStepTaken { return firstStepTaken }
-        /// Returns the growth of the footprint without MLX's arrays.
         func grown() -> Int {
             Memory.clearCache()
             return memoryFootprint() - Memory.activeMemory - firstUseOfMLX.footprint
@@ -27,14 +25,14 @@ extension CheckSuite {
         let afterUse = grown()
         let run = run(longest)
         let (longest, longestAgain) = try longestStretches(run, defaultPlan(run))
-        // Mapped weights count as MLX's arrays but not in the footprint, so the maps are released.
+        // Mapped weights count as active memory of MLX but not in the footprint, so the maps are released.
         bundle.maps.areKept = false
         let step = FirstStep(afterUse: afterUse, afterStep: grown(), longest: longest, longestAgain: longestAgain)
         firstStepTaken = step
         return step
     }
 
-    /// Takes two steps. Returns, for each step, the longest time between two boundaries, in seconds.
+    /// Takes two steps. Returns for each step the longest time between two block boundaries, in seconds.
     private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
         let trainer = try makeTrainer(run, plan: plan)
         defer { trainer.clock.atBlock = {} }
@@ -68,8 +66,8 @@ extension CheckSuite {
             ])
     }
 
-    /// Checks the longest time to a boundary. An app that enters the background waits for the next boundary, and iOS terminates an app that takes too
-    /// long.
+    /// Checks the longest time to a block boundary. An app that enters the background stops at the next boundary. iOS terminates an app that takes
+    /// too long.
     func checkLeaving() throws -> Finding {
         let step = try takeFirstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)
@@ -85,7 +83,7 @@ extension CheckSuite {
             ])
     }
 
-    /// Returns the verdict on the longest time. On a CPU nothing is compiled, so the time is only noted.
+    /// Returns the verdict on the longest time. On a CPU nothing is compiled, so the verdict is a note.
     static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
         guard onGPU else { return .note }
         return seconds <= RunController.secondsToLeave ? .pass : .fail

@@ -3,8 +3,7 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPCore
 
-/// Computes a block, and the head, by the formulas on the CPU in float32. The self-check compares the results of a GPU with these results. Without a
-/// GPU it compares the results of the block function with them.
+/// Computes a block and the head by the formulas, on the CPU in float32. The self-check compares the device's results with these results.
 struct FormulasOnCPU {
     let bundle: ModelBundle
     let layouts: [LoRALayout]
@@ -12,7 +11,7 @@ struct FormulasOnCPU {
     let scale: Float
     let machine: Machine
 
-    /// Returns all outputs of the block function, evaluated.
+    /// Returns the evaluated outputs of a block.
     ///
     /// - Parameters:
     ///   - x: the input of the block, `[1, T, hidden]`.
@@ -26,10 +25,9 @@ struct FormulasOnCPU {
         }
     }
 
-    /// Returns the gradient of a block's LoRA parameters `[P]`, and changes d from dy to dx. Both are evaluated.
+    /// Returns the gradient of a block's LoRA parameters, `[P]`, and changes d from dy to dx. Both are evaluated.
     ///
-    /// - Parameter dShared: the gradients of shared keys and values, by the index of the block that owns the keys and values; see
-    ///   `Block.structuredBackward`.
+    /// - Parameter dShared: the gradients of shared keys and values, by the index of the block that computes them.
     func backward(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ side: SideInputs, _ intermediates: Intermediates,
         d: inout MLXArray, dShared: inout [Int: MixerState.KeyValues]
@@ -41,7 +39,7 @@ struct FormulasOnCPU {
         }
     }
 
-    /// Returns the sum of the losses of the targets in the loss, in nats, and its gradient `[1, T, hidden]` multiplied by `scale`.
+    /// Returns the sum of the losses in nats, and its gradient `[1, T, hidden]` multiplied by `scale`.
     func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
         try withHead { head in
             let (loss, dy) = head.lossAndGradient(
@@ -52,7 +50,7 @@ struct FormulasOnCPU {
         }
     }
 
-    /// Returns the mean loss of a sequence's targets, which are all in the loss, summed in float64.
+    /// Returns the mean loss of all targets, summed in float64.
     func loss(_ y: MLXArray, _ example: Example) throws -> Double {
         try withHead { head in
             let losses = head.scores(

@@ -9,16 +9,14 @@ import MeSPSentences
     import Metal
 #endif
 
-/// The system's GPU, as described by Metal.
 struct SystemGPU {
     let name: String
     let architecture: String
-    /// The memory that the GPU can use without a loss of performance, in bytes.
+    /// The recommended maximum of the GPU's memory, in bytes.
     let workingSet: Int
-    /// The largest buffer, in bytes.
+    /// The maximum size of a buffer, in bytes.
     let largestBuffer: Int
 
-    /// The GPU of this machine; nil without Metal.
     static let current: SystemGPU? = {
         #if canImport(Metal)
             guard let device = MTLCreateSystemDefaultDevice() else { return nil }
@@ -32,7 +30,6 @@ struct SystemGPU {
     }()
 }
 
-/// Checks of the machine and of its mapping of weights.
 extension CheckSuite {
     func describeMachine() -> Finding {
         let process = ProcessInfo.processInfo
@@ -69,8 +66,8 @@ extension CheckSuite {
             ])
     }
 
-    /// Checks that mapping does not copy. If Metal refuses an address or a length, MLX copies the data without an error. Then a change of the file
-    /// does not show in the array.
+    /// Checks that mapping does not copy. If Metal refuses a mapped address, MLX silently copies the data. Then a change of the file does not appear
+    /// in the array.
     func checkMapWithoutCopy() throws -> Finding {
         let size = min(largestFile.words * 4, 16 << 20)
         let path = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)").path
@@ -100,7 +97,7 @@ extension CheckSuite {
         }
     }
 
-    /// Measures by how much the footprint grows when MLX reads every page of the largest weight file through a map.
+    /// Measures the growth of the footprint when MLX reads the whole largest weight file through a map.
     func measureMapFootprint() throws -> Finding {
         let size = largestFile.words * 4
         func read() throws -> Int {
@@ -123,15 +120,15 @@ extension CheckSuite {
             ])
     }
 
-    /// Returns the verdict on the growth of the footprint. A copy would add the whole size. For a small file the growth proves nothing, because a
-    /// kernel's own memory is as large as the file.
+    /// Returns the verdict on the growth of the footprint. A copy would add the whole size. For a small file the verdict is a note, because a
+    /// kernel's own memory may be as large.
     static func verdict(footprintOfMap grown: Int, size: Int) -> SelfCheckReport.Verdict {
         let slack = 1_000_000
         guard size > 4 * slack else { return .note }
         return grown < size / 4 + slack ? .pass : .fail
     }
 
-    /// Measures the time to map a block's file and to run the first kernel that reads the map.
+    /// Measures the time to map a block's file and run the first kernel on the map.
     func measureMapFirstUse() throws -> Finding {
         let file = bundle.file(ofBlock: 0)
         let (url, words) = (bundle.url.appendingPathComponent(file.file), file.words)
@@ -148,7 +145,7 @@ extension CheckSuite {
             ])
     }
 
-    /// Measures the memory that released mappings keep until the process ends.
+    /// Measures the memory that released maps keep.
     func measureMapLeak() throws -> Finding {
         let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
         try Data(count: mappingUnit).write(to: file)
@@ -166,16 +163,14 @@ extension CheckSuite {
             [Measurement("leaked per thousand", Double(leaked), "bytes")])
     }
 
-    /// The allowed growth of the footprint by a thousand mappings, in bytes. If memory does not hold the weights, each token maps 30 blocks. At the
-    /// allowed growth, a text of a thousand tokens then adds 30 MB, as much as a step of a small model.
+    /// The allowed growth of the footprint by a thousand maps, in bytes. In generation each token may map 30 blocks. Then a thousand tokens add at
+    /// most 30 MB.
     private static let leakAllowed = 1_000_000
 
-    /// Checks that `withError` makes an error available in its box as soon as MLX reports it. `withError` itself throws only after its body. So a run
-    /// asks the box, in order to stop before it continues with wrong numbers.
+    /// Checks that the error box of `withError` has an error as soon as MLX reports it. A run asks the box, to stop before it uses wrong numbers.
     ///
     /// - Parameter provoke: causes an error of MLX.
     func checkErrors(provoke: () -> Void = CheckSuite.evaluateInsideTrace) throws -> Finding {
-        /// Returns whether the box has an error before `provoke` and after it.
         func caught() throws -> (before: Bool, after: Bool) {
             var found = (before: false, after: false)
             _ = try? withError { box in
@@ -196,7 +191,7 @@ extension CheckSuite {
             [Measurement("errors seen", found.after ? 1 : 0)])
     }
 
-    /// Calls `eval` within a trace, which MLX refuses on every device.
+    /// Calls `eval` within a trace. MLX refuses this on each device.
     static func evaluateInsideTrace() {
         let traced = compile { (x: MLXArray) in
             eval(x)
@@ -205,7 +200,6 @@ extension CheckSuite {
         _ = traced(MLXArray(Float(1)))
     }
 
-    /// The largest file of weights.
     private var largestFile: Manifest.PackedFile {
         let manifest = bundle.manifest
         let blocks = manifest.blocks.flatMap { kind in kind.layers.map(kind.file) }

@@ -3,17 +3,15 @@ import MLX
 import MeSPBundle
 import MeSPCore
 
-/// Compares each row of a product in bfloat16, because one wrong row among many hardly changes the error of the whole product.
+/// Compares each row of a product in bfloat16. One wrong row among many would hardly change the error of the whole product.
 extension CheckSuite {
-    /// The largest allowed relative error of a row. Rounding the result to bfloat16 causes an error of 2·10⁻³. Rounding the dequantized W causes an
-    /// error of about 5·10⁻³ at 8 bits, because 8-bit codes are large compared with the steps between them.
+    /// The tolerance of a row's relative error. Rounding the result to bfloat16 causes errors of 2·10⁻³. Rounding dequantized 8-bit weights causes
+    /// errors of about 5·10⁻³.
     private static let rowTolerance = 0.02
 
-    /// The numbers of rows to check. MLX has kernels for few rows, for more rows, and for matrices. The kernels for matrices use the neural
-    /// accelerators of a GPU that has them.
+    /// The numbers of rows to check. MLX has different kernels for few rows, for more rows, and for matrices.
     private static let numbersOfRows = [9, 33, 256]
 
-    /// The maximum number of elements in W.
     private static let mostElements = 1 << 22
 
     func checkProductRows() throws -> Finding {
@@ -23,16 +21,15 @@ extension CheckSuite {
         return try checkProductRows(tolerance: Self.rowTolerance)
     }
 
-    /// Compares x Wᵀ, plain and quantized, with the product of the same numbers in float32 on the CPU. W has the first rows of a block's wide
-    /// projection.
+    /// Compares x Wᵀ, plain and quantized, with the float32 product on the CPU. W is the first rows of a wide projection.
     ///
-    /// - Parameter tolerance: the largest allowed relative error of a row. A CPU needs a larger tolerance, because it sums in bfloat16.
+    /// - Parameter tolerance: the tolerance of a row's relative error. A CPU needs a larger tolerance, because it sums in bfloat16.
     func checkProductRows(tolerance: Double) throws -> Finding {
         let inputs = architecture.hiddenSize
         let errors = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
             let w = all.rows(0..<min(all.rows, max(1, Self.mostElements / inputs)))
-            // Only affine quantization has floating-point scales. The scales of other formats are codes.
+            // Only affine quantization has floating-point scales.
             let isAffine = w.biases != nil
             let scales = isAffine ? w.scales.asType(.bfloat16) : w.scales
             let biases = w.biases?.asType(.bfloat16)

@@ -5,19 +5,17 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A check of the machine for training. It checks that weights are mapped without a copy, that gradients agree with the formulas on the CPU, and that
-/// a step's peak agrees with the prediction. It measures the times of an `eval`, a kernel and a buffer.
-///
-/// With a bundle for the CPU every check also runs, and compares the CPU's results with the formulas on the CPU.
+/// A check of the machine for training. It checks that mapping weights does not copy, that gradients are correct, and that the peak memory agrees
+/// with the prediction. It also measures the speed of the machine.
 public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
         package var bundle: String
-        /// The number of times that a gradient is repeated. All results must be equal to the last bit.
+        /// The number of repetitions of a gradient. All results must be equal to the last bit.
         package var repeats = 50
         /// The duration of one measurement, in seconds.
         package var seconds = 1.0
-        /// The minutes of continuous training, which show whether the machine slows down; 0 for none.
+        /// The duration of continuous training, in minutes, to measure thermal throttling; 0 for none.
         package var minutes = 0.0
         /// The names of the checks to run; nil for all.
         package var checks: [String]?
@@ -52,19 +50,19 @@ public struct SelfCheck {
 
     package init(_ settings: Settings) { self.settings = settings }
 
-    /// Runs the checks, one after the other.
+    /// Runs the checks.
     ///
     /// - Parameters:
-    ///   - atBlock: a closure that is called before each check and at every block boundary. The closure may wait, or throw `CancellationError`, which
-    ///     ends the self-check.
-    ///   - report: receives each part of the report when it is complete.
+    ///   - atBlock: a closure that is called before each check and at each block boundary. It may wait, or throw `CancellationError` to end the
+    ///     self-check.
+    ///   - report: receives each part of the report when the part is complete.
     /// - Returns: the whole report.
-    /// - Throws: `MeSPError` if the bundle cannot be used, and `CancellationError`. A failed check throws no error.
+    /// - Throws: `MeSPError` if the bundle cannot be used; `CancellationError`. A failed check throws no error.
     @discardableResult package func run(
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
         let begin = ContinuousClock.now
-        // `firstUseOfMLX` gets its value when it is first read. Here it is read before any use of a GPU.
+        // `firstUseOfMLX` is initialized when it is first read. It must be read before the first use of a GPU.
         let isFirstUse = firstUseOfMLX.time >= begin
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
@@ -97,7 +95,7 @@ public struct SelfCheck {
         return whole
     }
 
-    /// Returns the result of a check. An error other than `CancellationError` becomes a failure. A check in which a GPU failed is repeated.
+    /// Returns the result of a check. An error other than `CancellationError` becomes a failure. The check is repeated after an error of the GPU.
     static func perform(
         _ check: CheckSuite.Check, _ bundle: ModelBundle, _ atBlock: () throws -> Void = {}
     ) throws -> SelfCheckReport.Check {
@@ -121,7 +119,6 @@ public struct SelfCheck {
     }
 }
 
-/// The finding of a check.
 struct Finding {
     let verdict: SelfCheckReport.Verdict
     let sentence: Sentence
@@ -134,7 +131,6 @@ struct Finding {
     }
 }
 
-/// The reason why a check is impossible here.
 struct Skipped: Error {
     let reason: Sentence
 }

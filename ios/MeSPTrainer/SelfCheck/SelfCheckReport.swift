@@ -6,11 +6,10 @@ import MeSPSentences
 
 /// The report of a self-check: the result of each check, and the measured constants of the machine.
 public struct SelfCheckReport: Codable, Sendable {
-    /// The machine and the model of the run.
+    /// The machine, the model and the settings.
     package var start: Start
     public var checks = [Check]()
-    /// The end of the report; nil until every check has run. If `end` stays nil, the process was terminated during the check that follows the last
-    /// check in `checks`.
+    /// The end of the report; nil until all checks have run. If `end` stays nil, the process ended during the check after the last one in `checks`.
     package var end: End?
 
     package struct Start: Codable, Sendable {
@@ -18,7 +17,7 @@ public struct SelfCheckReport: Codable, Sendable {
         package var mlxVersion: String
         /// The machine and its system.
         package var host: String
-        /// The name of the GPU, from the system; nil if there is no GPU, or if MLX's GPU is not Apple's. `gpuArchitecture` is its architecture.
+        /// The name of the GPU; nil without an Apple GPU.
         package var gpu: String?
         package var gpuArchitecture: String?
         /// The bundle's name.
@@ -26,7 +25,7 @@ public struct SelfCheckReport: Codable, Sendable {
         /// The bundle's device, `cpu` or `gpu`.
         package var device: String
         package var dtype: String
-        /// The state of the GPU's neural accelerators: `absent`, `off` until a self-check has passed, `checking`, `failed` or `on`.
+        /// The state of the GPU's neural accelerators: `absent`, `off`, `checking`, `failed` or `on`.
         package var neuralAccelerators: String
         package var settings: SelfCheck.Settings
         /// The names of the checks, in their order.
@@ -48,7 +47,7 @@ public struct SelfCheckReport: Codable, Sendable {
 
     public enum Verdict: String, Codable, Sendable, CaseIterable {
         case pass, fail
-        /// A measurement, which is neither right nor wrong.
+        /// A measurement without a pass or a failure.
         case note
         case skipped
     }
@@ -65,29 +64,29 @@ public struct SelfCheckReport: Codable, Sendable {
         }
     }
 
-    /// The measured constants. A constant is nil if it was not measured. The constants predict the time of a step:
+    /// The measured constants; nil if they were not measured. They predict the time of a step:
     ///
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
     ///               + the larger of  bytes / bytesPerSecond  and  FLOP / flopsPerSecond
     package struct Constants: Codable, Sendable, Equatable {
-        /// The time of an `eval` without its kernels.
+        /// The overhead of an `eval`.
         package var evalSeconds: Double?
         /// The time of a kernel that waits for another kernel.
         package var kernelSeconds: Double?
-        /// The time to allocate a buffer of 1 MiB that is not in MLX's cache.
+        /// The time to allocate a new buffer of 1 MiB.
         package var newBufferSeconds: Double?
-        /// The time to map a block's file, with its first use.
+        /// The time to map a block's file and use the map for the first time.
         package var mapSeconds: Double?
-        /// The rate of reading and writing memory.
+        /// The rate of reading plus writing memory.
         package var bytesPerSecond: Double?
-        /// The memory that MLX adds to the footprint after a step, besides its arrays: on a GPU, Metal's libraries, kernels and command buffers.
+        /// The memory that MLX adds to the footprint after a step, besides its arrays.
         package var metalBytes: Double?
-        /// The rate of the products that training uses: the slower of x Wᵀ and dy W, each measured with its fastest tile.
+        /// The rate of the products that training uses. It is the slowest product's rate with its fastest tile.
         package var flopsPerSecond: Double?
     }
 
     package struct End: Codable, Sendable {
-        /// The verdict: `fail` if a check failed.
+        /// `fail` if a check failed.
         package var verdict: Verdict
         package var constants: Constants
         package var seconds: Double
@@ -106,11 +105,9 @@ public struct SelfCheckReport: Codable, Sendable {
 }
 
 extension SelfCheckReport {
-    /// The name of the check that measures Metal's memory, and the name of its measurement after a step.
     static let (metalFootprint, afterStep) = ("metal.footprint", "after the first step")
 
-    /// Makes plans use Metal's memory as measured in the newest reports in a folder, in place of an assumption. Only reports of this machine and this
-    /// version of MLX count. Other files are ignored.
+    /// Uses the measurements of Metal's memory in a folder's newest reports for plans. Ignores reports of another machine or another version of MLX.
     package static func useMeasurements(in folder: URL) {
         let keys: Set<URLResourceKey> = [.contentModificationDateKey]
         let files = try? FileManager.default.contentsOfDirectory(at: folder, includingPropertiesForKeys: Array(keys))

@@ -2,20 +2,19 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// The times and the memory of a run's steps, by phase.
 private struct Steps {
     static var phases: [(name: String, path: KeyPath<StepClock.Phases, Double>)] {
         [("forward", \.forward), ("head", \.loss), ("backward", \.backward)]
     }
 
-    /// The seconds of each phase, by step.
+    /// The seconds of each phase, for each step.
     var seconds = [[Double]]()
-    /// The highest growth of the footprint in each phase, in bytes. `mlx` is MLX's highest active memory in each phase.
+    /// The maximum growth of the footprint in each phase, in bytes. `mlx` is MLX's maximum active memory in each phase.
     var footprint = [0, 0, 0]
     var mlx = [0, 0, 0]
 
     var first: [Double] { seconds.first ?? [] }
-    /// The median times of all steps except the first.
+    /// The median time of each phase, without the first step.
     var usual: [Double] {
         let later = seconds.dropFirst()
         return Self.phases.indices.map { phase in
@@ -26,7 +25,7 @@ private struct Steps {
 }
 
 extension CheckSuite {
-    /// Runs steps with a plan: at least two, and more until `seconds` have passed.
+    /// Runs at least two steps with a plan, and more until `seconds` have passed.
     private func runSteps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in })
         throws
         -> Steps
@@ -40,7 +39,7 @@ extension CheckSuite {
         var last = clock.time
         var (footprint, mlx) = (0, 0)
 
-        /// Assigns the peaks since the last boundary to a phase: the phase whose time has grown since, or else the previous phase.
+        /// Assigns the peaks since the last boundary to the phase whose time has grown.
         func observe() {
             (footprint, mlx) = (max(footprint, sampler.takePeak() - before), max(mlx, Memory.peakMemory))
             Memory.peakMemory = 0
@@ -65,7 +64,7 @@ extension CheckSuite {
             _ = try trainer.step([SequenceLoss([example(run.seqLen, number: number)])], number: number)
             observe()
             let times = Steps.phases.map { clock.time[keyPath: $0.path] - start[keyPath: $0.path] }
-            // An hour of short steps gives many numbers, so only the first 1000 are kept.
+            // A long run has many steps, so only the first 1000 are kept.
             if steps.seconds.count < 1000 { steps.seconds.append(times) }
             watch(times)
             number += 1
@@ -74,11 +73,11 @@ extension CheckSuite {
         return steps
     }
 
-    /// Compares the peak of each phase with the planner's prediction for a step.
+    /// Compares the measured peak of a step with the planner's prediction.
     func measurePeak(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
-        // Metal's memory is already taken before this check begins.
+        // The memory for Metal is in use before this check begins.
         let planner = Planner(bundle.manifest, run)
         let predicted = planner.peak(plan) - (planner.metalBytes ?? 0)
         let steps = try runSteps(run, plan, for: 0)
@@ -96,8 +95,8 @@ extension CheckSuite {
             [Measurement("predicted", Double(predicted), "bytes")] + measured)
     }
 
-    /// Measures the phases with several plans. The plans are the default plan, the fastest plans within three memory limits, and on a GPU the default
-    /// plan with MLX's cache kept. The limits are twice the default plan's peak, the mean of this peak and the least peak, and the least peak.
+    /// Measures the phases with several plans: the default plan, the fastest plans within three memory limits, and on a GPU the default plan with
+    /// MLX's cache kept.
     func measureTimes(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
@@ -129,8 +128,7 @@ extension CheckSuite {
             measured)
     }
 
-    /// Compares the speeds at the beginning and at the end of a long run, each over a minute, or over a tenth of a run that is shorter than ten
-    /// minutes.
+    /// Compares the speed at the end of a long run with the speed at its beginning. Each is measured over a minute, or over a tenth of a shorter run.
     func measureThrottling() throws -> Finding {
         guard settings.minutes > 0 else {
             throw Skipped(reason: "No long run was requested; set minutes.")

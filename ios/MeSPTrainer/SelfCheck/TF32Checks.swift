@@ -3,7 +3,6 @@ import MLX
 import MeSPCore
 import MeSPSentences
 
-/// Measures the precision of float32 products, and the effect of TF32 on gradients.
 extension CheckSuite {
     func checkTF32() throws -> Finding {
         let errors = errorsOfProducts()
@@ -37,10 +36,11 @@ extension CheckSuite {
                 + effects.map { Measurement("TF32: \($0.name)", $0.value ?? .nan) })
     }
 
-    /// A threshold between the relative errors of float32, below 10⁻⁶, and of TF32, about 10⁻⁴.
+    /// The threshold of relative errors between float32 (below 10⁻⁶) and TF32 (about 10⁻⁴).
     private static let roundedFrom = 1e-5
 
-    /// Returns the relative errors of products with a diagonal matrix. Each element of such a product is the product of two numbers.
+    /// Returns the relative errors of products with a diagonal matrix. Their exact results are known, because each element is one product of two
+    /// numbers.
     private func errorsOfProducts() -> [Measurement] {
         let (rows, features) = (256, 512)
         let x = MLXRandom.normal([rows, features], key: MLXRandom.key(0))

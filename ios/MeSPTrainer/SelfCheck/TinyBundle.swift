@@ -3,10 +3,9 @@ import MLX
 import MeSPBundle
 import MeSPFiles
 
-/// A bundle of one block with random weights. The self-check writes such a bundle for each mixer, so that a check does not depend on the mixers of
-/// the chosen bundle. The bundle's file of block functions is empty, so the bundle can generate but not train.
+/// A bundle of one block with random weights, for a check of one mixer. Its block function is an empty file, so the bundle can generate but not
+/// train.
 struct TinyBundle {
-    /// The manifest's entry for the mixer.
     let mixer: [String: any Sendable]
     static let hidden = 128
     static let vocabulary = 256
@@ -15,7 +14,7 @@ struct TinyBundle {
     ///
     /// - Parameters:
     ///   - folder: the folder to create.
-    ///   - model: a bundle with the device, the dtype and the quantization to use.
+    ///   - model: a bundle with the same device, dtype and quantization.
     func write(to folder: URL, like model: ModelBundle) throws -> ModelBundle {
         let mlp: [String: any Sendable] = [
             "modules": [["mlp.gate_proj", ["gate"]], ["mlp.up_proj", ["up"]], ["mlp.down_proj", ["down"]]]
@@ -36,7 +35,7 @@ struct TinyBundle {
         try fileManager.createDirectory(
             at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
         var (weights, table) = (Words(model), Words(model))
-        // The CPU gives the same numbers on every device.
+        // The CPU generates the same numbers on each machine.
         try Device.withDefaultDevice(.cpu) {
             for array in block.plainArrays { try weights.add(array) }
             for matrix in block.matrices { try weights.add(matrix: matrix.name + ".", matrix.shape) }
@@ -45,7 +44,7 @@ struct TinyBundle {
         }
         let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
         let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
-        // The manifest names this empty file as the block function. Generation does not call the function.
+        // Generation does not call the block function, so its file is empty.
         let function = "block.mlxfn"
         try Data().write(to: folder.appendingPathComponent(function))
 
@@ -78,7 +77,6 @@ struct TinyBundle {
         return bundle
     }
 
-    /// The contents of a file of words, and the manifest's entries for the arrays in it.
     private struct Words {
         private let dtype: ElementType
         private let quantization: Manifest.Quantization
@@ -89,14 +87,14 @@ struct TinyBundle {
             (dtype, quantization) = (model.manifest.dtype, model.manifest.quantization)
         }
 
-        /// Adds random numbers: around 1 for a norm, around 0 for any other array.
+        /// Adds random numbers: around 1 for a norm, otherwise around 0.
         mutating func add(_ array: Weight) throws {
             let noise = random(array.shape, scale: 0.3)
             let isNorm = array.name == "norm" || array.name.hasSuffix("norm.weight")
             try add(array.name, isNorm ? 1 + noise : noise, array.isFloat32 ? .float32 : dtype)
         }
 
-        /// Adds a quantized matrix whose products with a normalized vector have a variance of 1.
+        /// Adds a random quantized matrix. Its products with a normalized vector have a variance of 1.
         mutating func add(matrix prefix: String, _ shape: [Int]) throws {
             let (weight, scales, biases) = quantized(
                 random(shape, scale: 1 / Float(shape[1]).squareRoot()).asType(dtype.dtype),
@@ -117,7 +115,7 @@ struct TinyBundle {
             data += Data(count: (4 - data.count % 4) % 4)
         }
 
-        /// Writes the file, padded to a multiple of `mappingUnit`. Returns its length in words.
+        /// Writes the file, padded to a multiple of `mappingUnit`. Returns the number of words.
         func write(to file: URL) throws -> Int {
             let count = (data.count + mappingUnit - 1) / mappingUnit * mappingUnit
             try (data + Data(count: count - data.count)).write(to: file)

@@ -2,8 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 
-/// Training steps for counting or measuring, which leave no files. The steps train the first example of the data, or the first sequence of packed
-/// examples. If the data is text or preference data, the steps train meaningless tokens.
+/// Training steps for counting or measuring. They write no files. They train the first sequence of the data. For text or preference data they train
+/// meaningless tokens.
 package final class TrialSteps {
     package let planner: Planner
     package let plan: Plan
@@ -11,9 +11,11 @@ package final class TrialSteps {
     private let example: Example
     private var number = 0
 
+    /// Prepares the steps.
+    ///
     /// - Parameters:
-    ///   - settings: the settings of a run. The output folder in them is not used.
-    ///   - plan: chooses the plan.
+    ///   - settings: the settings of a run. Their output folder is not used.
+    ///   - plan: a closure that chooses the plan.
     /// - Throws: `MeSPError`, as a run does at its start.
     package init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
         try settings.check()
@@ -31,7 +33,7 @@ package final class TrialSteps {
             try Self.example(bundle, settings) ?? Example(tokens: tokens, counted: Array(0..<settings.seqLen))
     }
 
-    /// Returns the first sequence of the training data's examples; nil if it has no examples or is preference data.
+    /// Returns the first training sequence; nil for text and preference data.
     private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
         guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.hasPreferences else { return nil }
         let packs = stream.packsExamples && bundle.manifest.takesPacked && settings.method.takesPacked
@@ -45,9 +47,9 @@ package final class TrialSteps {
     /// Whether the model has experts.
     package var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }
 
-    /// Takes a step with as many sequences as the settings give a step. With an objective, the step has one sequence.
+    /// Takes a step with the settings' number of sequences. With an objective, the step has one sequence.
     ///
-    /// - Parameter atBlock: called at each block boundary, where a run may pause.
+    /// - Parameter atBlock: a closure that is called at each block boundary.
     package func step(atBlock: @escaping () -> Void = {}) throws {
         trainer.clock.atBlock = atBlock
         let settings = trainer.model.settings

@@ -1,11 +1,11 @@
 import Foundation
 
-/// An error that describes itself in a sentence.
+/// An error with a sentence for people.
 package protocol SentenceError: Error {
     var sentence: Sentence { get }
 }
 
-/// An error that a person can act on, with one plain sentence that names the fault and the remedy.
+/// An error that a person can act on. Its sentence names the fault and the remedy.
 public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
     package let sentence: Sentence
 
@@ -15,7 +15,7 @@ public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
 }
 
 extension Error {
-    /// The error as a sentence: the error's own sentence, or else the system's description.
+    /// The error's own sentence, or else the system's description.
     package var plainSentence: Sentence {
         if let error = self as? any SentenceError { return error.sentence }
         if let decoding = self as? DecodingError {
@@ -23,7 +23,7 @@ extension Error {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
             case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
                 let path = context.codingPath.map(\.stringValue).joined(separator: ".")
-                // If a number is out of range for its type, Foundation does not give the path of the number in the JSON.
+                // Foundation gives no path for a number that is out of range.
                 guard !path.isEmpty else { return "it is not JSON, or has a number that is too large or too small" }
                 return "\(path) has the wrong type"
             @unknown default: break

@@ -1,10 +1,10 @@
 import Foundation
 
-/// A text for a person: in English for logs and programs, and in the language of the app's String Catalog on the screen.
+/// A text for a person. Logs and programs show it in English, and the screen shows it in the app's language.
 ///
-/// A sentence is written as a literal, `"\(name) has \(count) tokens"`. Its key in the catalogue is the key that Xcode derives from the literal, `%@
-/// has %lld tokens`. Whole numbers are `%lld`, so that a translation can vary by them, and all other values are `%@`. A translation may reorder the
-/// values, as `%2$lld` and `%1$@`. A sentence within a sentence has the language of the outer sentence, and loses its full stop.
+/// A sentence is written as a literal, `"\(name) has \(count) tokens"`. Xcode derives the key in the String Catalog from the literal: `%@ has %lld
+/// tokens`. Whole numbers are `%lld`, and other values are `%@`. A translation may reorder the values, as `%2$lld` and `%1$@`. A sentence within a
+/// sentence loses its full stop.
 public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     private let key: String
     private let values: [Value]
@@ -17,18 +17,20 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
 
     public init(stringLiteral text: String) { self.init(english: text) }
 
-    /// - Parameter english: a sentence that was read from a file. The catalogue has a translation only if the sentence was written without values.
+    /// - Parameter english: a sentence from a file. It is translated only if it has no values.
     package init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }
 
-    /// The sentence in English, whatever the language of the app.
+    /// The sentence in English.
     package var english: String { filled(key, locale: nil) { $0.english } }
 
-    /// The sentence in the app's language, or in English if the table `Sentences` of the main bundle has no translation.
+    /// The sentence in the app's language; in English if the table `Sentences` of the main bundle has no translation.
     public var localized: String { localized(by: .main) }
 
-    /// - Parameter bundle: the bundle with the table.
+    /// Returns the sentence in the app's language.
+    ///
+    /// - Parameter bundle: the bundle with the table `Sentences`.
     package func localized(by bundle: Bundle) -> String {
         filled(bundle.localizedString(forKey: key, value: nil, table: "Sentences"), locale: .current) {
             $0.localized(by: bundle)
@@ -36,7 +38,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     }
 
     private func filled(_ format: String, locale: Locale?, _ words: (Sentence) -> String) -> String {
-        // As in Xcode, a key without values is not a format, so a % in the key stays a %.
+        // Without values the key is not a format, so a % stays a %.
         guard !values.isEmpty else { return format }
         let arguments = values.map { value -> any CVarArg in
             switch value {
@@ -48,7 +50,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
         return String(format: format, locale: locale, arguments: arguments)
     }
 
-    /// Collects the key and the values of a literal.
+    /// The key and the values of a literal.
     public struct Interpolation: StringInterpolationProtocol {
         fileprivate var key = ""
         fileprivate var values = [Value]()
@@ -76,12 +78,10 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     }
 }
 
-/// Sentences are equal if their English texts are.
 extension Sentence: Equatable {
     public static func == (one: Sentence, other: Sentence) -> Bool { one.english == other.english }
 }
 
-/// A sentence is encoded as its English text.
 extension Sentence: Codable {
     public init(from decoder: any Decoder) throws {
         self.init(english: try decoder.singleValueContainer().decode(String.self))

@@ -12,12 +12,12 @@ import Testing
 @testable import MeSPDownload
 @testable import MeSPFiles
 
-/// Tests damaged files of every kind. Each is refused with a sentence or read as valid contents, and takes little memory. A crash ends the tests.
+/// Tests damaged files of each kind. Each is read or refused with a sentence, and takes little memory.
 @Suite(.serialized) struct FuzzTests {
-    /// The number of cases of each kind; `make test-slow` has 10,000.
+    /// The number of cases of each kind. `make test-slow` sets it to 10,000.
     static let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
 
-    /// SplitMix64, which gives the same cases in every run of the tests.
+    /// SplitMix64. The seed makes the cases reproducible.
     struct Generator: RandomNumberGenerator {
         var state: UInt64
 
@@ -37,7 +37,6 @@ import Testing
         [String](repeating: "x", count: 1000), ["a": ["b": ["c": 1]]],
     ]
 
-    /// Returns JSON with some values replaced, removed or repeated.
     private func mutated(_ value: Any, _ random: inout Generator) -> Any {
         func change(_ value: Any, _ random: inout Generator) -> Any {
             if Int.random(in: 0..<6, using: &random) == 0 { return hostile.randomElement(using: &random) ?? 0 }
@@ -68,7 +67,6 @@ import Testing
         return try JSONSerialization.data(withJSONObject: value, options: [.fragmentsAllowed, .sortedKeys])
     }
 
-    /// Returns the bytes with some of them flipped, removed, inserted or overwritten by a number.
     private func mutatedBytes(_ data: Data, _ random: inout Generator) -> Data {
         var data = Data(data)
         for _ in 0..<Int.random(in: 1...4, using: &random) where !data.isEmpty {
@@ -88,7 +86,7 @@ import Testing
         return data
     }
 
-    /// Runs `body` for each case. An error that it throws must have a sentence.
+    /// Runs `body` for each case. Its errors must have a sentence.
     private func fuzz(seed: UInt64, _ body: (inout Generator) throws -> Void) throws {
         let sampler = FootprintSampler()
         defer { sampler.stop() }
@@ -138,7 +136,6 @@ import Testing
         }
     }
 
-    /// Tests offers of the Hub, before any file is downloaded.
     @Test(arguments: ["tied-32", "gemma4"]) func offers(_ fixture: String) throws {
         let (folder, manifest) = try bundle(fixture)
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -155,7 +152,6 @@ import Testing
         }
     }
 
-    /// A log is read or refused, and a resumed run leaves a readable log.
     @Test func logs() throws {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -179,7 +175,6 @@ import Testing
         }
     }
 
-    /// Tests the index of the files with tokens.
     @Test func indexesOfTokens() throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -195,7 +190,7 @@ import Testing
         }
     }
 
-    /// Tests functions with some changed words, such as sizes, shapes or indices. MLX runs the functions that pass, and stays within their arrays.
+    /// Some words of the function files are changed, such as sizes, shapes or indices. MLX runs the functions that pass the checks.
     @Test func functions() throws {
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -255,7 +250,6 @@ import Testing
         }
     }
 
-    /// Refused data leave no files. Other data become tokens that a run can use.
     @Test func textOfOnesOwn() throws {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -285,7 +279,6 @@ import Testing
         }
     }
 
-    /// With the largest sizes that a manifest may have, no prediction overflows. Each manifest is refused or planned.
     @Test(arguments: GradientMethod.allCases) func theLargestSizes(_ method: GradientMethod) throws {
         let (folder, json) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -413,7 +406,6 @@ import Testing
         }
     }
 
-    /// Tests safetensors headers that are valid JSON with impossible contents.
     @Test(arguments: [
         #"{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}"#,
         #"{"a": {"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 16]}}"#,
@@ -433,7 +425,6 @@ import Testing
         #expect(sound["a"]?.shape == [4])
     }
 
-    /// A name in the manifest must not lead out of the bundle.
     @Test(arguments: ["file", "folder", "manifest"]) func symbolicLinks(_ kind: String) throws {
         let (folder, _) = try bundle()
         let elsewhere = folder.appendingPathExtension("elsewhere")

@@ -9,11 +9,10 @@
     @testable import MeSPCore
     @testable import MeSPSelfCheck
 
-    /// Tests the core on an MLX that imitates Metal where a CPU behaves differently; see HostMLXMetal.
+    /// Tests the core with a build of MLX that imitates Metal on a CPU.
     @Suite(.serialized) struct MetalBehaviour {
         private static let plain = Fixture.tied.map { [$0] } ?? []
 
-        /// Returns a tiny model's gradients, in the order of the blocks.
         private func gradients(_ fixture: Fixture, _ method: GradientMethod = .mesp) throws -> [MLXArray] {
             try fixture.bundle.withDevice {
                 var gradients = [MLXArray]()
@@ -55,7 +54,7 @@
 
         // MARK: - Errors
 
-        /// Returns rules that refuse memory from the evaluation with this number on.
+        /// Returns rules under which every evaluation from number `first` on fails to allocate memory.
         private func refused(from first: Int) -> MetalRules {
             var failing = FailingCommandBuffers(first: first)
             (failing.isAtOnce, failing.count) = (true, .max)
@@ -63,8 +62,7 @@
             return .init(failingBuffers: failing)
         }
 
-        /// From a certain evaluation on, all evaluations of a run on a CPU fail. The run ends there with the error and reads no array that was not
-        /// computed. It logs no wrong step, and saves adapters only if all steps were completed.
+        /// After a failed evaluation the run ends with the error. The run logs no wrong loss and saves no partial adapters.
         @Test(
             arguments: zip([GradientMethod.mesp, .mesp, .mebp, .mezo], [RunSettings.Offload.none, .all, .none, .all]))
         func anErrorEndsTheRunWhereItOccurs(_ method: GradientMethod, _ offload: RunSettings.Offload) throws {
@@ -96,7 +94,7 @@
                 #expect(report.faults == [:], "evaluation \(first)")
                 #expect(adapters == nil || adapters == whole.adapters, "evaluation \(first)")
                 #expect(log.map(loss) == Array(losses.prefix(log.count)), "evaluation \(first)")
-                // After the failure the run evaluates only up to the end of the present block or of the head.
+                // A failed run stops at the end of the current block or head.
                 #expect(report.evaluations - first < 80, "evaluation \(first): \(report.evaluations - first)")
             }
         }
@@ -142,7 +140,7 @@
 
         // MARK: - Leaving the app
 
-        /// A GPU compiles kernels when they are first encoded. So the first step can wait at more places, and evaluates less between two of them.
+        /// In the first step `atBlock` is also called within blocks, because a GPU compiles kernels during that step.
         @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
         func theFirstStepWaitsWithinItsBlocks(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
@@ -156,7 +154,6 @@
             for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
         }
 
-        /// The first text and MeBP's derivative also wait within blocks, and rethrow errors from there.
         @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
         func theFirstTextWaitsWithinItsBlocks(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
@@ -168,7 +165,7 @@
                 func pass() { places[text] += 1 }
                 try generator.generate(request, atBlock: pass) { texts[text].append($0) }
             }
-            // A text takes four passes. In the first text two of them, of the prompt and of a token, also wait within blocks.
+            // A text takes four passes. In the first text, two of the passes also wait within blocks.
             #expect(places[1] == 4 * fixture.layers && places[0] > 5 * 2 * fixture.layers)
             #expect(texts[0] == texts[1])
 
@@ -211,7 +208,6 @@
             let result = withMetal(.init(gpuByDefault: true)) {
                 try Run.run(settings)
                 let a = MLXArray([1, 2])
-                // The default device is still the GPU, because on iOS `compile` fuses nothing for another device.
                 #expect(throws: MLXError.self) {
                     try withError {
                         Device.withDefaultDevice(.cpu) {

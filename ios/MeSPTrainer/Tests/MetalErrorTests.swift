@@ -13,32 +13,30 @@ import MeSPSentences
     @testable import MeSPCore
     @testable import MeSPSelfCheck
 
-    /// Tests each command buffer's failure, and the results, messages and files after it. See `FailingCommandBuffers`.
     @Suite(.serialized) struct MetalErrors {
         private static func folders(_ names: String...) -> [URL] {
             Fixture.cases.filter { names.contains($0.lastPathComponent) }
         }
-        /// A plain model that computes as on a GPU; `families` adds models with other parts.
         private static let plain = folders("tied-gpu")
         private static let families = folders(
             "tied-gpu", "qwen3_5-gpu", "gemma4-gpu", "lfm2_moe-gpu", "granite-mamba-gpu")
 
-        /// Returns rules under which `count` command buffers fail, from number `buffer` on. The number `buffer` also decides whether an error is
-        /// thrown when the stream is synchronized or in one of the next evaluations, and whether the buffer's arrays become NaN or zeros.
+        /// Returns rules under which `count` command buffers fail, beginning with number `buffer`. This number also selects when the error is thrown
+        /// and what the failed buffer's arrays contain.
         private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
             var failing = FailingCommandBuffers(first: buffer)
             failing.count = count
-            // Several errors are thrown only when the stream is synchronized, so that each failure belongs to another attempt.
+            // With several failures, each error is thrown when the stream is synchronized, so that each attempt fails once.
             failing.delay = count > 1 ? .max : [.max, 0, 1, 4][buffer % 4]
             failing.garbage = buffer / 4 % 2 == 0 ? .nan : .zeros
             return .init(failingBuffers: failing)
         }
 
-        /// Checks that `work` has the same results as without failures, whichever command buffer fails.
+        /// Checks that `work` returns the same result if a command buffer fails.
         ///
         /// - Parameters:
-        ///   - step: the distance between buffers that fail.
-        ///   - work: receives a function to call with the part of the work whose buffers fail.
+        ///   - step: the distance between the buffers that are tested.
+        ///   - work: receives the function `failing`, which runs its argument with a failing buffer.
         private func compare<R: Equatable>(
             every step: Int = 1, _ name: String = "",
             _ work: (_ failing: (() throws -> Void) throws -> Void) throws -> R
@@ -170,9 +168,6 @@ import MeSPSentences
             var state = [String: Data]()
         }
 
-        /// Runs one step on a bundle that computes as on a GPU.
-        ///
-        /// - Returns: the log, the files and the state that it has saved.
         private func run(
             _ output: URL, _ change: (inout RunSettings) -> Void = { _ in }, atBlock: @escaping () throws -> Void = {}
         ) throws -> Saved {
@@ -193,7 +188,7 @@ import MeSPSentences
             try bundle.withDevice { try Run.run(settings, bundle, hooks) }
             saved.files = files(output)
             let state = try Safetensors(SavedState.url(in: output))
-            // The seal also covers the length of the log.
+            // `sha256` also depends on the length of the log.
             for name in state.names where name != "sha256" {
                 saved.state[name] = try state[name]?.withBytes { Data($0) }
             }
@@ -234,7 +229,6 @@ import MeSPSentences
             }
         }
 
-        /// Three failures of one piece of work end the run, wherever in the run it is. Saved files belong to one step and are unchanged.
         @Test func workThatFailsThreeTimesEndsTheRun() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }
@@ -262,7 +256,6 @@ import MeSPSentences
             }
         }
 
-        /// Existing adapters are replaced in both formats or in none.
         @Test(arguments: plain) func bothFormsOfAdaptersAreOfOneStep(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             try inFolder { output in
@@ -308,8 +301,6 @@ import MeSPSentences
             }
         }
 
-        /// Texts that are generated together are the same after a failure. Two of them share a prompt, and one ends early. The next turn of a
-        /// conversation is tested too.
         @Test(arguments: plain) func textsTogetherAreTheSame(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
             let requests = [request(0, 4), request(1, 2), request(1, 5, prompt: [4, 5])]
@@ -396,7 +387,6 @@ import MeSPSentences
 
         // MARK: - Reasons
 
-        /// iOS refuses the GPU because the app is in the background, and the run waits until the app is in front.
         @Test func aRunThatIsRefusedWaitsForTheFront() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }
@@ -413,7 +403,7 @@ import MeSPSentences
                     }.result
                     saved.change { $0 = result }
                 }
-                // The app is already in the background when iOS refuses the work, but does not know it yet.
+                // iOS can refuse work before the app is told that it is in the background.
                 var boundaries = -1
                 while gate.boundaries == 0 || gate.boundaries != boundaries {
                     boundaries = gate.boundaries
@@ -432,8 +422,6 @@ import MeSPSentences
             #expect(found == whole)
         }
 
-        /// A run that runs out of memory continues with a cheaper plan: at once if the step has changed nothing, and otherwise from the last saved
-        /// state.
         @Test(arguments: [false, true]) func aRunOutOfMemoryGoesOnWithACheaperPlan(_ changed: Bool) throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) {
@@ -451,7 +439,6 @@ import MeSPSentences
                     }.result
                     let error = message { _ = try result.get() }
                     let events = try LogSummary(folder: output).events.map(\.name)
-                    // A failure outside of a step, such as in a save, ends the run.
                     guard events.contains("cheaper_plan") else {
                         return #expect(error == "" || error.contains("three times"))
                     }

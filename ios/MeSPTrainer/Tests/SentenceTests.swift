@@ -4,7 +4,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// Tests sentences as a person reads them, with a table of translations as Xcode makes it from a String Catalog.
+/// Tests sentences with a translation table like the one that Xcode makes from a String Catalog.
 @Suite struct SentenceTests {
     private func translated(_ table: [String: String]) throws -> Bundle {
         let folder = temporaryFolder().appendingPathComponent("en.lproj")
@@ -49,7 +49,6 @@ import Testing
         #expect(whole.localized(by: bundle) == "Nein: Es ist kaputt; noch einmal.")
     }
 
-    /// Logs and reports have sentences in English.
     @Test func inAFileItIsEnglish() throws {
         let bundle = try translated(["Training continues.": "Es geht weiter.", "after step %lld": "nach Schritt %lld"])
         let json = try JSONEncoder().encode(["Training continues.", "after step \(7)"] as [Sentence])

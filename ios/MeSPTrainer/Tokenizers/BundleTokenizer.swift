@@ -10,7 +10,6 @@ public func loadTokenizer(bundle: URL) async throws -> any TextTokenizer {
     try await BundleTokenizer(bundle: bundle)
 }
 
-/// A bundle's tokenizer, implemented by swift-transformers.
 struct BundleTokenizer: TextTokenizer {
     private let tokenizer: any Tokenizer
 

@@ -1,11 +1,11 @@
 import XCTest
 
-/// Goes through the app's screens in the simulator, where nothing can be trained and a recorded run is shown.
+/// Goes through the app's screens in the simulator, with a recorded run.
 ///
 /// For each screen the test attaches a screenshot, the elements that VoiceOver finds, and the findings of Apple's accessibility audit. Findings do
 /// not fail the test, because many concern the system's own views.
 final class ScreensTests: XCTestCase {
-    /// The longest time that a busy machine may take to show an element, in seconds.
+    /// The time limit for an element to appear on a busy machine, in seconds.
     private static let patience: TimeInterval = 120
 
     override func setUpWithError() throws {
@@ -103,13 +103,11 @@ final class ScreensTests: XCTestCase {
 
     @MainActor private func show(_ tab: String, in app: XCUIApplication) { see(app.tabBars.buttons[tab]).tap() }
 
-    /// Shows the recorded run and waits for its end.
     @MainActor private func showRecordedRun(in app: XCUIApplication) {
         see(app.buttons["Show a Recorded Run"]).tap()
         see(app.saying("Finished, adapters saved"))
     }
 
-    /// Waits for an element.
     @MainActor @discardableResult private func see(
         _ element: XCUIElement, file: StaticString = #filePath, line: UInt = #line
     ) -> XCUIElement {
@@ -118,7 +116,7 @@ final class ScreensTests: XCTestCase {
         return element
     }
 
-    /// Scrolls down to an element, because a list has only its visible elements.
+    /// Scrolls down until the element exists. A list contains only its visible elements.
     @MainActor @discardableResult private func reach(
         _ element: XCUIElement, in app: XCUIApplication, file: StaticString = #filePath, line: UInt = #line
     ) -> XCUIElement {
@@ -127,7 +125,6 @@ final class ScreensTests: XCTestCase {
         return element
     }
 
-    /// Attaches a screenshot of the screen, its elements and the findings of the accessibility audit.
     @MainActor private func keep(_ app: XCUIApplication, as name: String) {
         attach(XCTAttachment(screenshot: app.screenshot()), as: name)
         attach(XCTAttachment(string: app.debugDescription), as: "\(name), elements")
@@ -151,12 +148,10 @@ final class ScreensTests: XCTestCase {
 }
 
 @MainActor extension XCUIApplication {
-    /// Returns the first element whose label begins with `words`.
     fileprivate func saying(_ words: String) -> XCUIElement {
         descendants(matching: .any).matching(NSPredicate(format: "label BEGINSWITH %@", words)).firstMatch
     }
 
-    /// Returns the first element with an identifier.
     fileprivate func identified(_ identifier: String) -> XCUIElement {
         descendants(matching: .any).matching(identifier: identifier).firstMatch
     }

@@ -1,8 +1,7 @@
 #if os(iOS)
     import ActivityKit
 
-    /// The content of a run's Live Activity. The app sets the content, and the widget displays it. Both compile this file, because iOS identifies the
-    /// type by its name.
+    /// The content of a run's Live Activity. The app and the widget both compile this file, because iOS identifies the type by its name.
     struct RunAttributes: ActivityAttributes {
         struct ContentState: Codable, Hashable, Sendable {
             /// The completed fraction, from 0 to 1.

@@ -2,7 +2,6 @@ import ActivityKit
 import SwiftUI
 import WidgetKit
 
-/// The display of the run in progress, on the lock screen and in the Dynamic Island.
 @main struct RunWidget: Widget {
     var body: some WidgetConfiguration {
         ActivityConfiguration(for: RunAttributes.self) { context in
@@ -26,7 +25,6 @@ import WidgetKit
     }
 }
 
-/// The progress of the run, and the reason why it waits.
 private struct RunStatus: View {
     let context: ActivityViewContext<RunAttributes>
 

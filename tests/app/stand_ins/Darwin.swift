@@ -1,5 +1,5 @@
-// The part of Darwin beyond POSIX that the core, the engine and the app use, and the parts of Foundation and Dispatch that only Apple’s
-// systems have. Its presence makes `canImport(Darwin)` true.
+// The part of Darwin beyond POSIX that the core, the engine and the app use, and the parts of Foundation and Dispatch that only Apple’s systems have.
+// This module makes `canImport(Darwin)` true.
 
 import Foundation
 import FoundationNetworking
@@ -41,8 +41,8 @@ extension ProcessInfo {
 // developer.apple.com/documentation/dispatch/dispatchsource/makememorypressuresource(eventmask:queue:), …/dispatchsourceprotocol
 public protocol DispatchSourceMemoryPressure: DispatchSourceProtocol {}
 extension DispatchSourceMemoryPressure {
-    // Apple's module promises nothing of the handler's isolation, and Linux's does: to a handler that is isolated, Swift 6 adds a check,
-    // which traps on the queue.
+    // Unlike on Linux, Apple’s declaration does not fix the isolation of the handler. Swift 6 adds a check to an isolated handler, and the check
+    // traps on another queue.
     public func setEventHandler(
         qos: DispatchQoS = .unspecified, flags: DispatchWorkItemFlags = [], handler: DispatchSourceHandler?
     ) {}

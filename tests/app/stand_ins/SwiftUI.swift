@@ -1,5 +1,5 @@
-// The part of SwiftUI that the app uses, with bodies that do nothing: enough to type-check the views. Isolation, labels and
-// constraints follow Apple’s interface; opaque results are less precise.
+// The part of SwiftUI that the app uses. Bodies do nothing, because the views are only type-checked. Isolation, labels and constraints follow Apple’s
+// interface. Opaque results are less precise.
 
 @_exported import CoreTransferable
 @_exported import Darwin

@@ -1,4 +1,4 @@
-// The part of WidgetKit that the app's widget uses, and of SwiftUI for widgets alone.
+// The part of WidgetKit that the app's widget uses, and SwiftUI's declarations for widgets.
 
 import ActivityKit
 import SwiftUI

@@ -1,4 +1,4 @@
-// The part of XCTest that the app's UI test uses, which brings XCUIAutomation and Foundation.
+// The part of XCTest and XCUIAutomation that the app's UI test uses.
 
 @_exported import Foundation
 

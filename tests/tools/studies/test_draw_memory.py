@@ -1,5 +1,3 @@
-"""Tests of the README's picture of peak memory."""
-
 from pathlib import Path
 
 from click.testing import CliRunner

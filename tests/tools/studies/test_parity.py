@@ -1,6 +1,4 @@
-"""Tests of tools/studies/parity.py: MeSP and mlx-lm's trainer, and the assessment of
-differences.
-"""
+"""Tests of tools/studies/parity.py, which compares MeSP with mlx-lm's trainer."""
 
 import dataclasses
 import json
@@ -39,13 +37,13 @@ def test_an_interval_is_that_of_paired_means():
     noise = draw.normal(0, 0.2, 400)
     baseline = scores(base, exact)
     assert paired([baseline], [baseline], what="loss") == (0, 0, 0)
-    # The difference is in nats a token, with two targets a sequence. The sequences' own spread,
-    # which is much larger, cancels.
+    # The difference is in nats per token, with two targets per sequence. The sequences' own
+    # variation cancels.
     other = scores(base + 0.1 + noise, exact)
     difference = paired([other], [baseline], what="loss")
     half = 1.96 * noise.std() / 2 / np.sqrt(400)
     assert difference.mean == pytest.approx(0.05 + noise.mean() / 2)
-    # The bounds are random too: 10,000 resamples find them to a few hundredths of the half-width.
+    # The bounds come from random resamples, so they are tested within 10%.
     assert difference.high - difference.mean == pytest.approx(half, rel=0.1)
     assert difference.mean - difference.low == pytest.approx(half, rel=0.1)
     assert not difference.is_within(0.01) and difference.is_within(0.1)
@@ -56,13 +54,13 @@ def test_what_is_right_counts_by_the_sequence():
     better = scores(np.ones(100), np.arange(100) < 60)
     difference = paired([better] * 3, [scores(np.ones(100), exact)] * 3, what="exact")
     assert difference.mean == pytest.approx(0.1)
-    # Three seeds that agree are no more information than one, because sequences are drawn.
+    # Three identical seeds do not narrow the interval, because sequences are resampled.
     assert difference.low == pytest.approx(0.1 - 1.96 * 0.03, abs=0.01)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def in_this_process() -> Iterator[None]:
-    """Runs the project's commands in this process: starting Python takes longer than most do."""
+    """Runs the project's commands in this process, which saves the start of Python."""
 
     def command(module: str, *arguments: object) -> None:
         call(module.rpartition(".")[2], *arguments)
@@ -95,9 +93,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def test_a_problem_is_right_where_the_number_written_is(
     monkeypatch: pytest.MonkeyPatch, problems: Bundle
 ):
-    """A problem is right if the number at the end is right. The rest of the solution does not
-    matter; a solution that ends without a number is wrong.
-    """
+    """Only the number at the end of a solution is compared. A solution without it is wrong."""
     tokenizer = load_bundle_tokenizer(problems.path)
     asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
 
@@ -142,10 +138,7 @@ def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Returns a function that runs the tool with few held-out windows and returns its output.
-
-    MLX is restored after the test.
-    """
+    """Returns a function that runs the study on few held-out windows and returns its output."""
     for owner, name in ((nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(mx, "set_default_device", lambda device: None)
@@ -163,9 +156,6 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 @pytest.mark.slow
 def test_packed_records_train_as_many_a_step(study: Callable[..., str]):
-    """A batch of several records a step is compared too, which has fewer updates than one record a
-    step.
-    """
     small = ("--task", "classification", "--steps", 3, "--seeds", 1, "--optimizer", "sgd")
     printed = study("--packed", *small)
     rows = [line.split(" | ") for line in printed.splitlines() if "MeSP" in line]
@@ -189,8 +179,6 @@ def test_every_plan_trains_the_same(tmp_path: Path):
         for number, each in enumerate(options.values())
     )
     for each in others:
-        # The study promises this. When it was written, the losses agreed to the last digit of the
-        # log.
         assert np.abs(np.subtract(each.losses, first.losses)).max() <= parity.PLAN_MARGIN
 
 
@@ -199,9 +187,8 @@ def test_mesp_is_equivalent_to_mlx_lms_trainer(study: Callable[..., str]):
     find_engine()
     printed = study("--quick")
     apart = re.findall(r"^\| MeSP \|.*\| (\S+) \| [^|]+ \| [^|]+ \| yes \|$", printed, re.M)
-    # MeSP and mlx-lm compute in float32. After 8 steps, their losses near 5 differed by 2e-6 when
-    # this was written. AdamW divides by the gradient's size, which enlarges differences of small
-    # gradients.
+    # After 8 steps in float32, losses near 5 differed by 2e-6. AdamW enlarges differences of small
+    # gradients, so the bound is larger.
     assert len(apart) == 2 and all(float(each) < 1e-3 for each in apart)
     untrained, trained = (
         float(re.search(rf"^\| {row} \|[^|]*\| ([\d.]+) \|", printed, re.M)[1])
@@ -210,5 +197,4 @@ def test_mesp_is_equivalent_to_mlx_lms_trainer(study: Callable[..., str]):
     assert trained < untrained - 1
     header, _, none, *_ = printed.split("\n\n")[1].splitlines()
     other = header.split("|").index(" other text ")
-    # The demo model's perplexity on another kind of text.
     assert 20 < float(none.split("|")[other]) < 2000

@@ -1,5 +1,3 @@
-"""Tests of the small real models on PyPI."""
-
 from __future__ import annotations
 
 import hashlib

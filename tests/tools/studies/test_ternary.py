@@ -1,4 +1,4 @@
-"""Tests of ternary forms of a model: the meaning of their codes, and that an export keeps them."""
+"""Tests of ternary models: the meaning of their codes, and their export."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE = 24, 256
 
 
 def products(tokens: int = 512) -> mx.array:
-    """Returns products of correlated inputs, some far larger than others."""
+    """Returns X^T X for correlated inputs of very different sizes."""
     generator = np.random.default_rng(1)
     mix = generator.normal(size=(SHAPE[1], SHAPE[1])) * generator.gamma(0.5, size=SHAPE[1])
     inputs = generator.normal(size=(tokens, SHAPE[1])) @ mix

@@ -1,6 +1,4 @@
-"""Compares steps on weights of 4 bits and of fewer, also with less memory than weights of 4 bits
-take.
-"""
+"""Compares steps on weights of 4, 3 and 2 bits, also with too little memory for 4 bits."""
 
 from __future__ import annotations
 
@@ -19,22 +17,23 @@ from studies.benchmarks.processes import Tell, engine_program, run_program
 from studies.benchmarks.rows import engine_settings
 from studies.benchmarks.variants import Variant
 
-# Bits and group size; the first is the reference.
+# Bits and group sizes. The first pair is the reference.
 QUANTIZATIONS = ((4, 64), (3, 64), (2, 64), (2, 128))
 GROUPS = Path("/sys/fs/cgroup")
-HELD = 0.75  # the memory of a control group, as a share of the bytes of the reference's weights
-# A command that puts its process into a control group, and becomes the program.
+# The memory limit of a control group, as a share of the bytes of the reference's weights.
+HELD = 0.75
+# A shell command that joins a control group and then runs a program in the same process.
 JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 
 
 def measure_bits(
     cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
 ) -> Iterator[Row]:
-    """Yields up to three rows for each quantization of a geometry: in memory, with all on disk, and
-    with all on disk in a control group.
+    """Yields up to three rows for each quantization of a model: in memory, all on disk, and all on
+    disk in a control group.
 
-    The control group has less memory than the first quantization's weights take. Runs alternate.
-    There is no third row if nobody may make a control group.
+    The control group has less memory than the first quantization's weights take. Runs alternate
+    between the rows. The third row is left out if control groups cannot be created.
     """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
@@ -78,10 +77,7 @@ def measure_bits(
 def run_and_count(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
 ) -> tuple[RunLog, float, int]:
-    """Returns a run, the processor time of its threads, and the bytes read from disks for it.
-
-    The bytes that are read include those of mapped files.
-    """
+    """Returns a run, its processor time in seconds, and the bytes that it read from disks."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_program(command, settings, work, tell)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -90,9 +86,9 @@ def run_and_count(
 
 
 def forget(folder: Path) -> None:
-    """Makes the system drop a folder's files from its cache.
+    """Removes a folder's files from the system's cache.
 
-    A control group counts only the files that its own processes read into the cache.
+    A control group counts only cached files that its own processes read.
     """
     for file in folder.rglob("*"):
         if file.is_file():
@@ -102,9 +98,7 @@ def forget(folder: Path) -> None:
 
 
 def limit_file() -> Path | None:
-    """Returns the file for the memory limit of a new control group, in the mounted version of
-    control groups; None if nobody may make one.
-    """
+    """Returns the file for a new control group's memory limit, or None if none can be created."""
     for parent, name in ((GROUPS / "memory", "memory.limit_in_bytes"), (GROUPS, "memory.max")):
         if (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK):
             return parent / f"mesp-bench-{os.getpid()}" / name
@@ -113,9 +107,9 @@ def limit_file() -> Path | None:
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path]:
-    """Yields the file that takes a process into a control group with a limit of memory.
+    """Creates a control group with a memory limit in bytes, and yields its file cgroup.procs.
 
-    The limit includes the cache of files that the group's processes read.
+    The limit includes files that the group's processes read into the cache.
     """
     file = limit_file()
     if file is None:

@@ -1,4 +1,4 @@
-"""The bundles of a table's models, by length and rank."""
+"""Bundles of a table's models, for each sequence length and rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mesp.models.short_names import KNOWN
 from mesp.source_model.find import find_source
 from studies.benchmarks.machine import cpu
 
-DEVICE = "cpu"  # the device of bundles that are run; a table with another device only counts
+DEVICE = "cpu"  # the device of bundles that are run
 Row = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """A model at a length and a rank."""
+    """A model with a sequence length and a LoRA rank."""
 
     model: str
     bundle: Path
@@ -39,16 +39,15 @@ class Cell(NamedTuple):
     dtype: str
 
     def row(self) -> Row:
-        """Returns the beginning of every row: its cell and the machine."""
+        """Returns the first values of a row: the cell and the machine."""
         row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
         del row["bundle"]
         return row
 
 
 def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
-    """Returns every model with every length and rank of a table's options, with a ready bundle.
-
-    A table with quantizations has a cell for each quantization.
+    """Returns a cell for each model, sequence length, rank and quantization in the options, and
+    exports the missing bundles.
     """
     cells = []
     for model in quantized_models(options, work):
@@ -67,10 +66,10 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
 
 
 def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
-    """Yields the table's models. If the table has quantizations, yields folders instead.
+    """Yields the table's models. For a table with quantizations, yields a folder for each model and
+    quantization.
 
-    There is a folder for each model and quantization. It has only a config.json, and stands for a
-    model in MLX's format whose matrices are all quantized in this way.
+    The folder has only a config.json, which declares the quantization of all matrices.
     """
     for model in options["models"]:
         if "quantizations" not in options:
@@ -90,11 +89,10 @@ def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
 
 
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
-    """Returns the model's bundle in `work`.
+    """Returns the model's bundle in `work`, which is exported if needed.
 
-    The bundle has the model's weights if the table is about learning, or if the model is the demo
-    model or a GGUF file. Otherwise its weights are random. An existing bundle of a known geometry
-    is used again, and keeps its lengths and ranks.
+    The bundle has the model's own weights in tables about learning, and for the demo model and GGUF
+    files. Otherwise the weights are random.
     """
     seq_lens, ranks = {*options["seq_lens"]}, {*options["ranks"]}
     learns = "data" in options
@@ -136,7 +134,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
 
 
 def without_functions(bundle: Path, out: Path) -> Path:
-    """Writes the bundle `out` with the same weights and data, and without block functions."""
+    """Writes the bundle `out` with the same weights and data but no block functions."""
     old = Bundle(bundle, to_run=False)
     files = tuple(e for e in old.manifest.files if e.path not in old.function_files())
     blocks = tuple(BlockGroup(each.layers, {}, {}, each.layout) for each in old.manifest.blocks)

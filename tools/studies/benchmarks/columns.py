@@ -1,5 +1,3 @@
-"""The columns of a table."""
-
 from __future__ import annotations
 
 from statistics import mean
@@ -7,7 +5,8 @@ from typing import Any
 
 from studies.benchmarks.cells import Row
 
-# The columns that are shown if a row has a value: heading, key and form. Bytes are shown in MB.
+# The columns of all tables. Each heading has the key of a row's value and its format. Bytes are
+# shown in MB.
 COLUMNS = {
     "model": ("model", "{}"),
     "blocks": ("blocks", "{}"),
@@ -97,7 +96,6 @@ AVERAGED = ("s/step", "peak MB", "of paper", "of MeSP", "peak of MeBP", "time of
 
 
 def texts(row: Row) -> dict[str, str]:
-    """Returns a row's line in a table: text by heading."""
     return {
         heading: "-" if row[key] is None else form.format(in_unit(heading, row[key]))
         for heading, (key, form) in COLUMNS.items()
@@ -106,13 +104,12 @@ def texts(row: Row) -> dict[str, str]:
 
 
 def in_unit(heading: str, value: Any) -> Any:
-    """Returns a row's value in the unit of a heading."""
     return value / 1e6 if heading.endswith("MB") else value
 
 
 def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[str, str]:
-    """Returns a line for rows that are equal under the headings `by`: their number, and their
-    means.
+    """Returns a line with the number of rows and their means. The rows are equal under the headings
+    `by`.
     """
     line = {name: texts(rows[0])[name] for name in by} | {"rows": str(len(rows))}
     for key, _ in map(COLUMNS.get, headings):
@@ -122,7 +119,6 @@ def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[
 
 
 def grouped(rows: list[Row], headings: tuple[str, ...]) -> list[list[Row]]:
-    """Returns the rows in groups that are equal under these headings."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[COLUMNS[name][0]] for name in headings), []).append(row)

@@ -1,4 +1,4 @@
-"""The memory of the current process, in any environment: no library is needed."""
+"""Measures this process's memory with the standard library only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import threading
 import time
 from pathlib import Path
 
-SAMPLED_EVERY = 0.002  # seconds between two samples of this process's memory
+SAMPLED_EVERY = 0.002  # seconds between two samples
 
 
 def footprint() -> int:
-    """Returns this process's memory: RssAnon + VmSwap on Linux, phys_footprint on a Mac."""
+    """Returns this process's memory in bytes: RssAnon + VmSwap, or phys_footprint on a Mac."""
     if sys.platform == "darwin":
         usage = (ctypes.c_uint64 * 64)()  # rusage_info_v0: a UUID, then 64-bit counters
         ctypes.CDLL("libproc.dylib").proc_pid_rusage(os.getpid(), 0, usage)
@@ -24,9 +24,9 @@ def footprint() -> int:
 
 
 class Peak:
-    """The highest footprint since its creation, in bytes.
+    """The highest footprint since this object's creation, in bytes.
 
-    A thread samples the footprint. It can run while MLX or PyTorch computes.
+    A thread samples the footprint while MLX or PyTorch computes.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures generation in tokens a second: beside mlx-lm and llama.cpp, or with several adapters."""
+"""Measures tokens per second of generation, against other programs or with several adapters."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ from studies.benchmarks.processes import (
 )
 from studies.in_peft.inputs import first_adapters
 
-ROUNDS = 5  # measurements of each, which alternate
+ROUNDS = 5  # measurements of each case, which alternate
 TOGETHER = 8
-ADAPTERS = (0, 1, 2, 4)  # at once
+ADAPTERS = (0, 1, 2, 4)  # numbers of adapters
 
 
 class Use(NamedTuple):
-    """The cost of a request."""
-
     seconds: float
     cpu_seconds: float | None
     peak_bytes: int
@@ -45,13 +43,13 @@ class Use(NamedTuple):
 
 
 class Writer:
-    """A process that writes texts."""
+    """A process that generates texts."""
 
     def __init__(self, process: subprocess.Popen[str], is_engine: bool) -> None:
         self.process, self.is_engine = process, is_engine
 
     def write(self, prompts: list[list[int]], tokens: int) -> Use:
-        """Writes `tokens` tokens, the likeliest ones, after each of the prompts, together."""
+        """Generates `tokens` greedy tokens after each prompt, with all prompts in one batch."""
         began, cpu = time.perf_counter(), self._cpu_seconds()
         peak, adapters = (
             self._ask_engine(prompts, tokens) if self.is_engine else (self._ask(prompts, tokens), 0)
@@ -88,12 +86,13 @@ class Writer:
     def _receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
-            if line.startswith("{"):  # a library may also print
+            if line.startswith("{"):  # Libraries may print other lines.
                 return json.loads(line)
         raise MespError("A process that generates ended early.")
 
     def _cpu_seconds(self) -> float | None:
-        """Returns the user and system time of all threads so far; None if this is not Linux."""
+        """Returns the processor time of all threads in seconds, or None on a system other than
+        Linux."""
         path = Path(f"/proc/{self.process.pid}/stat")
         if not path.exists():
             return None
@@ -105,7 +104,7 @@ class Writer:
 def running(
     command: list[str | Path], settings: dict[str, Any], work: Path, threads: int, preload: str = ""
 ) -> Iterator[Writer]:
-    """Runs a process with a file of settings."""
+    """Runs a process with a file of settings, and yields its Writer."""
     paths = (str(TOOLS), os.environ.get("PYTHONPATH"))
     environment = with_threads(threads) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"LD_PRELOAD": preload} if preload else {}
@@ -126,11 +125,10 @@ def measure_generation(
     cell: Cell, gguf: Path | None, llama: Path | None, tokens: int, threads: int | None, work: Path,
     tell: Callable[[int], None],
 ) -> Iterator[Row]:  # fmt: skip
-    """Yields rows for prompts of the cell's length and `tokens` after them, for one text and for
-    eight.
+    """Yields rows for generation of `tokens` tokens after prompts of the cell's sequence length.
 
-    The eight texts are written together. A round measures each program and number of texts once, so
-    that a slow minute affects all programs.
+    One text is generated alone, and eight in a batch. The programs alternate, so that a slow minute
+    affects all of them.
     """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
@@ -162,9 +160,9 @@ def measure_generation(
 def measure_adapters(
     cell: Cell, tokens: int, threads: int | None, work: Path, tell: Callable[[int], None]
 ) -> Iterator[Row]:
-    """Yields rows for one text at a time, without adapters and with several, alternating in rounds.
+    """Yields rows for generation of one text without adapters and with several, in alternation.
 
-    The adapters are the initial ones of runs with the cell's rank.
+    The adapters have their initial values for the cell's rank.
     """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
@@ -196,7 +194,7 @@ def measure_adapters(
 
 
 def write_adapters(folder: Path, cell: Cell) -> None:
-    """Writes adapters of the cell's rank, as mlx-lm does."""
+    """Writes adapters of the cell's rank in mlx-lm's format."""
     config = {
         "fine_tune_type": "lora",
         "num_layers": cell.blocks,
@@ -210,13 +208,13 @@ def write_adapters(folder: Path, cell: Cell) -> None:
 def _measure(
     cell: Cell, writers: dict[tuple[str, int], Writer], tokens: int, tell: Callable[[int], None]
 ) -> dict[tuple[str, int], list[tuple[Use, Use]]]:
-    """Returns the costs of prompts alone and with `tokens` after them, by writer and number of
-    texts.
+    """Returns, by writer and number of texts, the costs of prompts alone and of prompts with
+    `tokens` more.
     """
     vocabulary = read_manifest(cell.bundle).architecture.vocab_size
     random = np.random.default_rng(0)
     uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}
-    for index in range(ROUNDS + 1):  # the first warms up
+    for index in range(ROUNDS + 1):  # The first round warms up.
         for (name, at_once), writer in writers.items():
             prompts = random.integers(vocabulary, size=(at_once, cell.seq_len)).tolist()
             use = (writer.write(prompts, 1), writer.write(prompts, 1 + tokens))

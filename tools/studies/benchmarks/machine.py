@@ -1,5 +1,3 @@
-"""The machine of a benchmark."""
-
 from __future__ import annotations
 
 import os
@@ -15,7 +13,6 @@ import mlx.core as mx
 
 @cache
 def cpu() -> str:
-    """Returns the processor's name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -27,7 +24,7 @@ def cpu() -> str:
 
 
 def host() -> dict[str, Any]:
-    """Returns a description of the machine, which is written beside the rows."""
+    """Returns the machine's description for the file of rows."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),

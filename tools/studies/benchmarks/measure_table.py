@@ -1,4 +1,4 @@
-"""Measures a table: prints, writes and draws its rows."""
+"""Measures a table, and prints, writes and draws its rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def measure_table(
     table: str, options: dict[str, Any], work: Path, command: str, *, json_file: Path | None,
     plot: Path | None,
 ) -> list[Row]:  # fmt: skip
-    """Prints the rows, and returns those that failed.
+    """Measures and prints the rows, and returns those that failed.
 
-    `json_file` has the rows measured so far, with the typed `command`.
+    `json_file` gets all rows measured so far, with the typed `command`.
     """
     if plot:
         check_plot(plot)

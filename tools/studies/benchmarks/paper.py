@@ -1,4 +1,4 @@
-"""The paper's figures for MeSP, from ios/MeSPTrainer/AppModel/paper.json."""
+"""The paper's figures for MeSP, from paper.json."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ _FILE = Path(__file__).resolve().parents[3] / "ios" / "MeSPTrainer" / "AppModel"
 TABLE: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
 RANK: int = TABLE["rank"]
 TIME_OF_MEBP: float = TABLE["time_of_mebp"]
-RANK_32_OF_RANK_4: float = TABLE["rank_32_of_rank_4"]  # MeSP's peak
-# Peak memory of MeSP: MB by length.
+RANK_32_OF_RANK_4: float = TABLE["rank_32_of_rank_4"]  # ratio of MeSP's peaks
+# Peak memory of MeSP in MB, by model and sequence length.
 PEAK_MB: dict[str, dict[int, float]] = {
     model: {int(length): mb for length, mb in peaks.items()}
     for model, peaks in TABLE["peak_mb"].items()
 }
-# The goal for MeSP's peak is half of the paper's. The paper does not report the length of 4096
-# tokens. There, the goal is the paper's peak at 1024 tokens, its longest length.
+# The goal at 4096 tokens, which the paper does not report, is the paper's peak at 1024 tokens. At
+# other lengths, the goal is half of the paper's peak.
 _GOAL_LENGTH, _LONGEST = 4096, 1024
 
 
 def peak_and_goal(cell: Cell) -> tuple[float | None, float | None]:
-    """Returns the paper's peak of MeSP and the goal for ours, in bytes.
+    """Returns the paper's peak memory of MeSP and the goal for this implementation, in bytes.
 
-    Each is None if the paper has no figure for the cell: it reports only whole models at rank 8.
+    A value is None if the paper has no figure for the cell. The paper reports only whole models at
+    rank 8.
     """
     name = cell.model.removesuffix("-Instruct")
     peaks = {t: mb * 1e6 for t, mb in PEAK_MB.get(name, {}).items()}

@@ -1,4 +1,4 @@
-"""Measures the paper's exhibits in a short form, and writes one Markdown page about them."""
+"""Repeats the paper's exhibits in a short form, and writes a Markdown page about them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from studies.benchmarks.processes import engine_program
 from studies.benchmarks.show import drawn, markdown
 from studies.benchmarks.tables import KINDS, RUNS, TABLES, Bench, largest_difference
 
-LENGTH = 256  # tokens: the paper compares methods at this length
+LENGTH = 256  # the sequence length at which the paper compares methods
 PAGE = "paper.md"
 
 
 class Exhibit(NamedTuple):
-    """One exhibit of the paper: the table that measures it, its options, and its columns and panels
-    on the page."""
+    """An exhibit of the paper, with the table that measures it."""
 
     title: str
     table: str
-    given: tuple[str, ...]  # options of the table `paper` that this exhibit takes
+    given: tuple[str, ...]  # command-line options that the exhibit uses
     options: dict[str, Any]
     columns: tuple[str, ...]
-    panels: tuple[str, ...]  # of its picture; none: no picture
+    panels: tuple[str, ...]  # headings to draw; no picture if empty
 
 
 EXHIBITS = (
@@ -64,8 +63,8 @@ EXHIBITS = (
 
 
 def measure_paper(options: dict[str, Any], work: Path, command: str) -> list[Row]:
-    """Writes the page and its pictures to the folder `paper` in `work`, and returns the rows that
-    failed."""
+    """Measures all exhibits, writes the page to the folder `paper` in `work`, and returns the
+    failed rows."""
     folder = work / "paper"
     check_plot(folder / "plot.png")
     engine_program()
@@ -89,7 +88,6 @@ def measure_paper(options: dict[str, Any], work: Path, command: str) -> list[Row
 
 
 def page(rows: dict[str, list[Row]], command: str) -> str:
-    """The page about the rows of each table, in Markdown."""
     machine = host()
     parts = [
         "# The paper's exhibits, in short",
@@ -112,10 +110,7 @@ def page(rows: dict[str, list[Row]], command: str) -> str:
 
 
 def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
-    """Yields a line for each figure that was measured here, with the paper's figure beside it.
-
-    Failed runs are left out.
-    """
+    """Yields a line for each successful measurement, with the paper's figure beside it."""
     for row in rows["length"]:
         model, tokens = row["model"], row["seq_len"]
         if row["footprint_peak_bytes"] is None:
@@ -153,5 +148,4 @@ def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
 
 
 def line(figure: str, theirs: float | str | None, here: str) -> dict[str, str]:
-    """Returns a line of the comparison; `theirs` is None if the paper does not have the figure."""
     return {"figure": figure, "paper": "-" if theirs is None else f"{theirs}", "here": here}

@@ -1,5 +1,3 @@
-"""Draws a table."""
-
 from __future__ import annotations
 
 import io
@@ -15,11 +13,12 @@ from studies.benchmarks.tables import Kind
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LOG_FROM = 10  # a plot is logarithmic above this ratio of the largest to the smallest value
+# an axis is logarithmic if the ratio of its largest to its smallest value exceeds this
+LOG_FROM = 10
 
 
 def check_plot(path: Path) -> None:
-    """Raises MespError unless a plot can be drawn to this file."""
+    """Raises MespError if a plot cannot be drawn to this file."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise MespError(f"{path} must end in .png, .svg or .pdf.")
     try:
@@ -29,9 +28,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, rows: list[Row], kind: Kind) -> None:
-    """Draws a panel for each y, with a line for each combination of the values in which rows
-    differ.
-    """
+    """Draws a panel for each y value, with a line for each combination of settings."""
     from matplotlib.figure import Figure
 
     lengths, ranks = ({row[name] for row in rows} for name in ("seq_len", "rank"))
@@ -54,7 +51,7 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
                 )
                 lines.setdefault(label, set()).add((row[x], in_unit(heading, row[key])))
         for number, (label, line) in enumerate(lines.items()):
-            dashes = "o--" if number % 2 else "o-"  # makes lines visible that coincide
+            dashes = "o--" if number % 2 else "o-"  # keeps coinciding lines visible
             axes.plot(*zip(*sorted(line), strict=True), dashes, label=label or heading)
         heights = [height for line in lines.values() for _, height in line] or [1]
         if 0 < LOG_FROM * min(heights) < max(heights):
@@ -68,7 +65,6 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
 
 
 def write(figure: Figure, path: Path, dpi: int) -> None:
-    """Writes the picture, in the format of its suffix, as a whole or not at all."""
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=dpi)
     with plain_os_errors(f"Cannot write {path}"):

@@ -20,12 +20,10 @@ from studies.benchmarks.variants import Variant
 
 
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
-    """Yields a row for supervised steps, whose gradients are summed and clipped, and a row for each
-    objective.
+    """Yields a row for supervised steps, and a row for each preference objective.
 
-    For DPO there is also a row with block inputs on disk: the inputs of an answer are kept there
-    until its gradient is computed. The pairs are read twice. In the second pass, the likelihoods by
-    the initial model are known.
+    DPO has a second row with block inputs on disk. Each run reads its pairs twice. The second pass
+    reuses the log-likelihoods of the initial model.
     """
     supervised: Row = {}
     variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]
@@ -38,7 +36,7 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
         settings |= {"batch_size": 2} if objective == "kto" else {}
         settings |= plan
         run = run_program([engine_program()], settings, work, tell)
-        # The first step of a run maps the files into memory, so it is not counted.
+        # The first step maps the files into memory, so it is not counted.
         first, second = run.steps[1:steps], run.steps[steps:]
         seconds = median(step["seconds"] for step in second)
         row = cell.row() | {
@@ -64,11 +62,10 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
 
 
 def write_pairs(cell: Cell, count: int, folder: Path, labelled: bool) -> Path:
-    """Writes and returns a folder of data with `count` pairs of random answers, for `data` in the
-    settings.
+    """Writes a data folder with `count` pairs of random answers, and returns its path.
 
-    Each answer with its prompt is as long as a sequence, and half of it is prompt. If not
-    `labelled`, the data has no labels, and so the answers are ordinary examples.
+    Each prompt with its answer fills a sequence, and half of it is the prompt. Without `labelled`,
+    the answers are ordinary examples.
     """
     length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle).architecture.vocab_size
     examples = np.arange(2 * count, dtype="<u4")[:, None] * length

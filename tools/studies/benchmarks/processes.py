@@ -1,4 +1,4 @@
-"""Runs the engine, and the measurements in Python, in separate processes."""
+"""Runs the engine and the Python measurements in separate processes."""
 
 from __future__ import annotations
 
@@ -23,38 +23,34 @@ from mesp.settings.optimizer_defaults import PAPER
 from mesp.settings.train_settings import TrainSettings
 from studies.benchmarks.cells import Cell
 
-# Settings for runs in Python. The engine's defaults for missing settings are the paper's: SGD at
-# 1e-4 on seven projections, batch 1.
+# Default settings of runs in Python.
 SETTING = {"learning_rate": PAPER["learning_rate"]} | {
     each.name: each.default
     for each in fields(TrainSettings)
     if each.name in ("alpha", "seed", "mezo_epsilon")
 }
 
-# Settings of glibc's allocator that are nearly the engine's: memory is returned to the system.
+# Settings of glibc's allocator that return freed memory to the system, as the engine's do.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
-# The variables from which OpenBLAS and PyTorch's BLAS read their number of threads.
+# The variables that set the number of threads of OpenBLAS and PyTorch's BLAS.
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TOOLS = Path(__file__).resolve().parents[2]
 
-Tell = Callable[[int], None]  # is called with the number of finished steps
+Tell = Callable[[int], None]  # called with the number of finished steps
 engine_program = cache(find_engine)
 
 
 def blas_threads() -> int:
-    """Returns the default number of threads of products, as in the engine: the cores, but at most
-    8.
-    """
+    """Returns the engine's default number of BLAS threads: one per core, but at most 8."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return int(os.environ.get(THREADS[0]) or min(8, cores))
 
 
 def with_threads(threads: int) -> dict[str, str]:
-    """Returns the environment of a run with this many threads of BLAS."""
     return os.environ | dict.fromkeys(THREADS, str(threads))
 
 
@@ -62,9 +58,7 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> RunLog:  # fmt: skip
-    """Returns the report of `benchmarks.in_python`. With `preload` it runs with OpenBLAS, if an
-    OpenBLAS is installed.
-    """
+    """Runs `benchmarks.in_python` and returns its log. `preload` uses OpenBLAS if installed."""
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
     environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
@@ -77,13 +71,13 @@ def run_python(
 def run_peft(
     python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell
 ) -> RunLog:
-    """Returns the report of `in_peft.train` on the inputs in `folder`.
+    """Runs `in_peft.train` on the inputs in `folder`, and returns its log.
 
-    `python` has torch and peft. The allocator keeps PyTorch's defaults.
+    `python` is a Python with torch and peft.
     """
     environment = with_threads(threads) | {"PYTHONPATH": str(TOOLS)}
     settings = settings | {"output": str(folder.resolve())}
-    # Links in the path are not resolved, because Python finds its virtual environment by the link.
+    # absolute() keeps symbolic links, by which Python finds its virtual environment.
     command = [python.absolute(), "-m", "studies.in_peft.train"]
     return run_program(command, settings, folder, tell, environment)
 
@@ -108,7 +102,7 @@ def run_program(
             ) as process,
         ):  # fmt: skip
             for line in process.stdout:
-                if line.startswith("{"):  # a library may also print
+                if line.startswith("{"):  # Libraries may print other lines.
                     records.append(json.loads(line))
                     if records[-1]["type"] == "step":
                         tell(records[-1]["step"])
@@ -122,9 +116,9 @@ def run_program(
 
 @cache
 def find_openblas() -> str | None:
-    """Returns the name of an OpenBLAS to preload on Linux; None if there is none.
+    """Returns the name of an OpenBLAS to preload on Linux, or None.
 
-    MLX uses a preloaded BLAS in place of its wheel's.
+    MLX uses a preloaded BLAS instead of its own.
     """
     name = ctypes.util.find_library("openblas") if sys.platform == "linux" else None
     with suppress(OSError):

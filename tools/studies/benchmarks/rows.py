@@ -1,4 +1,4 @@
-"""The rows of a table of runs: a training and its costs. Sizes are bytes, times seconds."""
+"""Measures the rows of a table of training runs. Sizes are in bytes, times in seconds."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from studies.benchmarks.variants import (
 )
 from studies.in_peft.inputs import first_adapters, write_inputs
 
-# The peak of this step is compared with that of the last step, to see whether memory grows.
+# The number of steps after which a step's peak memory should not grow.
 SETTLED_AFTER = 10
 
-# The entries of the engine's plan of a run.
+# Entries of the engine's plan that a row includes.
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
 
-# For each ratio: the figure that is divided, and what it is divided by. That is the paper's figure,
-# or the figure of a method's first row in the same cell.
+# For each ratio: the figure that is divided, and the divisor's source. The source is the paper or a
+# method's first row in the same cell.
 RATIOS = {
     "peak_to_paper": ("footprint_peak_bytes", "paper"),
     "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
@@ -55,33 +55,33 @@ RATIOS = {
 
 
 def new_row(cell: Cell, variant: Variant) -> Row:
-    """Returns a row without measurements; values that do not exist are None."""
+    """Returns a row without measurements."""
     peak, goal = paper.peak_and_goal(cell)
     return {
         **cell.row(),
         "method": variant.method,
         "variant": str(variant),
-        "threads": variant.threads or blas_threads(),  # of BLAS
-        "blas": None,  # of a row that ran in Python
+        "threads": variant.threads or blas_threads(),  # BLAS threads
+        "blas": None,  # only for runs in Python
         "memory_limit_mb": None,
         **dict.fromkeys(PLANNED),
         "steps": 0,
-        "seconds": None,  # a step: the median, without the first if there are several
-        "tflop": None,  # of the products alone
+        "seconds": None,  # median time of a step; excludes the first if there are several
+        "tflop": None,  # only for the method `products`
         "losses": [],
         "footprint_peak_bytes": None,
-        # The growth of a step's peak after SETTLED_AFTER steps, in a long run
+        # The growth of a step's peak after SETTLED_AFTER steps.
         "growth_bytes": None,
-        "baseline_bytes": None,  # Python and MLX before anything is loaded; included in the peak
+        "baseline_bytes": None,  # Python and MLX before a model is loaded; included in the peak
         "mlx_peak_bytes": None,
-        "written_bytes": None,  # a step
+        "written_bytes": None,  # per step
         "paper_bytes": peak if variant.method in ("mesp", "mesp-paper") else None,
         "bar_bytes": goal if variant.method == "mesp" else None,
         "net_bytes": None,  # the peak without the baseline
         "prediction_error": None,  # relative
         **dict.fromkeys(RATIOS),
         "peak_to_first_rank": None,
-        "extrapolated_from": None,  # the numbers of blocks that were measured
+        "extrapolated_from": None,  # numbers of blocks that were measured
         "error": None,
     }
 
@@ -90,11 +90,10 @@ def measure(
     cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
     tell: Tell,
 ) -> Row:  # fmt: skip
-    """Trains some steps in a separate process, and returns the row. If the run fails, the row has
-    the error.
+    """Trains some steps in a separate process and returns a row. A failed run's row has the error.
 
-    `before` has the previous rows. If the limit is MeBP's peak, they must include MeBP's row of the
-    same cell. `peft` is a Python with PyTorch and PEFT.
+    `before` has the previous rows, which must include the same cell's MeBP row if the limit is
+    MeBP's peak. `peft` is a Python with PyTorch and PEFT.
     """
     row = new_row(cell, variant)
     try:
@@ -133,7 +132,7 @@ def measure(
 def train_with_peft(
     cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
 ) -> RunLog:
-    """Trains the bundle's dequantized weights with PEFT, on the windows of the engine."""
+    """Trains the bundle's dequantized weights with PEFT on the engine's windows."""
     bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
     ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])
     settings = {"optimizer": "sgd", "rates": [SETTING["learning_rate"]] * steps, "rank": rank}
@@ -147,11 +146,11 @@ def train_with_peft(
 
 
 def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
-    """Returns the whole model's row. Its values lie on the line through the rows with the fewest
-    and the most blocks.
+    """Extrapolates the whole model's row linearly from the rows with the fewest and the most
+    blocks.
 
-    The plan and the predicted peak in the row are the engine's, for the whole model. Returns None
-    if fewer than two rows were measured.
+    The row's plan and predicted peak are the engine's for the whole model. Returns None if fewer
+    than two rows succeeded.
     """
     row = new_row(full, variant)
     names = ("model", "seq_len", "rank", "variant")
@@ -175,7 +174,7 @@ def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
 
 
 def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[str, Any]:
-    """Returns the engine's settings for the variant, and writes its memory limit into the row."""
+    """Returns the engine's settings for the variant, and writes the memory limit into the row."""
     settings = engine_settings(cell, variant)
     if variant.limit == "auto":
         return settings
@@ -188,7 +187,7 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
             size = row["bar_bytes"]
         if size is None:
             raise MespError(f"There is no figure here for the memory limit {variant.limit}.")
-        limit = (math.ceil(size) + 1) / 1e6  # the engine cuts off fractions of a byte
+        limit = (math.ceil(size) + 1) / 1e6  # rounded up, because the engine truncates to bytes
     else:
         limit = EVERYTHING_MB if variant.limit == "all" else float(variant.limit)
     row["memory_limit_mb"] = limit
@@ -196,23 +195,21 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
 
 
 def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    """Returns the settings that differ from the engine's defaults."""
+    """Returns the settings of a run of the engine."""
     what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
     how = {"method": variant.method, "offload": variant.offload}
     return {**what, **how, "val_batches": 0, "save_every": 0}
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:
-    """Returns the first of `rows` with this method, and with the cell and the threads of `row`.
-    Returns an empty row if there is none.
-    """
+    """Returns the first row with this method and the model, sizes and threads of `row`, or {}."""
     same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank", "threads")}
     same["method"] = method
     return next((r for r in rows if all(r[n] == value for n, value in same.items())), {})
 
 
 def compare(rows: list[Row]) -> None:
-    """Fills in the values of each row that follow from its figures and those of other rows."""
+    """Computes the values of each row that depend on other values or other rows."""
     for row in rows:
         peak = row["footprint_peak_bytes"]
         if peak and row["baseline_bytes"]:

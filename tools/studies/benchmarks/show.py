@@ -14,11 +14,10 @@ from studies.benchmarks.cells import Row
 from studies.benchmarks.columns import AVERAGED, COLUMNS, SIZE, averages, grouped, texts
 from studies.benchmarks.tables import Kind
 
-TABLE_WIDTH = 250  # columns, if there is no terminal
+TABLE_WIDTH = 250  # columns, if the output is not a terminal
 
 
 def present(rows: list[Row], kind: Kind) -> None:
-    """Prints the rows, the averages over the measured rows, and the table's notes."""
     show([texts(point) for point in drawn(rows)])
     averaged = [heading for heading in AVERAGED if COLUMNS[heading][0] in rows[0]]
     if averaged:
@@ -35,7 +34,7 @@ def present(rows: list[Row], kind: Kind) -> None:
 
 
 def drawn(rows: list[Row]) -> list[Row]:
-    """Returns the rows; a row with several held-out losses becomes one for each, by step."""
+    """Returns the rows, with a row for each held-out loss of a run."""
     points = [row for row in rows if "held_out" not in row]
     for row in rows:
         since = 0
@@ -48,14 +47,15 @@ def drawn(rows: list[Row]) -> list[Row]:
 
 
 def show(lines: list[dict[str, str]]) -> None:
-    """Prints a table that can be pasted into Markdown."""
     if lines:
         click.echo("\n" + markdown(lines, None if sys.stdout.isatty() else TABLE_WIDTH))
 
 
 def markdown(lines: list[dict[str, str]], width: int | None = TABLE_WIDTH) -> str:
-    """Returns a table in Markdown, without the columns that hold nothing, in at most `width`
-    columns of text; None: the terminal's."""
+    """Returns a Markdown table of at most `width` characters a line, or of the terminal's width for
+    None.
+
+    Columns without values are left out."""
     table = Table(box=box.MARKDOWN)
     columns = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
     for name in columns:

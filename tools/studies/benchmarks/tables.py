@@ -1,6 +1,5 @@
-"""The tables that can be measured: their options with defaults, and the functions for their
-rows.
-"""
+"""The tables that can be measured: their default options, and the functions that measure their
+rows."""
 
 from __future__ import annotations
 
@@ -41,10 +40,10 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
            "LFM2.5-8B-A1B", "LFM3-1.7B", "Granite-4.0-H-350M", "Granite-4.0-H-1B", "Gemma-4-E2B",
            "Gemma-4-E4B")  # fmt: skip
 
-# MeZO's estimate is so noisy that its loss would diverge at the exact methods' learning rate.
+# MeZO's noisy estimates would make its loss diverge at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
-ROUNDS = 3  # measurements of the table `parts`, which alternate
+ROUNDS = 3  # measurements of each variant, which alternate
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
     "q,v": {"projections": ["q", "v"]},
@@ -53,17 +52,17 @@ PARTS: dict[str, dict[str, Any]] = {
     "DoRA": {"dora": True},
 }
 VAL_BATCHES = 25
-SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
-AGREEMENT = 1e-4  # the largest relative difference between MeSP's and MeBP's losses
+SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's rate, mesp-train's default, and a higher one
+AGREEMENT = 1e-4  # maximum relative difference between MeSP's and MeBP's losses
 
 _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps": 3}
 _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",),
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-RECORDS = 512  # the number of records in the data of the tables records and packing
+RECORDS = 512  # records in the data of the tables records and packing
 
-# The entries of the engine's counts in a row.
+# Entries of the engine's counts that a row includes.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
            "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
            "first_kernels", "most_first_kernels")  # fmt: skip
@@ -131,14 +130,13 @@ class Bench:
         return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
 
     def doing(self, cell: Cell, what: object) -> Tell:
-        """Shows that a run begins; returns a function that shows its steps."""
+        """Shows that a run begins, and returns a function that shows its finished steps."""
         text = f"{cell.model}, {cell.seq_len} tokens, {what}"
         self.status.update(text)
         return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
 
 
 def run_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each cell and each way to train."""
     options, rows = bench.options, []
     names = ("methods", "limits", "offload", "threads")
     variants = find_variants(*(options[name] for name in names))
@@ -158,26 +156,24 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 
 
 def gpu_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each counted step. Raises MespError if a bundle is not for the GPU."""
     for cell in bench.cells():
         yield count_step(bench, cell)
 
 
 def count_step(bench: Bench, cell: Cell, **settings: float) -> Row:
-    """Returns the row of a counted step with these settings."""
     bench.doing(cell, "counting")
     count = find_count(engine_settings(cell, Variant("mesp")) | settings)
     row = cell.row() | {name: count[name] for name in COUNTED}
     row["moved_bytes"] = count["read_bytes"] + count["written_bytes"]
     for rules in ("fast", "strict", "slow"):
         row |= {f"{rules}_{name}": value for name, value in count[rules].items()}
-    del row["cpu"], row["os"]  # the counting machine does not matter
+    del row["cpu"], row["os"]  # The counts do not depend on this machine.
     return row
 
 
 def functions_rows(bench: Bench) -> Iterator[Row]:
-    """Yields four rows for each step: with the bundle's functions, without, and with LoRA dropout
-    and DoRA, which functions do not have."""
+    """Yields four rows for each cell: with the bundle's block functions, without them, with LoRA
+    dropout, and with DoRA."""
     for cell in bench.cells():
         bare = cell._replace(bundle=without_functions(cell.bundle, bench.work / "bare.mesp"))
         yield count_step(bench, cell) | {"forward_pass": "functions"}
@@ -187,7 +183,7 @@ def functions_rows(bench: Bench) -> Iterator[Row]:
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each result of the measurement in Python that is named like the table."""
+    """Runs the table's measurement in Python, and yields a row for each result."""
     for cell in bench.cells():
         settings = {"kind": bench.table, "steps": bench.steps}
         run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
@@ -197,7 +193,6 @@ def python_rows(bench: Bench) -> Iterator[Row]:
 
 
 def convergence_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row with the losses of each of the engine's methods."""
     for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
         rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
         settings = engine_settings(cell, Variant(method)) | {
@@ -219,10 +214,9 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 
 
 def defaults_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for mesp-train's default update and for each other update of a sweep around it.
+    """Yields a row for mesp-train's default update and for each other update of a sweep.
 
-    These rows have the first rank. There is also a row for the default update with each other rank.
-    All rows of a model and a length are compared.
+    These rows have the first rank. Other ranks have a row for the default update only.
     """
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
@@ -250,7 +244,8 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
 
 
 def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
-    """Returns the updates of the sweep by name. They vary AdamW with its default rate."""
+    """Returns the settings of the sweep's updates, by name. Most use AdamW with a multiple of
+    `rate`."""
 
     def adamw(factor: float, **more: Any) -> dict[str, Any]:
         return {"optimizer": "adamw8bit", "learning_rate": factor * rate} | more
@@ -267,10 +262,10 @@ def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
 
 
 def records_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for records that are padded to the longest length, and a row for records at
-    their own lengths.
+    """Yields a row for padded records, and a row for records at their own lengths.
 
-    A record's own length is the shortest of the bundle's lengths that holds the record.
+    Padded records have the bundle's longest length. Otherwise a record has the shortest length that
+    holds it.
     """
     lengths = sorted(set(bench.options["seq_lens"]))
     for cell in bench.cells():
@@ -300,10 +295,10 @@ def records_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for records of 40 to 120 tokens, one a step, and a row for the same records,
-    packed.
+    """Yields a row for steps of one short record each, and a row for the same records packed into
+    sequences.
 
-    An unpacked record runs at the shortest length that holds it. Packed records run at the longest
+    An unpacked record has the shortest length that holds it. Packed sequences have the longest
     length.
     """
     lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
@@ -333,7 +328,7 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
 
 
 def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
-    """Yields the rows of `packing_rows` for a phone's GPU, with the ledger's model of the time."""
+    """Yields the rows of `packing_rows` for a phone's GPU, with modelled times."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
     # The sizes of the records that run unpacked at each length. A record may have one token more
@@ -353,7 +348,7 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
         if cell.seq_len != longest:
             continue
-        # Records of their mean size stand for all records that run at one length.
+        # One record of mean size represents all records of a length.
         each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
                 for n, these in alone.items()}  # fmt: skip
         share = {n: len(these) / len(sizes) for n, these in alone.items()}
@@ -370,20 +365,17 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
                 "records_per_second": per_second,
                 "to_alone": per_second / alone_per_second,
             }  # fmt: skip
-            del row["cpu"], row["os"]  # the counting machine does not matter
+            del row["cpu"], row["os"]  # The counts do not depend on this machine.
             yield row
 
 
 def like_chat() -> np.ndarray:
-    """Returns lengths of short chats, 40 to 120 tokens."""
+    """Returns random lengths of short chats: 40 to 120 tokens."""
     return np.random.default_rng(0).integers(40, 121, RECORDS)
 
 
 def like_gsm8k(seq_len: int) -> np.ndarray:
-    """Returns lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's.
-
-    They are log-normal around 185.
-    """
+    """Returns random lengths in tokens like those of GSM8K's problems: log-normal around 185."""
     lengths = np.random.default_rng(0).lognormal(np.log(185), 0.4, RECORDS)
     return np.clip(lengths.astype(int), 16, seq_len + 1)
 
@@ -391,9 +383,10 @@ def like_gsm8k(seq_len: int) -> np.ndarray:
 def with_records(
     cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
 ) -> Path:
-    """Returns the cell's bundle with only these lengths, and with records of random tokens.
+    """Returns the cell's bundle with only these sequence lengths, and with records of random
+    tokens.
 
-    Two in five of a record's tokens are the question's.
+    The first two fifths of a record are its prompt.
     """
     these = "-".join(map(str, lengths))
     out = work / f"{cell.bundle.stem}-records-{these}{'-packed' * pack}.mesp"
@@ -412,7 +405,6 @@ def with_records(
 
 
 def generation_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each program and number of texts that are written together."""
     cells, models = bench.cells(), bench.options["models"]
     for index, cell in enumerate(cells):
         model = models[index * len(models) // len(cells)]
@@ -425,7 +417,6 @@ def generation_rows(bench: Bench) -> Iterator[Row]:
 
 
 def adapters_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for the base model and for each number of adapters at once."""
     for cell in bench.cells():
         for threads in bench.options["threads"] or (None,):
             tell = bench.doing(cell, "writing with adapters")
@@ -433,7 +424,6 @@ def adapters_rows(bench: Bench) -> Iterator[Row]:
 
 
 def bits_rows(bench: Bench) -> Iterator[Row]:
-    """Yields rows for each quantization of each geometry, one geometry after the other."""
     cells, count = bench.cells(), len(bench.options["quantizations"])
     each = len(bench.options["seq_lens"]) * len(bench.options["ranks"])
     for start in range(0, len(cells), count * each):
@@ -445,16 +435,15 @@ def bits_rows(bench: Bench) -> Iterator[Row]:
 
 
 def preferences_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for supervised steps and one for each objective."""
     for cell in bench.cells():
         tell = bench.doing(cell, "preferences")
         yield from measure_objectives(cell, bench.steps, bench.work, tell)
 
 
 def parts_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for each choice of trained parts, with the default optimizer.
+    """Yields a row for each choice of trained parameters, with the default optimizer.
 
-    Runs alternate, so that a slow minute affects all.
+    The runs alternate, so that a slow minute affects all of them.
     """
     for cell in bench.cells():
         runs: dict[str, list] = {name: [] for name in PARTS}
@@ -479,7 +468,9 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
 
 
 def largest_difference(rows: list[Row]) -> float:
-    """Returns the largest relative difference of a loss of MeSP from MeBP's; NaN if one is NaN."""
+    """Returns the largest relative difference between MeSP's and MeBP's losses, or NaN if a loss is
+    NaN.
+    """
     differences = [0.0]
     for cell in grouped(rows, SIZE):
         mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
@@ -488,8 +479,8 @@ def largest_difference(rows: list[Row]) -> float:
 
 
 def check_agreement(rows: list[Row]) -> None:
-    """Says how far MeSP's and MeBP's losses are from each other. Raises MespError if they are too
-    far apart.
+    """Prints the largest difference of MeSP's and MeBP's losses. Raises MespError if it exceeds
+    AGREEMENT.
     """
     largest = largest_difference(rows)
     click.echo(f"MeSP and MeBP: largest relative difference of a loss {largest:.1e}.")
@@ -498,10 +489,10 @@ def check_agreement(rows: list[Row]) -> None:
 
 
 class Kind(NamedTuple):
-    """The function for the rows of a table, the axes of its plot, and the note under it."""
+    """How a table is measured and shown."""
 
     rows: Callable[[Bench], Iterator[Row]]
-    x: str | None  # None: the length or, if only the rank varies, the rank
+    x: str | None  # None: the sequence length or, if only the rank varies, the rank
     ys: tuple[str, ...]
     note: str
 

@@ -1,5 +1,3 @@
-"""Variants of training: methods, offloading and memory limits."""
-
 from __future__ import annotations
 
 import itertools
@@ -15,7 +13,7 @@ OFFLOADS = {
 }
 ENGINE_METHODS = tuple(OFFLOADS)
 
-# Settings of `benchmarks.in_python`; OpenBLAS is preloaded unless mlx-lm runs as shipped.
+# Settings of the measurements in Python.
 MLX_LM = {"kind": "mlx-lm", "checkpoint": False, "fast": False}
 PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "mesp-paper": {"kind": "paper", "store_h": False},
@@ -27,19 +25,21 @@ PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "products": {"kind": "products", "recompute": False},
     "products-recomputed": {"kind": "products", "recompute": True},
 }
-# Settings of `in_peft.train`, which runs in a separate environment.
+# Settings of `in_peft.train`.
 PEFT_METHODS: dict[str, dict[str, Any]] = {
     "torch-peft": {"checkpoint": False},
     "torch-peft-checkpoint": {"checkpoint": True},
 }
 METHODS = (*ENGINE_METHODS, *PYTHON_METHODS, *PEFT_METHODS)
 LIMITS = ("auto", "least", "bar", "mebp", "all")
-EVERYTHING_MB = 1e6  # more than keeping every intermediate needs
+EVERYTHING_MB = 1e6  # more than all intermediates need
 
 
 class Variant(NamedTuple):
-    """A variant of training. `limit`: one of LIMITS, or MB; `threads`: of products, by default one
-    for each core, up to 8.
+    """A variant of training.
+
+    `limit` is one of LIMITS or a number of MB. `threads` is the number of BLAS threads, or None for
+    the default.
     """
 
     method: str
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 def find_variants(
     methods: tuple, limits: tuple, offload: str, threads: tuple[int, ...]
 ) -> list[Variant]:
-    """Returns the variants in the order of the methods; MeBP first if its peak is a limit."""
+    """Returns the variants in the order of the methods. MeBP is first if its peak is a limit."""
     if "mebp" in limits:
         if "mebp" not in methods:
             raise MespError("--memory-limit mebp needs mebp among the --methods.")

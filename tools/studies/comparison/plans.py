@@ -1,4 +1,4 @@
-"""The plans of MeSP's training: what is on disk, and for how many blocks intermediates are kept."""
+"""Plans of MeSP's training: what is on disk, and how many blocks keep their intermediates."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from mesp.engine.process import find_plan
 from studies.tasks.bundles import RANK, Task
 
 ON_DISK = {"none": "nothing on disk", "inputs": "inputs on disk", "all": "all on disk"}
-EVERYTHING_MB = 1e6  # more than keeping every intermediate needs
-MARGIN = 1.08  # the ratio of a memory limit to the planner's predicted peak
+EVERYTHING_MB = 1e6  # more than all intermediates need
+MARGIN = 1.08  # the ratio of a memory limit to the predicted peak
 
 
 def plans(bundle: Path, task: Task, optimizer: str) -> dict[str, tuple[object, ...]]:
     """Returns the options of mesp-train for each plan, by the plan's name.
 
-    Without a limit, no intermediates are kept. With a very high limit, the intermediates of all
-    blocks are kept. With a limit half-way between these two peaks, those of some blocks are kept.
+    Depending on the memory limit, the plans keep the intermediates of no blocks, some blocks or all
+    blocks.
     """
     engine, found = find_engine(), {}
     settings = {

@@ -1,4 +1,4 @@
-"""Scores of adapters, and the test whether the scores of two trainers are equivalent."""
+"""Scores adapters, and compares the scores of two trainers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from studies.tasks.bundles import TEXT, Task
 from studies.tasks.gsm8k_number import final_number
 
 RESAMPLES = 10_000
-TEXT_WINDOWS = 40  # of the text whose perplexity measures forgetting
-DATA = {"model_file": None}  # mlx-lm would run this file
+TEXT_WINDOWS = 40  # windows of the text that measures forgetting
+DATA = {"model_file": None}  # keeps mlx-lm from running a model_file
 
 
 class Scores(NamedTuple):
-    """The scores of each held-out sequence, float64 [n] each.
+    """Scores of the held-out sequences, as float64 arrays [n].
 
-    They are the sum of a sequence's losses in nats, the number of its targets that are in the loss,
-    and whether the model's greedy answer is right.
+    `losses` has each sequence's summed loss in nats, `targets` its number of targets in the loss,
+    and `exact` whether the model's greedy answer is right.
     """
 
     losses: np.ndarray
@@ -41,15 +41,15 @@ class Scores(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The loss in nats a token."""
+        """The mean loss in nats per token."""
         return self.losses.sum() / self.targets.sum()
 
 
 def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
-    """Returns the bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`.
+    """Returns the weights of the bundle, or of the Hugging Face model `base`, as mlx-lm's float32
+    model.
 
-    Adapters must be in mlx-lm's form. The model computes in float32, with weights that are
-    dequantized once.
+    Adapters must be in mlx-lm's format.
     """
     model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
     model.set_dtype(mx.float32)
@@ -61,7 +61,7 @@ def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) 
 
 
 def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
-    """Returns the scores of a model. mlx-lm's model measures all trainers' adapters."""
+    """Returns the scores of mlx-lm's model on the held-out sequences."""
     tokenizer = load_bundle_tokenizer(bundle.path)
     rows = []
     for ids, counts in islice(read_sequences(bundle, "valid", task.seq_len), task.held_out):
@@ -72,8 +72,7 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
             written = write(model, ids[:start], task.seq_len - start, tokenizer.eos_token_id)
             number = final_number(tokenizer.decode(ids[start:].tolist()))
             right = number is not None and final_number(tokenizer.decode(written)) == number
-        # The answer is right if each of its tokens is the likeliest one after the tokens before it,
-        # because then the model would write the answer.
+        # Greedy decoding would write the answer if each of its tokens is the likeliest one.
         else:
             missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
             right = missed.sum().item() == 0
@@ -82,16 +81,16 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
 
 
 def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int]:
-    """Returns the likeliest tokens after a prompt, int [n], until `end`."""
+    """Returns greedily generated tokens until `end`, at most `most`."""
     tokens = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
     return [*takewhile(lambda token: token != end, tokens)]
 
 
 def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | None:
-    """Returns the ids of a text that the task is not about, int32 [n], to measure forgetting.
+    """Returns the token ids of a text outside of the task, int32 [n], to measure forgetting.
 
-    The text is the end of `file` or, without a file, of the prose of Python's language reference.
-    Returns None if there is no file and that prose is the task.
+    The text is the end of `file` or of Python's documentation. Returns None if there is no file and
+    the documentation is the task.
     """
     if file is not None:
         text = read_text(file)
@@ -100,12 +99,12 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
     else:
         text = "\n".join(each.content["text"] for each in python_docs()["valid"])
     count = TEXT_WINDOWS * task.seq_len + 1
-    characters = text[-10 * count :]  # a token has about 3
+    characters = text[-10 * count :]  # A token has about 3 characters.
     return np.array(load_bundle_tokenizer(bundle.path).encode(characters)[-count:], np.int32)
 
 
 def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
-    """Returns the loss of windows of a text, int [n], in nats a token."""
+    """Returns the mean loss over windows of the token ids [n], in nats per token."""
     rows = (len(ids) - 1) // seq_len
     total = 0.0
     for start in range(0, rows * seq_len, seq_len):
@@ -115,7 +114,7 @@ def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
 
 
 class Difference(NamedTuple):
-    """A difference of means, and its 95% interval by bootstrap."""
+    """A difference of means, with its 95% bootstrap interval."""
 
     mean: float
     low: float
@@ -128,10 +127,11 @@ class Difference(NamedTuple):
 def paired(
     ours: Sequence[Scores], theirs: Sequence[Scores], *, what: str, seed: int = 0
 ) -> Difference:
-    """Returns the difference, ours less theirs, of the `loss` a token or the share that is `exact`.
+    """Returns the difference, ours less theirs, of the loss per token or of the share of exact
+    answers.
 
-    Both scores of a pair have the same seed. A resample draws held-out sequences: the same
-    sequences for both scores and for all seeds.
+    Both scores of a pair have the same seed. Each resample draws held-out sequences, and uses them
+    for all scores.
     """
     if what == "loss":
         above = sum(a.losses - b.losses for a, b in zip(ours, theirs, strict=True))

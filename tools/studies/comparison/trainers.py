@@ -1,4 +1,4 @@
-"""The trainers that are compared. All begin with the same adapters and take the same batches."""
+"""The compared trainers. All begin with the same adapters and train on the same batches."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ MEZO_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Trained:
-    """A run: its loss at each step, and the folder of its adapters in mlx-lm's form.
+    """A run: its loss at each step, and the folder of its adapters in mlx-lm's format.
 
-    `base` is the Hugging Face model of the adapters, if it is not the bundle's.
+    `base` is the adapters' Hugging Face model, or None for the bundle's model.
     """
 
     losses: list[float]
@@ -43,14 +43,14 @@ class Trained:
 
 
 def rate_of(task: Task, optimizer: str) -> float:
-    """Returns the learning rate of the first step. After it, the rate falls to 0 linearly."""
+    """Returns the initial learning rate, which decays linearly to 0."""
     return SGD_RATE if optimizer == "sgd" else task.rate
 
 
 def multiply_dequantized() -> None:
     """Makes mlx-lm's models in this process multiply with whole dequantized matrices.
 
-    The result is the same, but products with packed matrices are slow on a CPU.
+    Products with packed matrices are slow on a CPU.
     """
     nn.QuantizedLinear.__call__ = dequantized_linear
     nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
@@ -64,7 +64,7 @@ def with_mesp(
     folder: Path,
     options: tuple[object, ...] = (),
 ) -> Trained:
-    """Trains with mesp-engine, with further `options` of mesp-train."""
+    """Trains with mesp-engine. `options` are further options of mesp-train."""
     rate = MEZO_RATE if "mezo" in options else rate_of(task, optimizer)
     beta2 = ("--beta2", BETA2) if optimizer != "sgd" else ()
     command(
@@ -78,7 +78,7 @@ def with_mesp(
 
 
 def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Path) -> Trained:
-    """Trains with mlx-lm's trainer, on the bundle's 4-bit weights in mlx-lm's model."""
+    """Trains with mlx-lm's trainer on the bundle's quantized weights."""
     opened = Bundle(bundle)
     model = opened.to_mlx_lm()
     model.freeze()
@@ -94,8 +94,7 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
 
     def iterate_batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
         for ids, counted in batches(opened, task, seed):
-            # mlx-lm counts targets from 1. Its loss covers all targets from the first to the last
-            # of a span.
+            # mlx-lm's loss takes the range of targets of a sequence, counted from 1.
             spans = [(row.argmax() + 1, row.size - row[::-1].argmax()) for row in counted]
             yield mx.array(ids), mx.array(np.array(spans))
 
@@ -137,8 +136,7 @@ def with_peft(
 ) -> Trained:
     """Trains with PEFT on PyTorch, in another environment, on the dequantized weights.
 
-    With `nf4`, a Hugging Face model, it trains as QLoRA: on that model's weights, which
-    bitsandbytes quantizes to NF4.
+    `nf4` is a Hugging Face model for QLoRA, which bitsandbytes quantizes to NF4.
     """
     opened = Bundle(bundle)
     folder.mkdir(parents=True)
@@ -156,6 +154,5 @@ def with_peft(
 
 
 def has_bitsandbytes(python: Path) -> bool:
-    """Returns whether `python` has bitsandbytes, and so can train on weights in NF4."""
     line = [python.absolute(), "-c", "import bitsandbytes"]
     return subprocess.run(line, capture_output=True).returncode == 0

@@ -2,10 +2,9 @@
 
     python -m studies.in_llama.generate SETTINGS.json
 
-Each line that it reads is a request, such as `{"prompts": [[1, 2]], "tokens": 8}` in token ids. For
-a request, it writes 8 tokens, the likeliest ones, after each prompt. Then it prints a line with the
-highest footprint so far. Keys and values are float32. llama.cpp multiplies quantized weights with
-activations in 8 bits.
+Reads a request per line, for example `{"prompts": [[1, 2]], "tokens": 8}` with token ids. For this
+request, generates 8 greedy tokens after each prompt. Then prints a line with the highest footprint
+so far. Keys and values are float32. llama.cpp quantizes activations to 8 bits.
 """
 
 from __future__ import annotations

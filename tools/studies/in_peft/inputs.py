@@ -1,4 +1,4 @@
-"""The inputs of a run of PEFT: a folder that is read without MLX and MeSP."""
+"""Writes the inputs of a run of PEFT, which is read without MLX and MeSP."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def first_adapters(bundle: Bundle, rank: int, seed: int) -> dict[str, mx.array]:
 
 
 def write_model(bundle: Bundle, folder: Path) -> None:
-    """Writes the bundle's weights, dequantized, as a Hugging Face model in float32."""
+    """Writes the bundle's dequantized weights as a float32 Hugging Face model."""
     arch = bundle.architecture
     columns, head = arch.hidden_size, bundle.head()
     tensors = {"model.norm.weight": head["norm"]}

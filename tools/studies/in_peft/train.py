@@ -2,10 +2,10 @@
 
     python -m studies.in_peft.train SETTINGS.json
 
-The folder `output` of the settings has the files of `inputs.py`, and gets `adapters.safetensors`.
-Prints a record a line, as the engine does. With `nf4`, a Hugging Face model, it trains on that
-model's weights in NF4, as QLoRA does. These weights are dequantized once and left in `base/`,
-because on a CPU bitsandbytes takes longer to dequantize a matrix than PyTorch to multiply with it.
+The folder `output` in the settings contains the inputs, and gets `adapters.safetensors`. Prints
+records as JSON, one per line. With `nf4`, trains on NF4 weights of that Hugging Face model, as
+QLoRA does. The NF4 weights are dequantized once into `base/`, because bitsandbytes is slow on a
+CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from studies.benchmarks.footprint import Peak, footprint
 
 
 def report(kind: str, **fields: Any) -> None:
-    """Prints a record."""
     print(json.dumps({"type": kind, **fields}), flush=True)
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW without bias correction, as in mlx.optimizers. PyTorch has no option for this."""
+    """AdamW without bias correction, as in mlx.optimizers."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, beta2: float) -> None:
         super().__init__(parameters, {"lr": lr, "beta2": beta2})
@@ -49,8 +48,9 @@ class AdamW(torch.optim.Optimizer):
 
 
 def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Returns the model with its initial adapters, and the trained tensors by mlx-lm's names, [in,
-    out]ᵀ.
+    """Returns the model with its initial adapters, and the trained tensors by mlx-lm's names.
+
+    The trained tensors are transposed compared with mlx-lm's.
     """
     first = load_file(folder / "first.safetensors")
     dtype = getattr(torch, settings["dtype"])
@@ -60,7 +60,7 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
         source = Path(settings["nf4"])
         write_base(in_nf4(source, dtype), source, weights)
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, trust_remote_code=False)
-    model.train()  # PEFT's model uses gradient checkpointing only in this mode; there is no dropout
+    model.train()  # Gradient checkpointing works only in this mode.
     if settings.get("checkpoint"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     targets = sorted({name.split(".")[-2] for name in first})
@@ -84,7 +84,7 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
 
 
 def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Returns a model with the matrices of its blocks as in QLoRA: NF4, with scales in 8 bits."""
+    """Returns the model with its blocks' matrices in NF4 with 8-bit scales, as in QLoRA."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -101,12 +101,12 @@ def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def write_base(model: torch.nn.Module, source: Path, folder: Path) -> None:
-    """Writes the dequantized weights of a quantized model, in float32, as a Hugging Face model."""
+    """Writes a quantized model's dequantized float32 weights as a Hugging Face model."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 
     tensors = {}
-    for name, parameter in model.named_parameters():  # has the first of tied matrices
+    for name, parameter in model.named_parameters():  # yields tied matrices once
         if isinstance(parameter, Params4bit):
             parameter = dequantize_4bit(parameter.data, parameter.quant_state)
         tensors[name] = parameter.detach().float().contiguous()

@@ -1,5 +1,3 @@
-"""Writes the demo model as a Hugging Face folder, with its model card."""
-
 from __future__ import annotations
 
 import json
@@ -15,8 +13,7 @@ from tokenizers import Tokenizer
 
 from studies.pretraining.text import END_OF_TEXT
 
-# The model learned no conversations, but with this template people can try records of chats. A
-# token ends each answer.
+# The model has not learned conversations, but this template lets users try chat data.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- message.role + ': ' + (message.content or '') -}}
@@ -27,7 +24,6 @@ CHAT_TEMPLATE = """\
 
 
 def model_card(facts: dict[str, str], config: dict, parameters: int) -> str:
-    """Returns the README.md of the model folder."""
     return f"""---
 license: mit
 language: en
@@ -66,7 +62,7 @@ The weights are under the MIT licence.
 def write_folder(
     out: Path, model: Model, tokenizer: Tokenizer, config: dict, facts: dict[str, str]
 ) -> None:
-    """Writes the Hugging Face folder beside `out`, then puts it in `out`'s place."""
+    """Writes the Hugging Face folder to a temporary place, then moves it to `out`."""
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         folder.chmod(0o755)
@@ -112,9 +108,7 @@ def write_folder(
 
 
 def check_out(out: Path) -> None:
-    """Refuses an output that cannot be written, or that would replace something other than a
-    model.
-    """
+    """Raises UsageError if `out` cannot be written, or contains something other than a model."""
     if out.exists() and not out.is_dir():
         raise click.UsageError(f"{out} is a file, not a folder.")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""The text that the demo model learns, its tokenizer, and batches of it."""
+"""Reads the demo model's training text, trains its tokenizer and makes batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QWEN2_PATTERN = (
 
 
 def read_text(path: Path) -> str:
-    """Reads a UTF-8 text file, unifies its line ends and drops its control characters."""
+    """Reads a text file, and removes its control characters."""
     try:
         text = source_files.read_text(path)
     except MespError as error:
@@ -37,7 +37,7 @@ def read_text(path: Path) -> str:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer of exactly `vocab_size` tokens, laid out as Qwen2's."""
+    """Trains a byte-level BPE tokenizer of `vocab_size` tokens with Qwen2's pre-tokenization."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -63,9 +63,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """Returns the token ids of all texts, each followed by the end-of-text token; shape
-    [tokens].
-    """
+    """Returns the token ids [tokens] of all texts, each followed by the end-of-text token."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(texts):
@@ -77,9 +75,9 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 def shuffled_batches(
     tokens: np.ndarray, batch_size: int, seq_len: int, seed: int
 ) -> Iterator[mx.array]:
-    """Yields endless batches [batch_size, seq_len + 1], which cover the tokens once an epoch.
+    """Yields endless batches [batch_size, seq_len + 1]. Each epoch covers the tokens once.
 
-    Every epoch cuts the text at other places, so no two epochs have the same windows.
+    Each epoch begins at a random offset, so epochs have different windows.
     """
     rng = np.random.default_rng(seed)
     window = np.arange(seq_len + 1)

@@ -1,4 +1,4 @@
-"""The tasks of the parity study, as bundles of a model."""
+"""The parity study's tasks, and their bundles."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SCALE = ALPHA / RANK
 class Task:
     """A task. Each of `steps` steps trains on `batch_size` sequences of `seq_len` tokens.
 
-    `rate` is the learning rate of AdamW. The loss and the share of right answers are measured on
-    `held_out` sequences. An answer is right if it is equal to the letter, or has the right final
-    number; with None, answers are not compared.
+    `rate` is AdamW's learning rate. `held_out` sequences are scored. `answers` says how an answer
+    is compared: "letter" compares the whole text, and "number" the final number. With None, answers
+    are not compared.
     """
 
     name: str
@@ -43,7 +43,7 @@ EXTRACTION = Task("extraction", 96, 4, 120, 200)
 CLASSIFICATION = Task("classification", 64, 4, 60, 200)
 TEXT = Task("text", 128, 2, 60, 60, answers=None)
 TASKS = (EXTRACTION, CLASSIFICATION, TEXT)
-# For models of a billion parameters and more; the demo model can't count.
+# For models of a billion parameters and more.
 GSM8K = Task("gsm8k", 384, 8, 500, 200, answers="number", rate=2e-4)
 GSM8K_DATA = "openai/gsm8k"
 
@@ -57,10 +57,10 @@ def export(
     gsm8k: str = GSM8K_DATA,
     more_lengths: Iterable[int] = (),
 ) -> Path:
-    """Writes a task's data, exports a model with it, and returns the bundle.
+    """Writes a task's data, exports a model with it, and returns the bundle's path.
 
-    The bundle has `RANK` and `more_ranks`, and the task's length and `more_lengths`. `gsm8k` is the
-    file of the data for the task GSM8K.
+    The bundle has the ranks `RANK` and `more_ranks`, and the task's sequence length and
+    `more_lengths`. `gsm8k` is the data source for the task GSM8K.
     """
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:
@@ -84,7 +84,10 @@ def export(
 
 
 def write_data(task: Task, folder: Path) -> Path:
-    """Writes requests with their answers: the whole command as JSON, or only its action."""
+    """Writes requests with their answers as JSONL, and returns the folder.
+
+    An answer is the whole command as JSON or, for classification, only its action.
+    """
     splits = {
         "train": house_requests.cases(task.steps * task.batch_size, seed=0, held_out=False),
         "valid": house_requests.cases(task.held_out, seed=1, held_out=True),
@@ -99,7 +102,7 @@ def write_data(task: Task, folder: Path) -> Path:
 
 
 def command(module: str, *arguments: object) -> None:
-    """Runs a command of the project. Raises MespError with its output if it fails."""
+    """Runs a command of the project. Raises MespError with the error output on failure."""
     line = [sys.executable, "-c", f"from {module} import main; main()", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode != 0:
@@ -108,9 +111,9 @@ def command(module: str, *arguments: object) -> None:
 
 
 def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns the batches of the engine's steps, in the engine's order.
+    """Returns the batches that the engine trains on, in the engine's order.
 
-    Each batch has the ids, int32 [batch_size, seq_len + 1], padded with 0. It also has whether each
+    A batch has the token ids, int32 [batch_size, seq_len + 1], padded with 0, and whether each
     target is in the loss, bool [batch_size, seq_len].
     """
     tokens, examples, mask = bundle.tokens("train"), bundle.examples("train"), bundle.mask("train")

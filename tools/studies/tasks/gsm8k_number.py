@@ -1,4 +1,4 @@
-"""The answer to a problem of GSM8K: the number after its solution."""
+"""Extracts the answer to a problem of GSM8K."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ NUMBER = re.compile(r"####\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?)")
 
 
 def final_number(text: str) -> str | None:
-    """Returns the number after the first `####`, without commas; None if there is no number.
-
-    Further text of the model does not count.
-    """
+    """Returns the number after the first `####`, without commas, or None."""
     found = NUMBER.search(text)
     return None if found is None else "".join(found.groups()).replace(",", "")

@@ -1,8 +1,8 @@
 """Requests to a house, and the JSON that each asks for.
 
-A command names an action, a thing, a place and a time. A request states it in one of many wordings.
-One in five commands is held out. Requests for held-out commands have wordings of their own,
-`UNHEARD`. Nothing that is held out is trained on.
+A command names an action, a thing, a place and a time. A request states a command in one of many
+wordings. About one in five commands is held out. Requests for held-out commands use the wordings
+`UNHEARD`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import zlib
 from typing import NamedTuple
 
-HELD_OUT = 5  # one command in this many
+HELD_OUT = 5  # about one command in this many
 
 
 class Case(NamedTuple):
@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 WHERE = ["kitchen", "bedroom", "garage", "garden", "office", "hall", "library", "cellar"]
-# Actions on things, by wording.
+# For each thing, wordings and their actions.
 DO = {
     "light": {"turn on": "on", "turn off": "off"},
     "heating": {"turn up": "up", "turn down": "down"},
@@ -39,8 +39,7 @@ WHEN = {
     "tomorrow": ["tomorrow"],
     **{day: [f"on {day}", f"next {day}"] for day in calendar.day_name},
 }
-# Times that the demo model learns to tell apart in two minutes of training, wherever in a request
-# they are.
+# Times that the demo model learns to distinguish in two minutes of training.
 SOON = {
     "now": ["now", "right now"],
     "today": ["today"],
@@ -69,7 +68,7 @@ UNHEARD = [
 def cases(
     count: int, seed: int, *, held_out: bool, whens: dict[str, list[str]] = WHEN
 ) -> list[Case]:
-    """Returns `count` different cases, held out or not, at one of `whens`."""
+    """Returns `count` different cases, held out or not, with times from `whens`."""
     draw = random.Random(seed)
     found: dict[Case, None] = {}
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""Counts the exact answers of a bundle's model."""
+"""Compares the answers of a bundle's model with the right ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine.process import evaluator
 from studies.tasks.house_requests import Case
 
-AT_ONCE = 8  # answers written together
+AT_ONCE = 8  # answers generated in one batch
 
 
 class Answer(NamedTuple):
-    """An answer of the model, as far as it was read, and whether it is right."""
+    """The generated part of an answer, and whether the answer is right."""
 
     text: str
     is_right: bool
@@ -27,7 +27,7 @@ def answers(
 ) -> list[Answer]:
     """Returns the model's greedy answers, up to the length of the right ones.
 
-    The first `whole` answers are read as a whole, later answers only up to their first wrong token.
+    Generation stops at the first wrong token, except for the first `whole` answers.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     prompts, right = [], []

@@ -1,9 +1,8 @@
-"""Spoken notes, and the calendar entry that each asks for, as JSON.
+"""Spoken notes, and the calendar entry as JSON that each asks for.
 
-A note names an event, its time, and perhaps people and a place, as people dictate: without
-punctuation, with hesitations, and with corrections of earlier words. Held-out notes have other
-titles, names, places, wordings, hesitations and corrections than the trained ones, and other pairs
-of days and times.
+A note names an event, its time, and perhaps people and a place, as people dictate. Notes have no
+punctuation, but hesitations and corrections. Held-out notes have other words, wordings, and pairs
+of a day and a time than the training notes.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import random
 import zlib
 from typing import NamedTuple
 
-HELD_OUT = 5  # of this many pairs of a day and a time, one is held out
+HELD_OUT = 5  # about one pair of a day and a time in this many
 
-# the instruction, also for the model without fine-tuning
 INSTRUCTION = "Calendar entry as JSON with title, with, where, day, time: "
 
 
@@ -33,8 +31,6 @@ class Case(NamedTuple):
 
 
 class Words(NamedTuple):
-    """The parts of notes."""
-
     titles: list[str]
     people: list[str]
     places: list[str]
@@ -44,7 +40,7 @@ class Words(NamedTuple):
 
 
 def _pairs(first: str, second: str) -> list[str]:
-    """Returns each of the first words before each of the second."""
+    """Returns all pairs of a word of `first` and a word of `second`."""
     return [" ".join(pair) for pair in itertools.product(first.split(), second.split())]
 
 
@@ -79,7 +75,7 @@ BUILDINGS = """
 cafe hall room office school library hotel bar restaurant theater clinic gym pool studio
 club house center square shop inn tower terrace
 """
-# There are many words, so that copying words is easier to learn than the words themselves.
+# Many different words make copying easier to learn than memorizing them.
 HEARD = Words(
     titles=_pairs(SUBJECTS, KINDS),
     people=PEOPLE.split(),
@@ -135,11 +131,10 @@ UNHEARD = Words(
 DAYS = [*calendar.day_name, "today", "tomorrow"]
 HOURS = ["twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 HOURS += ["eleven"]
-FIRST, LAST = 7, 21  # hours of the day in which there are entries
+FIRST, LAST = 7, 21  # first and last hour of an entry
 
 
 def cases(count: int, seed: int, *, held_out: bool) -> list[Case]:
-    """Returns `count` different cases, held out or not."""
     draw = random.Random(seed)
     words = UNHEARD if held_out else HEARD
     found: dict[Case, None] = {}
@@ -163,7 +158,7 @@ def _case(draw: random.Random, words: Words, day: str, time: tuple[int, int]) ->
         where, place = "", None
     said = {"day": _say_day(draw, day), "time": _say_time(draw, *time)}
     if draw.random() < 0.3:
-        # The note corrects the first day or time.
+        # The note first states a wrong day or time and then corrects it.
         changed = draw.choice([*said])
         if changed == "day":
             wrong = _say_day(draw, draw.choice([each for each in DAYS if each != day]))

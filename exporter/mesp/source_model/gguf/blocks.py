@@ -1,9 +1,8 @@
-"""The block types of GGUF with values that MLX's quantized formats can hold, and their arrays in
-MLX.
+"""Decodes the block types of GGUF that MLX's quantized formats can represent.
 
-A row consists of blocks of 32 to 256 weights with scales of their own.
-https://github.com/ggml-org/ggml defines the types in ggml-common.h and their values in
-ggml-quants.c; https://github.com/PrismML-Eng/llama.cpp defines the types whose names begin with P.
+A row consists of blocks of 32 to 256 weights. ggml-common.h and ggml-quants.c of
+https://github.com/ggml-org/ggml define the types. https://github.com/PrismML-Eng/llama.cpp defines
+the types whose names begin with P.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ from mesp.models.quantization_formats import Quantization
 
 Arrays = tuple[np.ndarray, ...]  # codes [rows, columns], scales and biases [rows, groups]
 
-# Types with groups of 16 weights, which MLX lacks. Their values are quantized again, to `WIDE`.
+# Types with groups of 16 weights, which MLX lacks. Their weights are quantized again, to `WIDE`.
 REQUANTIZED = ("Q6_K", "Q2_K")
 UNQUANTIZED = ("F32", "F16", "BF16")
 WIDE = Quantization(8, 32)
 
 
 def _half(fields: np.ndarray) -> np.ndarray:
-    """Returns float16 bytes [..., 2] as float32 [...]."""
+    """Converts float16 bytes [..., 2] to float32 [...]."""
     return np.ascontiguousarray(fields).view("<f2")[..., 0].astype(np.float32)
 
 
 def _nibbles(fields: np.ndarray) -> np.ndarray:
-    """Returns bytes [..., n] as codes [..., 2 n]: the low halves of all bytes, then the high
-    halves.
-    """
+    """Splits bytes [..., n] into codes [..., 2 n]: the low halves of all bytes, then the high
+    halves."""
     return np.concatenate([fields & 15, fields >> 4], axis=-1)
 
 
 def _fifth_bits(fields: np.ndarray) -> np.ndarray:
-    """Returns 4 bytes [..., 4] as codes [..., 32] of 0 or 16, from one bit each."""
+    """Splits 4 bytes [..., 4] into 32 bits, each as a code of 0 or 16."""
     return np.unpackbits(fields, axis=-1, bitorder="little") << 4
 
 
@@ -65,7 +63,7 @@ def _q8_0(blocks: np.ndarray) -> Arrays:
 
 
 def _six_bits(fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the factors of 8 groups' scales and biases, 6 bits each, from 12 bytes [..., 12]."""
+    """Decodes 12 bytes [..., 12] to factors of the scales and biases of 8 groups, 6 bits each."""
     low, middle, high = fields[..., :4], fields[..., 4:8], fields[..., 8:]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=-1)
     biases = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1)
@@ -90,9 +88,10 @@ def _q5_k(blocks: np.ndarray) -> Arrays:
 
 
 def _q3_k(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of blocks of Q3_K.
+    """Returns the codes, scales and biases of Q3_K blocks.
 
-    A value is the scale times an integer in -124…128, the product of a group's factor and a code.
+    A weight is the scale times an integer in -124…128. This integer is the product of a group's
+    factor and a code.
     """
     shifts = np.arange(4, dtype=np.uint8)[:, None]
     low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> 2 * shifts & 3
@@ -106,7 +105,7 @@ def _q3_k(blocks: np.ndarray) -> Arrays:
     products = (
         codes.reshape(*blocks.shape[:-1], 16, 16) * (factors.astype(np.int16) - 32)[..., None]
     )
-    scale = np.repeat(_half(blocks[..., 108:])[..., None], 2, axis=-1)  # two groups of 128
+    scale = np.repeat(_half(blocks[..., 108:])[..., None], 2, axis=-1)
     return (products + 124).astype(np.uint8), scale, -124 * scale
 
 
@@ -115,20 +114,21 @@ def _mxfp4(blocks: np.ndarray) -> Arrays:
 
 
 def _q1_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of blocks of Q1_0: the code 0 is -d, and 1 is d."""
+    """Returns the codes, scales and biases of Q1_0 blocks. Code 0 is -d, and 1 is d."""
     scale = _half(blocks[..., :2])
     return np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little"), 2 * scale, -scale
 
 
 def _quarters(fields: np.ndarray) -> np.ndarray:
-    """Returns bytes [..., n] as codes [..., 4, n] of 2 bits: first the lowest bits of all bytes."""
+    """Splits bytes [..., n] into 2-bit codes [..., 4, n], with the lowest bits of all bytes
+    first."""
     return fields[..., None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
 
 
 def _q2_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of blocks of Q2_0, in which a byte holds neighbours.
+    """Returns the codes, scales and biases of Q2_0 blocks. A byte holds four neighbouring weights.
 
-    The code 0 stands for -d, 1 for 0, 2 for d and 3 for 2 d. d is the block's scale.
+    Codes 0 to 3 are -d, 0, d and 2 d, where d is the block's scale.
     """
     scale = _half(blocks[..., :2])
     codes = np.swapaxes(_quarters(blocks[..., 2:]), -1, -2)
@@ -136,25 +136,26 @@ def _q2_0(blocks: np.ndarray) -> Arrays:
 
 
 def _of_two_groups(codes: np.ndarray, fields: np.ndarray) -> Arrays:
-    """Returns blocks of 256 codes with one scale d as two groups of 128."""
+    """Returns blocks of 256 codes with one scale as two groups of 128."""
     scale = np.repeat(_half(fields)[..., None], 2, axis=-1)
     return codes, scale, -scale
 
 
 def _tq2_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of blocks of TQ2_0.
+    """Returns the codes, scales and biases of TQ2_0 blocks.
 
-    Codes are as in Q2_0. 32 bytes hold the lowest bits of 32 codes, then the next bits, and so on.
+    Codes are as in Q2_0. 32 bytes hold 128 codes: the lowest bits hold the first 32 codes, and so
+    on.
     """
     codes = _quarters(blocks[..., :64].reshape(*blocks.shape[:-1], 2, 32))
     return _of_two_groups(codes.reshape(*blocks.shape[:-1], 256), blocks[..., 64:])
 
 
 def _trits(fields: np.ndarray, count: int) -> np.ndarray:
-    """Returns bytes [..., n] as codes 0 to 2 [..., count · n]: the first codes of all bytes, then
-    the second codes, and so on.
+    """Splits bytes [..., n] into codes 0 to 2 [..., count · n], with the first codes of all bytes
+    first.
 
-    A byte is a fraction of 256 whose digits in base 3 are the codes.
+    The codes are the base-3 digits of the fraction byte / 256.
     """
     powers = (3 ** np.arange(count)).astype(np.uint8)[:, None]
     fractions = (fields[..., None, :] * powers).astype(np.uint16)
@@ -162,18 +163,16 @@ def _trits(fields: np.ndarray, count: int) -> np.ndarray:
 
 
 def _tq1_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of blocks of TQ1_0.
+    """Returns the codes, scales and biases of TQ1_0 blocks.
 
-    Codes are 0 to 2, as in TQ2_0. A byte holds five codes, but each of the last four bytes holds
-    four.
+    Codes are 0 to 2. Each of the last four bytes holds four codes, and each other byte five.
     """
     parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
     codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)
     return _of_two_groups(codes, blocks[..., 52:])
 
 
-# llama.cpp's name of a type -> the bytes of a block, MLX's quantization, and the function that
-# makes MLX's arrays.
+# Type -> (bytes of a block, MLX's quantization, decoder).
 CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "Q4_0": (18, Quantization(4, 32), _q4_0),
     "Q4_1": (20, Quantization(4, 32), _q4_1),
@@ -190,21 +189,20 @@ CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
     "TQ1_0": (54, Quantization(2, 128), _tq1_0),
     "TQ2_0": (66, Quantization(2, 128), _tq2_0),
 }
-# Types that some versions of the gguf package cannot decode
+# Types that some versions of the gguf package cannot decode.
 _NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")
 
 
 def arrays(kind: str, data: np.ndarray) -> Arrays:
-    """Returns rows of blocks of a type of `CARRIED` as codes, scales and, if it has them,
-    biases.
-    """
+    """Decodes rows of blocks of a type of `CARRIED` to codes, scales and, if it has them,
+    biases."""
     size, _, decode = CARRIED[kind]
     parts = decode(data.reshape(len(data), -1, size))
     return tuple(np.ascontiguousarray(part.reshape(len(data), -1)) for part in parts)
 
 
 def numbers(kind: str, data: np.ndarray) -> np.ndarray:
-    """Returns rows of blocks of any type as float32."""
+    """Dequantizes rows of blocks of any type to float32."""
     if kind not in _NOT_OF_THE_PACKAGE:
         return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     codes, *others = arrays(kind, data)

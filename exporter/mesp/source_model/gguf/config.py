@@ -1,4 +1,4 @@
-"""Makes the config.json of a GGUF file, from its metadata and its tensors."""
+"""Makes the config.json of a GGUF file from its metadata and tensors."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ _MODEL_TYPES = {
     MODEL_ARCH_NAMES[MODEL_ARCH[name]]: model_type
     for model_type, name in reversed(ARCHITECTURES.items())
 }
-# The number of blocks of Gemma's 27B models, which scale attention by 1/√(width / heads).
+# The number of blocks of Gemma's 27B models. They scale attention by 1/√(hidden size / heads).
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
-# Keys that `get` need not read. `finetuned` changes nothing. Dimension sections divide a head
-# between three positions, which are equal in text. LFM2's list of heads is read by `_lfm2`.
+# Keys that may stay unread. They do not affect text models, or are read elsewhere.
 _NOTHING = ("rope.scaling.finetuned", "rope.dimension_sections", "attention.head_count_kv")
 
 
 class _Metadata:
-    """The metadata of a file's architecture."""
+    """The metadata of a file under its architecture's prefix."""
 
     def __init__(self, gguf: GGUF, prefix: str):
         self.gguf, self.prefix = gguf, prefix
         self.read: set[str] = set()
 
     def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
-        """Returns the value of ``{architecture}.{key}``; None if there is none.
+        """Returns the value of ``{architecture}.{key}``, or None.
 
-        A floating-point number becomes the shortest decimal that float32 rounds to this number.
+        A float becomes the shortest decimal with the same float32 value.
         """
         self.read.add(key)
         key = f"{self.prefix}.{key}"
         value = self.gguf.metadata.get(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # the same in all blocks
+            value = value[0].item()  # equal in all blocks
         if isinstance(value, bool) or not isinstance(value, (kind, type(None))):
             raise MespError(f"{self.gguf.path} cannot be used: its {key} is {value!r:.100}.")
         if isinstance(value, float):
@@ -59,7 +58,7 @@ class _Metadata:
         return value
 
     def refuse_unread(self) -> None:
-        """Raises MespError for a key of RoPE or attention that is not read."""
+        """Raises MespError for a key of RoPE or attention that was not read."""
         for key in self.gguf.metadata:
             name = key.removeprefix(f"{self.prefix}.")
             if (
@@ -76,7 +75,7 @@ class _Metadata:
 def config_of(gguf: GGUF) -> dict[str, Any]:
     """Returns the model's config.json, without its quantization.
 
-    Raises MespError if the architecture is not supported, or if a key is missing.
+    Raises MespError if the architecture is not supported, or if a key is missing or invalid.
     """
     if rotation := next((key for key in sorted(gguf.metadata) if "hadamard" in key), None):
         raise MespError(
@@ -140,10 +139,10 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if rotated and rotated != head_dim:
         config["partial_rotary_factor"] = rotated / (head_dim or 1)
     config |= _READ.get(model_type, lambda its, config: {})(its, config)
-    if not model_type.startswith("lfm2"):  # LFM2's blocks with convolutions have no such heads
+    if not model_type.startswith("lfm2"):  # LFM2 has a list of key heads, which `_lfm2` reads
         config["num_key_value_heads"] = its.get("attention.head_count_kv") or heads
     config["rope_scaling"] = _rope_scaling(its, config)
-    if model_type == "ministral3":  # mlx-lm reads Ministral 3's RoPE in `rope_parameters`
+    if model_type == "ministral3":
         scaling = config.pop("rope_scaling") or {"type": "default"}
         config["rope_parameters"] = {
             "rope_type": scaling.pop("type"),
@@ -199,7 +198,7 @@ def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns LFM2's keys. A block without key heads has a convolution."""
+    """Returns LFM2's keys. A block with 0 key heads is a convolution."""
     key = f"{its.prefix}.attention.head_count_kv"
     counts = its.gguf.metadata.get(key)
     if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
@@ -222,9 +221,7 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(its: _Metadata, scores: ExpertGatingFuncType) -> dict[str, Any]:
-    """Returns the keys of a mixture of experts. A token's weights of experts add up to 1, as in
-    llama.cpp's code for the families with experts.
-    """
+    """Returns the keys of a mixture of experts. The weights of a token's experts add up to 1."""
     if its.get("expert_gating_func") not in (None, scores.value) or its.get(
         "expert_weights_scale", _NUMBER
     ) not in (None, 0, 1):
@@ -274,9 +271,6 @@ _READ = {
 
 
 def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns ``rope_scaling`` for config.json, with the values that llama.cpp reads from the
-    metadata.
-    """
     length = config["original_max_position_embeddings"] or config["max_position_embeddings"]
     kind = its.get("rope.scaling.type", str) or "linear"
     factor, older = (its.get(f"rope.{key}", _NUMBER) for key in ("scaling.factor", "scale_linear"))
@@ -320,7 +314,6 @@ def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _factors(gguf: GGUF, name: str) -> list[float]:
-    """Returns the factors of RoPE's frequencies in a tensor."""
     tensor = gguf.tensors.get(name)
     if tensor is None or tensor.type != "F32" or len(tensor.shape) != 1:
         raise MespError(f"{gguf.path} has no {name} of float32 numbers; download it again.")
@@ -328,9 +321,7 @@ def _factors(gguf: GGUF, name: str) -> list[float]:
 
 
 def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Llama 3's scaling. The file has only the result of this scaling, a factor for each
-    frequency.
-    """
+    """Returns Llama 3's scaling, found from the frequencies' factors in the file."""
     factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
     size = config["head_dim"]
     theta = config["rope_theta"]

@@ -1,7 +1,6 @@
 """Reads the header of a GGUF file: its metadata, and the places of its tensors. Copies such files.
 
-The gguf package's reader is not used, because it trusts the file's counts and takes 20 s for a
-vocabulary of 262,144.
+The gguf package's reader is not used, because it trusts the counts in the file and is slow.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from mesp.errors import MespError
 from mesp.source_model.gguf.blocks import numbers
 
 VERSIONS = (2, 3)
-ENTRIES = 1 << 16  # the most keys, and the most tensors
-ITEMS = 1 << 22  # the most items of an array: a vocabulary may have 262,144, its merges 514,000
+ENTRIES = 1 << 16  # maximum number of metadata keys, and of tensors
+# maximum length of an array; a vocabulary of 262,144 tokens has about 514,000 merges
+ITEMS = 1 << 22
 DIMENSION = 1 << 31
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
@@ -33,8 +33,8 @@ _NUMBERS = {
 _STRING, _ARRAY = 8, 9
 _KINDS = {
     kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()
-}  # the number of a type -> its name, and the weights and bytes of a block
-_Q2_0 = 42  # the number of llama.cpp's Q2_0 and, in PrismML's earlier files, of PQ2_0
+}  # type number -> (name, weights of a block, bytes of a block)
+_Q2_0 = 42  # the type number of Q2_0 in llama.cpp, and of PQ2_0 in earlier files of PrismML
 _OF_BOTH = [("Q2_0", 64, 18), ("PQ2_0", 128, 34)]
 _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
 
@@ -43,21 +43,21 @@ _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
 class Tensor:
     """A tensor of the file.
 
-    `type` is llama.cpp's name of its block type and `number` the type's number in the file; `shape`
-    is [rows, columns], and `data` has the bytes of each row.
+    `type` is llama.cpp's name of the block type, and `number` the type's number in the file.
+    `shape` is [rows, columns]. `data` has the bytes of each row.
     """
 
     type: str
     shape: tuple[int, ...]
-    data: np.ndarray | None  # None: the type is unknown
+    data: np.ndarray | None  # None if the type is unknown
     number: int
 
 
 @dataclass(frozen=True)
 class GGUF:
-    """The metadata of a file by key, and its tensors by name; the file is mapped.
+    """The metadata and tensors of a memory-mapped file, by key and by name.
 
-    `keys` are the file's first bytes, up to the metadata's end. The tensors begin at multiples of
+    `keys` are the file's first bytes, up to the end of the metadata. Tensors begin at multiples of
     `alignment`.
     """
 
@@ -68,15 +68,18 @@ class GGUF:
     alignment: int
 
     def text(self, key: str, default: str = "") -> str:
-        """Returns the text of a key of the metadata; `default` if there is no such key, empty if
-        its value is not text.
+        """Returns the text of a metadata key.
+
+        Returns `default` if there is no such key, and "" if its value is not text.
         """
         value = self.metadata.get(key, default)
         return value if isinstance(value, str) else ""
 
     @classmethod
     def read(cls, path: Path) -> GGUF:
-        """Returns the file at `path`. Raises MespError if it is not a whole GGUF file."""
+        """Reads the header of the file at `path`. Raises MespError if the file is not a whole GGUF
+        file.
+        """
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ValueError("it is not a regular file")
@@ -97,10 +100,10 @@ def copy(
     changed: Mapping[str, Callable[[np.ndarray], np.ndarray]],
     kind: GGMLQuantizationType,
 ) -> None:
-    """Copies the file, with new numbers of type `kind` for the tensors in `changed`.
+    """Copies the file. The tensors in `changed` are replaced by new ones of type `kind`.
 
-    For each of these tensors, a function in `changed` makes the new numbers from the old ones, in
-    float32.
+    `changed` has a function for each of these tensors, from the old float32 numbers to the new
+    ones.
     """
     block, size = GGML_QUANT_SIZES[kind]
     with open(path, "xb") as out:
@@ -125,7 +128,7 @@ def copy(
 
 
 class _Cursor:
-    """Reads little-endian values one after another. Raises ValueError beyond the end."""
+    """Reads little-endian values one after another. Raises ValueError at the end of the data."""
 
     def __init__(self, data: np.ndarray):
         self.data, self.at = memoryview(data), 0
@@ -156,7 +159,7 @@ class _Cursor:
         if kind not in _NUMBERS:
             raise ValueError(f"a value has the unknown type {kind}")
         dtype = np.dtype(_NUMBERS[kind])
-        if kind == 7:  # a byte other than 0 and 1 is no bool
+        if kind == 7:  # bytes other than 0 and 1 must not be read as bool
             return np.frombuffer(self.take(size), "u1") != 0
         return np.frombuffer(self.take(size * dtype.itemsize), dtype)
 
@@ -199,9 +202,10 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
 def _kind_of_q2_0(
     found: list[tuple[str, tuple[int, ...], int, int]], length: int, alignment: int
 ) -> dict[int, tuple[str, int, int]]:
-    """Returns the type that the number 42 means in a file. The number has two meanings; the blocks
-    of the right type fill the space of each tensor. Raises ValueError if both types fill the
-    space, or neither does.
+    """Returns the type that number 42 means in a file: Q2_0 or PQ2_0.
+
+    Blocks of the right type exactly fill the space of each tensor. Raises ValueError if both types
+    fit, or neither.
     """
     ends = sorted({*(offset for *_, offset in found), length})
     rooms = [

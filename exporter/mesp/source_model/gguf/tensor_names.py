@@ -1,6 +1,6 @@
-"""llama.cpp's names of architectures and tensors, and its order of rows and columns.
+"""llama.cpp's names of architectures and tensors, and the order of rows and columns in its files.
 
-Names and order are as in llama.cpp's convert_hf_to_gguf.py.
+Names and order are those of llama.cpp's convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
 from mesp.models.tensor_names import name_there
 
-# llama.cpp's name of an architecture, by model_type.
+# model_type -> llama.cpp's name of the architecture.
 ARCHITECTURES = {
     "qwen2": "QWEN2", "qwen3": "QWEN3", "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3",
     "granite": "GRANITE", "granitemoehybrid": "GRANITE", "minicpm": "MINICPM",
@@ -20,13 +20,13 @@ ARCHITECTURES = {
     "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3", "qwen3_moe": "QWEN3MOE",
     "lfm2_moe": "LFM2MOE",
 }  # fmt: skip
-# For these architectures, llama.cpp rotates neighbouring numbers of q and k as a pair. So in the
-# file, the rows of a head's first and second half alternate.
+# For these architectures, llama.cpp's RoPE rotates adjacent numbers of q and k as a pair. In their
+# files, the rows of a head's two halves therefore alternate.
 _INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MINICPM", "MISTRAL3")
 
 
 class Names:
-    """The names, and the order of rows and columns, in a GGUF file of an architecture."""
+    """The names of tensors, and the order of their rows and columns, in a GGUF file."""
 
     def __init__(self, arch: Architecture):
         self.arch = arch
@@ -38,8 +38,7 @@ class Names:
         self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
-        """Returns a tensor's name in the file, from MeSP's name, as in
-        ``model.layers.0.mlp.up_proj.weight``.
+        """Returns the name in the file of a tensor with MeSP's name `name`.
 
         Raises KeyError if the architecture has no such tensor.
         """
@@ -52,7 +51,7 @@ class Names:
         return found
 
     def rows(self, block: Block, name: str) -> np.ndarray | None:
-        """Returns the row in the file of each row of a block's tensor; None if the order is the
+        """Returns the row in the file of each row of a block's tensor, or None if the order is the
         same.
         """
         module, mixer = name.removesuffix(".weight").removesuffix(".bias"), block.mixer
@@ -79,8 +78,8 @@ class Names:
         return None
 
     def columns(self, block: Block, module: str) -> np.ndarray | None:
-        """Returns the column in the file of each column of a block's matrix; None if the order is
-        the same.
+        """Returns the column in the file of each column of a block's matrix, or None if the order
+        is the same.
         """
         if module == "linear_attn.out_proj":
             return _heads(block.mixer, block.mixer.value_head_dim)
@@ -88,11 +87,10 @@ class Names:
 
 
 def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
-    """Returns the place in the file of each number of the value heads. A value head has `size`
-    numbers.
+    """Returns the index in the file of each number of the value heads, `size` numbers per head.
 
-    In MeSP, the value heads of a key head stand together. In the file, the first value heads of all
-    key heads come first, then the second ones.
+    In MeSP, the value heads of a key head are adjacent. In the file, the first value heads of all
+    key heads come first, then the second ones, and so on.
     """
     shape = (mixer.num_value_heads // mixer.num_key_heads, mixer.num_key_heads, size)
     return np.arange(mixer.num_value_heads * size).reshape(shape).swapaxes(0, 1).ravel()

@@ -1,4 +1,4 @@
-"""Writes the tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json."""
+"""Writes a GGUF file's tokenizer as tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from tokenizers import (
 from mesp.errors import MespError
 from mesp.source_model.gguf.header import GGUF
 
-# The types of tokens.
+# Token types in GGUF.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_LONGEST, _MOST = 1024, 1 << 20  # limits: characters of a token, and tokens
-# The most characters of all merges together. A vocabulary of 262,144 has about 500,000 merges, and
-# this limit allows 32 characters for each.
+_LONGEST, _MOST = 1024, 1 << 20  # maximum characters of a token, and maximum number of tokens
+# The maximum number of characters of all merges together: about 32 for each of 500,000 merges.
 _MERGED = 1 << 24
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
@@ -44,8 +43,8 @@ _GPT4O = (
     + r"|\p{N}{1,3}"
     + _REST_WITH_SLASH
 )
-# The pattern that splits a text into words before BPE, by `tokenizer.ggml.pre`. None: GPT-2's
-# pattern; "digits": GPT-2's, after single digits are split off.
+# `tokenizer.ggml.pre` -> the pattern that splits a text into words before BPE. None is GPT-2's
+# pattern. "digits" is GPT-2's, after single digits are split off.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"),
@@ -55,13 +54,12 @@ PRE_TOKENIZERS = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
 }
-# Tokenizers that keep a word whole if it is a token, whatever the merges are. By default, they also
-# begin a text with the begin token.
+# Tokenizers that keep a word whole if it is a token. By default, they also add the begin token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
-# Tokenizers that first compose a letter and its accents to one character (NFC).
+# Tokenizers that first normalize a text to NFC.
 _COMPOSED = ("qwen2", "qwen35")
 
-# Tokens that end an answer, besides those that the metadata names.
+# Tokens that end an answer, in addition to those in the metadata.
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<|eom_id|>", "<EOT>",
@@ -71,8 +69,7 @@ _ENDS = (
 def write_tokenizer(file: GGUF, folder: Path) -> None:
     """Writes the file's tokenizer into a folder, in Hugging Face's format.
 
-    The chat template and the tokens that end a text are written too. Raises MespError if the
-    tokenizer is invalid, or of an unsupported kind.
+    Raises MespError if the tokenizer is invalid, or of an unsupported kind.
     """
     kind = file.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -109,7 +106,6 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
-    """Returns the tokens, and their types."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not 0 < len(tokens) <= _MOST:
         raise ValueError("it has no list of tokens")
@@ -124,7 +120,6 @@ def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
 
 
 def _special_tokens(file: GGUF, tokens: list[str]) -> dict[str, int]:
-    """Returns the ids of the special tokens, by their roles."""
     found = {}
     for role, name in {**_ROLES, "eot": "eot", "eom": "eom"}.items():
         number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -134,7 +129,6 @@ def _special_tokens(file: GGUF, tokens: list[str]) -> dict[str, int]:
 
 
 def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
-    """Returns a tokenizer with BPE over bytes, and the file's merges."""
     name = file.metadata.get("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(f"its pre-tokenizer {name!r:.40} is not supported")
@@ -166,9 +160,8 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
 
 
 def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
-    """Returns a tokenizer with SentencePiece's BPE over characters.
-
-    It first merges the pair whose token has the highest score.
+    """Returns a SentencePiece BPE tokenizer, which first merges the pair whose token has the
+    highest score.
     """
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
@@ -213,8 +206,7 @@ def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
 
 
 def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.ndarray) -> None:
-    """Adds the tokens that are found whole in a text: special ones, and user-defined ones."""
-    # Phi-3's control tokens include the white space after them, except for three.
+    # In Phi-3, most control tokens include the white space after them.
     strips = file.metadata.get("general.architecture") == "phi3" and (
         file.metadata.get("tokenizer.ggml.model") == "llama"
     )
@@ -238,9 +230,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
 
 
 def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
-    """Returns the post-processor that adds the tokens at a text's beginning and end; None if there
-    is no such token.
-    """
+    """Returns the post-processor that adds the begin and end tokens, or None if none are added."""
     begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special

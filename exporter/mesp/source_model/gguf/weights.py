@@ -1,4 +1,4 @@
-"""The weights of a GGUF file: quantized in MLX's format, if it can hold their values."""
+"""The weights of a GGUF file, in MLX's quantized formats where possible."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ _PARTS = ("weight", "scales", "biases")
 
 
 class GGUFWeights:
-    """The tensors of a GGUF file, mapped, and read by rows; see `Weights`."""
+    """The tensors of a memory-mapped GGUF file. See `Weights`."""
 
-    has_float16_scales = False  # scales become float32
+    has_float16_scales = False
     is_converted = True
 
     def __init__(self, file: GGUF, arch: Architecture):
-        """Raises MespError unless the file has exactly the architecture's tensors, with their
-        shapes and in supported types.
-        """
+        """Raises MespError unless the file has exactly the architecture's tensors, in supported
+        types."""
         self.file, self.arch, self.names = file, arch, Names(arch)
         self.quantized: tuple[Any, tuple[mx.array, ...]] = (None, ())
         self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}
@@ -69,13 +68,11 @@ class GGUFWeights:
 
     @property
     def is_quantized_file(self) -> bool:
-        """Whether some matrix in the file is quantized. If none is, the file is treated like any
-        unquantized model.
-        """
+        """Whether any matrix in the file is quantized."""
         return any(kind not in UNQUANTIZED for kind in self.types)
 
     def quantization(self) -> dict[str, Any]:
-        """Returns the quantization of the matrices, in the form of mlx-lm's config.json."""
+        """Returns the quantization of the matrices, as in mlx-lm's config.json."""
         sizes: Counter[Quantization] = Counter()
         for kind, size in self.types.items():
             sizes[_quantization(kind)] += size
@@ -91,7 +88,7 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """Returns a sentence on the shares of weights that keep their values and that do not."""
+        """Returns a sentence on the shares of weights that keep their values and that change."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -122,7 +119,7 @@ class GGUFWeights:
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         module, _, part = name.rpartition(".")
         module, expert = name_of_stacked(module)
-        if expert is not None:  # the rows of all experts follow one another
+        if expert is not None:  # the rows of all experts are stored one expert after another
             first, name = expert * shape[0], f"{module}.{part}"
             rows = slice(first + rows.start, first + rows.stop)
         if self.is_quantized_file and module in self.matrices and part in _PARTS:
@@ -130,7 +127,7 @@ class GGUFWeights:
         return self._floats(name, self._tensor(name), rows)
 
     def _tensor(self, name: str) -> Tensor:
-        """Returns the file's tensor by MeSP's name of it."""
+        """Returns the tensor with MeSP's name `name`."""
         theirs = self.names.tensor(name)
         tensor = self.file.tensors.get(theirs)
         if tensor is None:
@@ -145,7 +142,7 @@ class GGUFWeights:
         return tensor
 
     def _block(self, name: str) -> tuple[Block | None, str]:
-        """Returns a tensor's block, and its name in the block."""
+        """Returns a tensor's block, if any, and the tensor's name in the block."""
         for prefix, block in self.blocks.items():
             if name.startswith(prefix):
                 return block, name.removeprefix(prefix)
@@ -162,8 +159,9 @@ class GGUFWeights:
         return tensor.data[order[rows]]
 
     def _quantized(self, module: str, rows: slice) -> tuple[mx.array, ...]:
-        """Returns packed codes, scales and biases of rows. The last result is kept for the next
-        call, because each array is asked for separately.
+        """Returns the packed codes, scales and biases of rows.
+
+        The last result is cached, because each of the arrays is requested separately.
         """
         key = (module, rows.start, rows.stop)
         if self.quantized[0] != key:
@@ -184,7 +182,7 @@ class GGUFWeights:
         return self.quantized[1]
 
     def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
-        """Returns codes, scales and, if the type has them, biases of rows."""
+        """Returns the codes, scales and, if the type has them, biases of rows."""
         codes, *others = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
         order = self._columns(module)
         if order is None:
@@ -204,7 +202,6 @@ class GGUFWeights:
         return None if block is None else self.names.columns(block, local)
 
     def _floats(self, name: str, tensor: Tensor, rows: slice) -> mx.array:
-        """Returns rows of a tensor as numbers."""
         if len(tensor.shape) == 1:
             array = _numbers(tensor, tensor.data)[0]
             block, local = self._block(name)
@@ -221,7 +218,8 @@ class GGUFWeights:
 
 
 def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
-    """Returns rows of bytes as numbers: in the dtype of an unquantized type, else in float32."""
+    """Converts rows of bytes to numbers: of the same dtype for an unquantized type, else
+    float32."""
     data = np.ascontiguousarray(data)
     if tensor.type == "BF16":
         return mx.array(data.view("<u2")).view(mx.bfloat16)
@@ -231,11 +229,9 @@ def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
 
 
 def _quantization(kind: str) -> Quantization:
-    """Returns the quantization of a tensor of this type in a quantized file."""
     return CARRIED[kind][1] if kind in CARRIED else WIDE
 
 
 def _entry(quantization: Quantization) -> dict[str, Any]:
-    """Returns the quantization's entry in mlx-lm's config.json."""
     entry = {"group_size": quantization.group_size, "bits": quantization.bits}
     return entry if quantization.mode == "affine" else {**entry, "mode": quantization.mode}

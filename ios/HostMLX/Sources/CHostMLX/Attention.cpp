@@ -18,19 +18,19 @@ namespace mx = mlx::core;
 namespace host {
 namespace {
 
-/// Inlines a function into each CPU's clone of its caller, so that the function is compiled for that CPU.
+/// Inlines a function into each clone of its caller, so that the function is compiled for the clone's CPU.
 #define INLINE __attribute__((always_inline)) inline
 
 // MARK: - Products
 
-/// A matrix with contiguous rows that begin `stride` numbers apart, or the transpose of such a matrix.
+/// A matrix with contiguous rows, which begin `stride` numbers apart, or the transpose of such a matrix.
 struct Matrix {
     const float *data;
     ptrdiff_t stride;
 };
 
-/// Computes c = a b, or adds a b to c, for c [rows, 16]. The sums stay in registers. b is stored by rows. a is stored by rows, or by columns if
-/// `transposed` is set.
+/// Computes c = a b, or c += a b if `adds` is set. c is [rows, 16], and its sums stay in registers. b is stored by rows. a is stored by rows, or by
+/// columns if `transposed` is set.
 template <int rows, bool transposed>
 INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, ptrdiff_t c_stride) {
     Floats sums[rows] = {};
@@ -51,7 +51,7 @@ INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, pt
     for (int i = 0; i < rows; i++) std::memcpy(c + i * c_stride, &sums[i], sizeof(Floats));
 }
 
-/// Computes c = a b, or adds a b to c, for c [rows, columns] with a multiple of 16 columns. The sums of six rows fill AVX2's registers.
+/// Computes c = a b, or c += a b if `adds` is set. c is [rows, columns], with a multiple of 16 columns. The sums of six rows fill AVX2's registers.
 template <bool transposed = false>
 INLINE void multiply(Matrix a, Matrix b, int rows, int columns, int depth, bool adds, float *c, ptrdiff_t c_stride) {
     int i = 0;
@@ -70,7 +70,7 @@ INLINE void multiply(Matrix a, Matrix b, int rows, int columns, int depth, bool 
 
 // MARK: - Queries
 
-/// The contiguous rows of an array [1, heads, n, d]: the array's own rows, or those of a copy in `room`.
+/// An array [1, heads, n, d] with contiguous rows: the array itself, or a copy in `room`.
 struct Heads {
     const float *data;
     ptrdiff_t head, row;
@@ -82,32 +82,31 @@ struct Heads {
     const float *at(int h, int position) const { return data + h * head + position * row; }
 };
 
-/// The sizes of an attention, and the division of its heads and queries.
+/// The sizes of an attention, and the division of its heads and queries into parts.
 struct Problem {
     int heads, groups, queries, keys, d;
     float scale;
     bool isCausal;
-    /// [queries, keys], or null.
+    /// The mask [queries, keys], or null.
     const bool *mask = nullptr;
     ptrdiff_t mask_row = 0, mask_column = 0;
 
     int per_group() const { return heads / groups; }
-    /// The number of parts of a group's heads. Up to 8 heads are processed together, because all heads of a group read the same keys.
+    /// The number of parts of a group's heads. Each part has up to 8 heads, which share the group's keys.
     int head_parts() const { return (per_group() + 7) / 8; }
     int heads_together() const { return (per_group() + head_parts() - 1) / head_parts(); }
-    /// The number of positions that are processed together. The number is small, because each of these positions is computed with all keys up to the
-    /// last of them. It is large enough for about 64 rows, one for each position and head.
+    /// The number of positions that are processed together.
     int positions() const { return std::max(1, 4 / heads_together()) * lanes; }
     /// The number of `Queries` of a group.
     int parts() const { return (queries + positions() - 1) / positions() * head_parts(); }
     int most_rows() const { return positions() * heads_together(); }
 };
 
-/// A part of a group's queries that goes through the keys together. A row is a position of a head.
+/// A part of a group's queries that is processed together. Each row is one position of one head.
 struct Queries {
     const Problem &problem;
     int group, first_head, heads, position, positions, rows;
-    /// The range of keys to which some query attends.
+    /// The range of keys to which at least one query attends.
     int begin = 0, end;
 
     Queries(const Problem &problem, int group, int index) : problem(problem), group(group), positions(problem.positions()) {
@@ -132,12 +131,12 @@ struct Queries {
     }
 
     int head(int row) const { return first_head + row / positions; }
-    /// Whether a row has a query. Rows after the last query read the numbers of the last query.
+    /// Whether a row has a query. The last rows may have none.
     bool exists(int row) const { return position + row % positions < problem.queries; }
     int query(int row) const { return std::min(position + row % positions, problem.queries - 1); }
     bool sees(int query, int key) const { return problem.mask[query * problem.mask_row + key * problem.mask_column]; }
 
-    /// Reads the queries' rows of x multiplied by a factor, [rows, d], and their transpose; 0 for rows without a query.
+    /// Reads the queries' rows of x, multiplied by a factor, as [rows, d] and as its transpose. Rows without a query become 0.
     void read(const Heads &x, float factor, float *out, float *transposed) const {
         for (int row = 0; row < rows; row++) {
             const float *in = x.at(head(row), query(row));
@@ -150,7 +149,7 @@ struct Queries {
     }
 };
 
-/// Sets scores [keys, rows] of the keys `first` ..< `end` to −∞ if the query of the row does not attend to the key.
+/// Sets the scores [keys, rows] of hidden keys in `first` ..< `end` to −∞.
 INLINE void hide(const Queries &q, int first, int end, float *scores) {
     const int before = q.problem.keys - q.problem.queries;
     const bool *mask = q.problem.mask;
@@ -178,10 +177,10 @@ INLINE void hide(const Queries &q, int first, int end, float *scores) {
 /// The number of keys whose scores are computed at once.
 constexpr int keys_together = 128;
 
-/// A number below every score, so that the score of a hidden key is never the maximum.
+/// A lower bound of all scores, so that the maximum is finite even if all keys are hidden.
 constexpr float lowest = -std::numeric_limits<float>::max();
 
-/// The sums of each row over the keys so far: the maximum score, Σ exp(S − maximum) and Σ exp(S − maximum) dP (Milakov and Gimelshein, arXiv
+/// Running sums of each row over the keys: the maximum score, Σ exp(S − maximum) and Σ exp(S − maximum) dP (Milakov and Gimelshein, arXiv
 /// 1805.02867).
 struct Sums {
     float *largest, *totals, *weighted;
@@ -193,8 +192,8 @@ struct Sums {
     }
 };
 
-/// Replaces the scores S [keys, rows] by exp(S − maximum), and adds the results to the sums. The maximum is over these and all earlier keys. `dp` is
-/// dP, or null. `factors`, unless null, become exp(earlier maximum − maximum), by which earlier results must be multiplied.
+/// Replaces the scores S [keys, rows] by exp(S − maximum), and adds the results to the sums. The maximum is over all keys so far. `dp` is dP, or
+/// null. `factors`, unless null, become exp(earlier maximum − maximum).
 INLINE void exponentiate(float *scores, const float *dp, int keys, int rows, const Sums &sums, float *factors) {
     for (int row = 0; row < rows; row += lanes) {
         Floats before, most, total, weighted{};
@@ -231,7 +230,6 @@ INLINE void exponentiate(float *scores, const float *dp, int keys, int rows, con
 
 // MARK: - Forward
 
-/// Computes the attention of some queries.
 FOR_EACH_CPU
 void attend(
     const Queries &q, const Heads &query, const Heads &key, const Heads &value, float *y, ptrdiff_t y_head,
@@ -262,16 +260,16 @@ void attend(
 
 // MARK: - Backward
 
-/// The arrays of the derivative of some queries' attention. The derivative has two phases. Each phase processes parts of the keys in parallel.
+/// The arrays of the backward pass of some queries. Each of its two phases processes parts of the keys in parallel.
 struct Pass {
     Queries q;
     /// The number of keys in a part, a multiple of `keys_together`.
     int part;
-    /// q multiplied by the scale, and dO, [rows, d], with their transposes.
+    /// q multiplied by the scale, and dO, both [rows, d], with their transposes.
     float *q_rows, *q_columns, *d_rows, *d_columns;
     /// exp(S − maximum) and dP, later P and dS, [keys, rows]. `largest` has the maxima [rows] of each block of `keys_together` keys.
     float *e, *dp, *largest;
-    /// The sums of the keys of each part, [rows]. `dq` has the term that each part adds to dq / scale, [rows, d].
+    /// The sums [rows] of each part of the keys. `dq` has each part's term of dq / scale, [rows, d].
     float *sums, *dq;
 
     Pass(const Queries &q, int part, float *room) : q(q), part(part) {
@@ -287,8 +285,8 @@ struct Pass {
                                       parts(problem, part) * (3 + problem.d));
     }
 
-    /// Calls `f(i, first, keys)` for each block of `keys_together` keys in a part. Leaves out keys to which no query attends. i counts the blocks of
-    /// all parts.
+    /// Calls `f(i, first, keys)` for each block of `keys_together` keys in a part. i is the block's index over all parts. Keys to which no query
+    /// attends are left out.
     template <class F>
     INLINE void each(int index, F f) const {
         const int end = std::min(q.end, (index + 1) * part);
@@ -301,12 +299,12 @@ struct Pass {
         float *at = sums + ptrdiff_t(index) * 3 * q.rows;
         return {at, at + q.rows, at + 2 * q.rows};
     }
-    /// The range of parts with keys to which some query attends.
+    /// The range of parts that have keys to which at least one query attends.
     int begin() const { return q.begin / part; }
     int end() const { return (q.end + part - 1) / part; }
 };
 
-/// Computes exp(S − maximum) and dP = dO vᵀ of a part.
+/// Computes exp(S − maximum) and dP = dO vᵀ for a part of the keys.
 FOR_EACH_CPU
 void scores(const Pass &pass, int index, const Heads &key, const Heads &value) {
     const int rows = pass.q.rows, d = pass.q.problem.d;
@@ -322,7 +320,7 @@ void scores(const Pass &pass, int index, const Heads &key, const Heads &value) {
     });
 }
 
-/// Computes P and dS = P (dP − rowsum(P ∘ dP)) of a part, and adds their terms: dv = Pᵀ dO, dk = dSᵀ q · scale, dq = dS k · scale
+/// Computes P and dS = P (dP − rowsum(P ∘ dP)) for a part of the keys, and adds its terms: dv = Pᵀ dO, dk = dSᵀ q · scale, dq = dS k · scale.
 FOR_EACH_CPU
 void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *dv) {
     const int rows = pass.q.rows, d = pass.q.problem.d;
@@ -377,7 +375,7 @@ void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *
     });
 }
 
-/// Sums the terms of the parts in dq [heads, queries, d].
+/// Sums the parts' terms into dq [heads, queries, d].
 void finish(const Pass &pass, float *dq) {
     const Queries &q = pass.q;
     const int d = q.problem.d;
@@ -393,12 +391,11 @@ void finish(const Pass &pass, float *dq) {
     }
 }
 
-/// Computes dq, dk and dv. dk and dv [groups, keys, d] must be 0 before. The sums in dk and dv have the order of the queries, for any number of
-/// threads.
+/// Computes dq, dk and dv. dk and dv [groups, keys, d] must be 0 before the call. The order of the sums does not depend on the number of threads.
 void backward(
     const Problem &problem, const Heads &query, const Heads &key, const Heads &value, const Heads &d_out, float *dq,
     float *dk, float *dv) {
-    // There are at most 16 parts. For short sequences the parts of several groups are processed in parallel.
+    // At most 16 parts. For short sequences, several groups are processed in parallel.
     const int part = ((problem.keys + 15) / 16 + keys_together - 1) / keys_together * keys_together;
     const int parts = Pass::parts(problem, part), together = std::clamp(2048 / problem.keys, 1, problem.groups);
     const size_t size = Pass::size(problem, part);
@@ -442,7 +439,7 @@ typedef float Four __attribute__((vector_size(16)));
 /// Computes softmax(scale q kᵀ) v of one query over `length` keys. `scores` has room for `length` numbers.
 FOR_EACH_CPU
 void attend_one(const float *q, Matrix k, Matrix v, int length, int d, float scale, float *scores, float *out) {
-    // Four keys are processed at a time. The last key is repeated to fill four.
+    // Keys are processed four at a time. The last key is repeated to fill four.
     for (int n = 0; n < length; n += 4) {
         const float *keys[4];
         for (int j = 0; j < 4; j++) {
@@ -493,7 +490,7 @@ void attend_one(const float *q, Matrix k, Matrix v, int length, int d, float sca
     }
     float sum = 0;
     for (int j = 0; j < lanes; j++) sum += total[j];
-    // 64 numbers of v are processed at a time, so that their sums fit into registers.
+    // v is processed in columns of 64 numbers, so that the sums fit into registers.
     int i = 0;
     const auto weigh = [&]<int count>(std::integral_constant<int, count>) __attribute__((always_inline)) {
         Floats sums[count] = {};
@@ -529,7 +526,7 @@ Problem problem_of(const mx::array &q, const mx::array &k, float scale, bool isC
     return problem;
 }
 
-/// The derivative dq, dk and dv of attention, from q, k, v, dO and optionally a mask.
+/// The backward pass of attention: dq, dk and dv, from q, k, v, dO and an optional mask.
 class AttentionGradient : public mx::Primitive {
   public:
     AttentionGradient(mx::Stream s, float scale, bool isCausal) : Primitive(s), scale(scale), isCausal(isCausal) {}
@@ -559,7 +556,7 @@ class AttentionGradient : public mx::Primitive {
     const bool isCausal;
 };
 
-/// The attention of q, k, v and optionally a mask. In the output the numbers of a position are contiguous, as the next product reads them.
+/// The attention of q, k, v and an optional mask. In the output, the numbers of a position are contiguous.
 class Attention : public mx::UnaryPrimitive {
   public:
     Attention(mx::Stream s, float scale, bool isCausal) : UnaryPrimitive(s), scale(scale), isCausal(isCausal) {}
@@ -585,7 +582,7 @@ class Attention : public mx::UnaryPrimitive {
                 }
                 const int parts = problem.parts();
                 parallel(problem.groups * parts, true, [&](int index) {
-                    // The queries with the most keys come first.
+                    // Queries with the most keys come first.
                     const Queries queries(problem, index % problem.groups, parts - 1 - index / problem.groups);
                     attend(queries, query, key, value, y, strides[1], strides[2]);
                 });
@@ -634,11 +631,11 @@ std::optional<mx::array> attention(
         return std::nullopt;
     }
     if (mask && (mask->dtype() != mx::bool_ || mask->shape() != mx::Shape{q.shape(2), k.shape(2)})) return std::nullopt;
-    // The forward pass of one query takes rows of any length. The derivative does not.
+    // A single query may have rows of any length. Other queries and derivatives need a multiple of `lanes`.
     const bool isOne = q.shape(2) == 1 && !mask && !q.is_tracer() && !k.is_tracer() && !v.is_tracer();
     const int missing = isOne ? 0 : (lanes - q.shape(3) % lanes) % lanes;
     if (missing > 0) {
-        // The widths of all axes are given, because the derivative in MLX 0.32.2 reads them by axis.
+        // The padding names all axes, because its derivative in MLX 0.32.2 reads the widths by axis.
         const auto padded = [&](const mx::array &x) {
             return mx::pad(x, {{0, 0}, {0, 0}, {0, 0}, {0, missing}}, mx::array(0.0f), "constant", s);
         };

@@ -50,7 +50,7 @@ void report(const char *message) {
     error_handler(message);
 }
 
-/// Runs `f`, which creates no array, and returns its result. Reports an exception, and returns zero after it.
+/// Runs `f`, which creates no array, and returns its result. Reports an exception and then returns zero.
 template <class F>
 auto reported(F &&f) -> decltype(f()) {
     try {
@@ -99,12 +99,12 @@ std::optional<int> maybe(HostOptionalInt i) { return i.has_value ? std::make_opt
 HostArray wrap(mx::array a) { return reinterpret_cast<HostArray>(new mx::array(std::move(a))); }
 HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::move(v))); }
 
-/// Returns a handle to `expression`, an array or a vector of arrays.
+/// Returns a handle to the value of `expression`, an array or a vector of arrays.
 #define WRAP(expression) guarded([&] { return wrap(expression); })
 
 mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
 mx::Stream get(HostStream s) {
-    // Without a GPU, the stream of `make_gpu_stream` stands for the GPU's default stream.
+    // Without a GPU, the stream of `make_gpu_stream` replaces the GPU's default stream.
     if (auto gpu = s.device == 1 ? host::gpu_stream() : std::nullopt) {
         return *gpu;
     }
@@ -125,7 +125,7 @@ mx::Dtype dtype(int32_t value) {
     return all[value];
 }
 
-/// A Swift function as a C++ function. The last copy of this object releases the Swift function.
+/// A Swift function as a C++ function. Destroying the last copy releases the Swift function.
 class Closure {
    public:
     explicit Closure(HostClosure f) : call_(f.call), context_(f.context, f.release) {}
@@ -169,9 +169,8 @@ void copy_in_order(const char *source, char *&destination, const mx::array &a, i
 }  // namespace
 
 #ifdef __GLIBC__
-// HostMLX sets MLX's cache on the CPU to nothing, but glibc would keep the memory that MLX frees. So blocks of 8 MiB or more are returned to the
-// system at once, and all threads share one arena, which host_clear_cache trims completely. With a lower limit than 8 MiB, activations and tiles
-// would need fresh mappings with every operation, and the page faults would cost a fifth of a step. The arena's gaps cost only some megabytes.
+// Settings of glibc's malloc that return freed memory to the system. Blocks of 8 MiB or more are returned at once. All threads share one arena, which
+// host_clear_cache trims. A lower limit than 8 MiB would slow down a step by a fifth, because of page faults.
 __attribute__((constructor)) static void set_up_malloc() {
     mallopt(M_MMAP_THRESHOLD, 8 << 20);
     mallopt(M_TRIM_THRESHOLD, 32 << 20);
@@ -203,7 +202,7 @@ HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int
 
 namespace {
 
-/// Returns whether MLX's allocator is the plain CPU one, whose blocks are a word with the size, followed by the data.
+/// Returns whether MLX uses its plain CPU allocator, which stores a block's size in a word before the data.
 bool size_word_precedes_data() {
     static const bool answer = [] {
         if (mx::is_available(mx::Device::gpu)) {
@@ -212,7 +211,7 @@ bool size_word_precedes_data() {
         auto &allocator = mx::allocator::allocator();
         auto buffer = allocator.malloc(40);
         auto *words = static_cast<size_t *>(buffer.ptr());
-        // A block from MLX's cache may be longer than the requested 40 bytes.
+        // MLX may reuse a cached block that is longer than the requested 40 bytes.
         bool answer = buffer.raw_ptr() == words + 1 && *words >= 40 && *words < 80;
         allocator.free(buffer);
         return answer;
@@ -220,8 +219,8 @@ bool size_word_precedes_data() {
     return answer;
 }
 
-/// Returns the word before `data`, or nothing if that memory cannot be read. The word goes through a pipe, because `write` returns EFAULT for memory
-/// at which a load would fault.
+/// Returns the word before `data`, or nothing if that memory cannot be read. The word goes through a pipe, because `write` returns EFAULT for
+/// unreadable memory.
 std::optional<size_t> word_before(const void *data) {
     int ends[2];
     if (pipe(ends) != 0) {
@@ -236,7 +235,7 @@ std::optional<size_t> word_before(const void *data) {
     return read_it ? std::make_optional(word) : std::nullopt;
 }
 
-/// Makes an array with `block` as its data. MLX 0.32.4 takes the block and the function that frees it in one value.
+/// Makes an array with `block` as its data. MLX 0.32.4 changed the constructor's arguments.
 template <class Free, class Array = mx::array>
 Array array_of(mx::allocator::Buffer block, mx::Shape shape, mx::Dtype type, Free free) {
     if constexpr (std::is_constructible_v<Array, mx::allocator::Buffer, mx::Shape, mx::Dtype, Free>) {
@@ -248,10 +247,9 @@ Array array_of(mx::allocator::Buffer block, mx::Shape shape, mx::Dtype type, Fre
 
 }  // namespace
 
-// With a GPU the constructor for foreign memory wraps pages without a copy. The CPU allocator can only copy, as mlx-swift does on Linux. But a block
-// of that allocator is a size word followed by the data, so pages that follow such a word are a valid block. A caller that maps a file after an
-// anonymous page, and writes the length into the last word of that page, gets an array without a copy. Only page-aligned data with exactly that word
-// is adopted; other data is copied. (No block of malloc looks like this, because its pages begin 16 bytes before its data.)
+// With a GPU, the constructor for foreign memory wraps pages without a copy. The CPU allocator can only copy. A block of the CPU allocator is a size
+// word followed by the data. So a caller can map a file after an anonymous page, and write the length into the last word of that page, to get an
+// array without a copy. Other data is copied.
 //
 // An adopted array must outlive the evaluations that read it, because MLX overwrites inputs without other references.
 HostArray host_array_adopt(
@@ -380,14 +378,14 @@ struct Exporting {
     ~Exporting() { is_exporting = false; }
 };
 
-/// Returns whether MLX's own operations are needed: in an exported function, and while the ledger records.
+/// Returns whether MLX's own operations must be used: during an export, and while the ledger records.
 bool needs_mlx() { return is_exporting || host::recording_ledger(); }
 
 std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx::Stream s) {
     return needs_mlx() ? std::nullopt : host::exponential(f, x, s);
 }
 
-// These overloads take precedence over MLX's functions, which have a parameter of type `StreamOrDevice`.
+// These overloads take precedence over MLX's functions, which take a `StreamOrDevice`.
 mx::array add(const mx::array &a, const mx::array &b, mx::Stream s) {
     if (needs_mlx()) return mx::add(a, b, s);
     if (const auto sum = host::packed_sum(a, b, s)) return *sum;
@@ -442,7 +440,7 @@ HOST_INT_OPERATIONS(HOST_DEFINE)
 HOST_INT2_OPERATIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
-// A list that converts to MLX's Shape or to std::vector<int>, whichever the operation takes.
+// A list of ints that converts to mx::Shape and to std::vector<int>.
 struct IntList {
     const int32_t *values;
     size_t count;
@@ -493,7 +491,7 @@ HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool p
 
 // MARK: Fused operations
 
-/// Returns the ledger for a graph on the stream of a missing GPU, for which `mx::fast` creates plain operations; otherwise null.
+/// Returns the ledger if the stream is of a missing GPU, otherwise null.
 static host::LedgerHooks *ledger_of_gpu(mx::Stream s) {
     const bool is_missing_gpu = s.device == mx::Device::gpu && !mx::is_available(mx::Device::gpu);
     return is_missing_gpu ? host::ledger_hooks : nullptr;
@@ -613,7 +611,7 @@ HostArray host_quantized_matmul(
     HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
     HostOptionalInt bits, const char *mode, HostStream s) {
     return WRAP([&] {
-        // TF32 applies as in MLX's choice of kernel (metal/quantized.cpp:694). A product of one row has a kernel for vectors, without TF32.
+        // As in MLX (metal/quantized.cpp:694), TF32 applies to products of several rows only.
         if (host::has_tf32() && transpose && get(x).dtype() == mx::float32 && get(x).size() > get(x).shape(-1)) {
             const auto dense = mx::dequantize(
                 get(w), get(scales), maybe(biases), maybe(group_size), maybe(bits), mode, std::nullopt, mx::float32, get(s));
@@ -840,8 +838,8 @@ void host_clear_cache(void) {
     }
     mx::clear_cache();
 #ifdef __GLIBC__
-    // The model's next block allocates the memory again that the present block has freed. Pages that were returned to the system would cost page
-    // faults, some 0.25 ms per MiB. Up to 32 MiB are kept if these faults would take more than a fiftieth of the processor time since the last call.
+    // Returning memory costs page faults when the memory is allocated again, about 0.25 ms per MiB. Up to 32 MiB are kept if these faults would take
+    // more than a fiftieth of the processor time since the last call.
     static std::atomic<std::clock_t> last{0};
     std::clock_t now = std::clock();
     double seconds = double(now - last.exchange(now)) / CLOCKS_PER_SEC;
@@ -858,7 +856,7 @@ void host_set_default_device(int32_t type) {
 }
 bool host_new_stream(int32_t type, HostStream *stream) {
     return done([&] {
-        // Without a GPU, the stream of `make_gpu_stream` stands for a new stream of the GPU.
+        // Without a GPU, the stream of `make_gpu_stream` replaces a new stream of the GPU.
         const auto gpu = type == 1 ? host::gpu_stream() : std::nullopt;
         *stream = wrap(gpu ? *gpu : host::new_stream(device(type)));
     });

@@ -14,7 +14,7 @@ namespace mx = mlx::core;
 namespace host {
 namespace {
 
-// Multiplications and additions are fused only where MLX's polynomial fuses them.
+// The compiler must not fuse other multiplications and additions than MLX does.
 #pragma clang fp contract(off)
 
 FOR_EACH_CPU
@@ -65,7 +65,7 @@ class ExponentialPrimitive : public mx::UnaryPrimitive {
         const size_t length = x.shape(-1), rows = x.size() / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
             [f = f, length, rows, x = x.data<float>(), y = out.data<float>()] {
-                // A number takes some 0.3 ns.
+                // Each number takes about 0.3 ns.
                 const size_t worth = 1 << 16;
                 const bool isWork = rows * length > 1 << 18;
                 if (f == Exponential::softmax) {
@@ -102,7 +102,7 @@ class ExponentialPrimitive : public mx::UnaryPrimitive {
         }
     }
 
-    /// This product equals the product in vjp, because the Jacobians are symmetric. The Jacobian of softmax is diag(y) − y yᵀ.
+    /// Calls `vjp`, because the Jacobians are symmetric. The Jacobian of softmax is diag(y) − y yᵀ.
     std::vector<mx::array> jvp(
         const std::vector<mx::array> &primals, const std::vector<mx::array> &tangents,
         const std::vector<int> &argnums) override {

@@ -1,9 +1,8 @@
-// Simulates failures of command buffers as in MLX 0.32.2 on Metal. On a CPU nothing fails. Line numbers refer to MLX 0.32.2 (commit 846d176 of 22
-// August 2026).
+// Simulates failures of command buffers as in MLX 0.32.2 on Metal (line numbers of commit 846d176).
 //
 // A command buffer's completion handler stores its error (metal/device.cpp:521). The error is thrown and cleared when the stream is synchronized
-// (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` asks for the error too, but the GPU signals the event before the
-// handler runs. So `eval` can return with arrays that count as evaluated.
+// (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` may return before the handler runs. So `eval` can return with
+// arrays that count as evaluated.
 
 #include "FailingCommandBuffers.h"
 
@@ -28,18 +27,15 @@ namespace failing {
 namespace {
 
 std::mutex mutex;
-/// Whether the rules apply.
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
 std::string message;
 /// The number of evaluations that computed something. Each counts as one command buffer.
 size_t buffers = 0;
-/// The number of failed buffers. `has_error` says whether the error of the last failed buffer is pending, and `evaluations_until_error` after how
-/// many evaluations it is thrown.
+/// The number of failed buffers. `has_error` is true while the last error is pending. It is thrown after `evaluations_until_error` more evaluations.
 size_t failed_buffers = 0;
 bool has_error = false;
 size_t evaluations_until_error = 0;
-/// The number of times that each fault occurred.
 std::map<std::string, size_t> faults;
 std::vector<std::vector<char>> zeros;
 
@@ -48,7 +44,7 @@ void note(const std::string &fault) {
     faults[fault] += 1;
 }
 
-/// The arrays that a command buffer computes, and the arrays that exist before it.
+/// The arrays that a command buffer computes, and the arrays that existed before it.
 struct CommandBuffer {
     std::vector<mx::array> made, inputs;
 
@@ -72,8 +68,7 @@ struct CommandBuffer {
         }
     }
 
-    /// Fills the computed arrays with NaN or zeros. Integers become zeros, which are valid indices. A view of an array that existed before is not
-    /// changed. This object holds the inputs, so no computed array has reused their memory.
+    /// Fills the computed arrays with NaN or zeros. Integers become zeros, which are valid indices. Views of earlier arrays are left unchanged.
     void fill_with_garbage(bool zeros) const {
         std::unordered_set<const void *> good;
         for (const auto &a : inputs) {
@@ -94,6 +89,7 @@ void throw_error() {
 }
 
 /// Counts a command buffer, and throws a pending error that is due.
+///
 /// \returns whether the buffer fails.
 bool next_buffer_fails(const std::vector<mx::array> &outputs) {
     const std::lock_guard lock(mutex);
@@ -123,7 +119,7 @@ bool next_buffer_fails(const std::vector<mx::array> &outputs) {
 void evaluate(const std::vector<mx::array> &outputs, const std::function<void()> &evaluate) {
     bool is_needed = false;
     for (const auto &a : outputs) {
-        // An evaluation that only waits for arrays does not count, because the speed of the machine decides whether they are already computed.
+        // Evaluations that only wait for arrays do not count, because their number depends on timing.
         is_needed = is_needed || a.status() == mx::array::Status::unscheduled;
     }
     if (!is_on || !is_needed || !next_buffer_fails(outputs)) {

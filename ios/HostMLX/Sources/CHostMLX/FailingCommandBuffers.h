@@ -1,4 +1,4 @@
-// Command buffers that fail as on Metal. CHostMLX.cpp calls these functions, and include/CHostMLX.h has the C interface.
+// Command buffers that fail as on Metal. include/CHostMLX.h has the C interface.
 
 #ifndef FAILING_COMMAND_BUFFERS_H
 #define FAILING_COMMAND_BUFFERS_H
@@ -10,14 +10,15 @@
 
 namespace failing {
 
-/// Calls `evaluate`, which computes `outputs`, as one command buffer. If that buffer fails, its arrays get garbage. Throws the pending error of an
-/// earlier buffer if it is due.
+/// Calls `evaluate`, which computes `outputs`, as one command buffer. If the buffer fails, `outputs` get garbage. Throws the pending error of an
+/// earlier buffer if that error is due.
 void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<void()> &evaluate);
 
-/// Throws the pending error of a failed buffer. It is called when a stream was synchronized.
+/// Throws the pending error of a failed buffer. It is called after a stream was synchronized.
 void throw_error_after_wait();
 
-/// Counts a read of an array that was never computed, at which mlx-swift dereferences a null pointer.
+/// Counts a read of an array that was never computed. mlx-swift would dereference a null pointer.
+///
 /// \returns zeros for all bytes of the array.
 const void *data_never_computed(const mlx::core::array &a);
 

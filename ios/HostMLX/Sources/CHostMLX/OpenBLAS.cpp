@@ -1,4 +1,4 @@
-// The functions of BLAS that MLX calls. libmlx resolves their three names in the executable first, and then in the BLAS of its wheel.
+// The BLAS functions that MLX calls. The linker finds these definitions before those in the wheel's BLAS.
 
 #include <algorithm>
 #include <bit>
@@ -28,7 +28,7 @@ bool has_tf32() {
 
 #ifdef HOST_OPENBLAS
 
-/// Returns the nearest number with 10 bits of mantissa.
+/// Rounds a number to TF32, which has 10 bits of mantissa.
 static float tf32(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -52,8 +52,8 @@ void scipy_cblas_cgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int lda, const void *b,
     int ldb, const void *beta, void *c, int ldc);
 
-/// Computes a product in parts of the longer side of c. Each part is long enough to be worth waking a thread. It is also so long that packing the
-/// other side again, which OpenBLAS does for each part, takes little of its time.
+/// Computes a product in parallel, in parts along the longer side of c. Each part is long enough for the cost of waking a thread, and of packing the
+/// other matrix again.
 static void product(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
@@ -80,7 +80,7 @@ static void product(
     });
 }
 
-/// Returns `rows` × `columns` numbers of a matrix whose rows are `stride` apart, rounded to TF32. `stride` becomes `columns`.
+/// Returns a contiguous copy of a matrix, rounded to TF32, and sets `stride` to `columns`.
 static std::vector<float> rounded(const float *x, int rows, int columns, int &stride) {
     std::vector<float> y(size_t(rows) * columns);
     for (int row = 0; row < rows; row++) {
@@ -96,7 +96,7 @@ void cblas_sgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
     constexpr int row_major = 101, transposed = 112;
-    // On Metal a product with a vector has another kernel (metal/matmul.cpp), without TF32.
+    // On Metal, a product with a vector uses another kernel without TF32 (metal/matmul.cpp).
     if (order != row_major || m < 2 || n < 2 || !host::has_tf32()) {
         return product(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     }
@@ -119,7 +119,7 @@ void cblas_cgemm(
 
 }  // extern "C"
 
-// OpenBLAS's own threads spin while they wait, and all wait if another program uses one core. The threads of Pool.h sleep instead.
+// OpenBLAS's threads would spin while they wait. The threads of Pool.h sleep.
 __attribute__((constructor)) static void set_up_threads() { scipy_openblas_set_num_threads(1); }
 
 #endif

@@ -27,7 +27,7 @@ extern "C" void scipy_cblas_sgemm(
 
 namespace {
 
-// As in MLX, multiplications and additions are not fused, so that unpacked weights equal those of `dequantize`.
+// As in MLX, the compiler must not fuse multiplications and additions. Then unpacked weights equal those of `dequantize`.
 #pragma clang fp contract(off)
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -45,12 +45,12 @@ struct PackedMatrix {
     const uint8_t *codes;
     /// The stride of a row of codes, in bytes, and of a row of scales, in elements.
     ptrdiff_t codes_stride, scales_stride;
-    /// The scales: float32 for affine quantization, which has biases; otherwise floats of 8 bits.
+    /// float32 for affine quantization, else 8-bit floats. Only affine quantization has biases.
     const void *scales;
     const float *biases;
 };
 
-/// Returns the values of E4M3 codes, with 4 bits of exponent and 3 of mantissa.
+/// Returns the values of all E4M3 codes (4 bits of exponent, 3 of mantissa).
 std::array<float, 256> e4m3_values() {
     std::array<float, 256> values;
     for (int code = 0; code < 256; code++) {
@@ -62,20 +62,20 @@ std::array<float, 256> e4m3_values() {
 }
 const std::array<float, 256> e4m3 = e4m3_values();
 
-/// Returns the factor of a group: 2 to the power of an E8M0 code, or an E4M3 value.
+/// Returns the scale of a group: an E4M3 value, or 2 to the power of an E8M0 code.
 float factor(const PackedMatrix &w, ptrdiff_t index) {
     const uint8_t scale = static_cast<const uint8_t *>(w.scales)[index];
     return w.mode == Mode::Nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
 }
 
-/// Inlines a function into each CPU's clone of its caller, so that the function is compiled for that CPU.
+/// Inlines a function into each clone of its caller, so that the function is compiled for the clone's CPU.
 #define INLINE __attribute__((always_inline)) inline
 
-/// Reads 16 codes of `bits` bits, the lowest bits first. `last` says whether they are the last ones of a group.
+/// Reads 16 codes of `bits` bits, the lowest bits first. `last` is true for the last codes of a group.
 template <int bits, bool last = true>
 INLINE void read_codes(const uint8_t *packed, Words &codes) {
     if constexpr (bits == 2) {
-        // One word has all the codes.
+        // All 16 codes are in one 32-bit word.
         uint32_t word;
         std::memcpy(&word, packed, sizeof word);
         Words shifts;
@@ -83,13 +83,12 @@ INLINE void read_codes(const uint8_t *packed, Words &codes) {
         codes = (Words{} + word) >> shifts & 3;
         return;
     }
-    // One load of a power of two of bytes is faster than two shorter loads, for example of 8 and 4 bytes. The loaded bytes begin with these codes. For
-    // the last codes of a group they end with these codes, so that the load stays in a group of 32 codes.
+    // Loads a power of two of bytes at once, which is faster than two loads. The load may have extra bytes after the codes or, for the last codes of
+    // a group, before them.
     constexpr int size = std::bit_ceil(2u * bits), before = last ? size - 2 * bits : 0;
     Bytes bytes{};
     std::memcpy(&bytes, packed - before, size);
-    // For each code, four bytes: the byte with the code's first bit, and three times the byte with the code's last bit. The two are often the same
-    // byte.
+    // Makes four bytes for each code. The first contains the code's first bit, and the others contain its last bit.
     Quads quads;
     [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
         quads = (Quads)__builtin_shufflevector(
@@ -120,7 +119,7 @@ INLINE void unpack_affine(
     }
 }
 
-/// Unpacks `count` weights of a row from the `begin`-th on, in whole groups.
+/// Unpacks `count` weights of a row, from the `begin`-th on. Both numbers are multiples of the group size.
 FOR_EACH_CPU
 void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *out) {
     const uint8_t *codes = w.codes + row * w.codes_stride + begin / 8 * w.bits;
@@ -140,7 +139,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         const float scale = factor(w, group + start / w.group_size);
         for (int i = start; i < start + w.group_size; i += 16) {
             if (w.mode != Mode::Mxfp8) {
-                // The nibbles of one integer are the values of the codes, multiplied by 2: the values are 0, ½, 1, 1½, 2, 3, 4 and 6.
+                // The nibbles of the constant are twice the values of the codes: 0, ½, 1, 1½, 2, 3, 4 and 6.
                 Words four;
                 read_codes<4>(codes + i / 2, four);
                 const Words doubled = (Words{} + 0xC8643210u) >> ((four & 7) << 2) & 15;
@@ -156,7 +155,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
 
 // MARK: - Few rows of x
 
-/// Sums 16 numbers. It is a macro because vectors use other registers on each CPU, so INLINE functions neither take nor return them.
+/// Sums 16 numbers. A macro, because functions cannot take or return vectors of another CPU's size.
 #define SUM(result, vector)                                             \
     float result;                                                       \
     {                                                                   \
@@ -168,17 +167,17 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         result = parts[0];                                              \
     }
 
-/// Returns the number of rows of W that are processed together with at most `most` ≤ 4 rows of x. The sums of these rows fit into the 16 registers of
-/// AVX2.
+/// Returns the number of rows of W that are processed together with up to `most` rows of x. Their sums fit into AVX2's 16 registers.
 constexpr int rows_at_once(int most) { return most > 1 ? 1 : 2; }
 
-/// The codes in a 32-bit word of W. A code that crosses from one word into the next is treated as two fields, whose values add up to the code. Each
-/// word is shifted by the number of bits of its first code that are in the previous word. Then the first `whole` fields have the same places in all
-/// words, and the first field has the word's part of its code. After these fields, some words have one more complete code, the `extra` one. The last
-/// field reaches up to the word's end.
+/// The layout of codes in 32-bit words of W.
+///
+/// A code that crosses from one word into the next makes two fields. The values of these fields add up to the code. Each word is shifted, so that its
+/// first `whole` fields have the same places in all words. After them, some words have one more complete code, the `extra` one. The last field
+/// reaches up to the word's end.
 template <int bits>
 struct Fields {
-    /// The number of words after which the pattern repeats.
+    /// The number of words after which the layout repeats.
     static constexpr int period = bits / std::gcd(bits, 32);
     static constexpr int whole = 31 / bits, most_shifted = bits - std::gcd(bits, 32);
     static constexpr int extra_bit = whole * bits - most_shifted, extra = 32 - extra_bit > bits, slots = whole + extra + 1;
@@ -189,21 +188,22 @@ struct Fields {
     static constexpr int last_bit(int word) { return whole * bits - shift(word) + has_extra(word) * bits; }
 };
 
-/// x in the order in which it is multiplied by blocks of W. A block has 16 words. The numbers of x for the first field of each word come first, then
-/// the numbers for the second field. So one mask gives the fields of 16 words for 16 numbers of x. Fields are not shifted to the lowest bits, so the
-/// value of a field is the code times a power of two, and its number of x is divided by this power. Only the last field is shifted, because the
-/// highest bit of an integer is its sign. A row's last block is its last 16 words, with zeros for words that are also in the block before.
+/// x, rearranged for products with blocks of 16 words of W.
+///
+/// The numbers of x for the first field of each word come first, then those for the second field, and so on. Fields are masked but not shifted, so a
+/// field's value is the code times a power of two. The number of x is divided by this power. The last field is shifted, because the highest bit of an
+/// integer is its sign. The last block of a row is the row's last 16 words. Words that are also in the block before are multiplied by zeros.
 struct FewRows {
-    /// 16 numbers in the order of a vector, aligned to lines of the cache.
+    /// 16 numbers, aligned to a cache line.
     struct alignas(64) Sixteen {
         float numbers[16] = {};
     };
 
     /// The number of words in a row of W, and the number of its blocks.
     int words, blocks;
-    /// The numbers of x, [m, blocks, slots].
+    /// The rearranged numbers of x, [m, blocks, slots].
     std::vector<Sixteen> numbers;
-    /// The sums of the numbers whose codes begin in each word, [m, blocks].
+    /// For each word, the sum of the numbers of x whose codes begin in this word, [m, blocks].
     std::vector<Sixteen> sums;
 
     template <int bits>
@@ -231,8 +231,8 @@ struct FewRows {
     int first_word(int block) const { return std::max(0, std::min(block * 16, words - 16)); }
 };
 
-/// Loads 16 numbers, one for each word of a block, from one number for each of its `groups` groups. It makes two equal loads, the second of which may
-/// repeat some numbers of the first. `of_word` is the group of the i-th word.
+/// Loads one number for each of the 16 words of a block, from one number for each of the block's `groups` groups. `of_word` is the group of the i-th
+/// word.
 #define BY_WORD(result, numbers, groups, of_word)                                                             \
     {                                                                                                         \
         constexpr int size = int(std::bit_floor(unsigned(groups))), rest = groups - size;                     \
@@ -244,9 +244,11 @@ struct FewRows {
         }(std::make_integer_sequence<int, 16>());                                                             \
     }
 
-/// Multiplies the rows of W from `row` on that are processed together, up to `end`, by `count` ≤ `most` rows of x from `first` on. The results go
-/// into `y`, whose rows have `rows` numbers. The formula is Σ (scale · code + bias) x = scale Σ code · x + bias Σ x, over the codes of each word. The
-/// order of a sum does not depend on `most`, so the results of a row of x do not depend on the other rows.
+/// Multiplies a block of rows of W, from `row` on, by `count` ≤ `most` rows of x, from `first` on. `y` has `rows` numbers per row.
+///
+///     Σ (scale · code + bias) x = scale Σ code · x + bias Σ x
+///
+/// The order of a sum does not depend on `most`, so a row's result does not depend on the other rows of x.
 template <int bits, int group_size, int most, bool is_short>
 INLINE void multiply_block(
     const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, const FewRows &x, int first, int count, float *y,
@@ -281,10 +283,9 @@ INLINE void multiply_block(
 #pragma unroll
         for (int r = 0; r < block; r++) {
             if (is_short) sixteen[r] = Words{};
-            // A short row has fewer words than a block.
             std::memcpy(&sixteen[r], packed[r] + first_word * 4, is_short ? x.words * 4 : 64);
             shifted[r] = sixteen[r] << shifts;
-            // The following rows are prefetched here, because automatic prefetching stops at the end of a memory page.
+            // Prefetches the following rows, because hardware prefetching stops at the end of a memory page.
             __builtin_prefetch(packed[r] + first_word * 4 + block * w.codes_stride);
             __builtin_prefetch(scales[r] + group + block * w.scales_stride);
             __builtin_prefetch(biases[r] + group + block * w.scales_stride);
@@ -311,7 +312,7 @@ INLINE void multiply_block(
 #pragma unroll
             for (int slot = 0; slot < Fields::whole; slot++) add(slot);
         } else {
-            // If the loop were unrolled, the weights of several slots would not fit into the registers.
+            // Unrolled, the weights of several slots would not fit into the registers.
 #pragma clang loop unroll(disable)
             for (int slot = 0; slot < Fields::whole; slot++) add(slot);
         }
@@ -350,7 +351,7 @@ INLINE void multiply_block(
                 ((b < x.blocks - 1 ? add_block(b++, std::integral_constant<int, variant>()) : void()), ...);
             }(std::make_integer_sequence<int, Fields::period>());
         }
-        // The last 16 words of a row have the shifts of a period's last block, because a row and a period of blocks both end with a group.
+        // The last block of a row has the same shifts as the last block of a period, because both end with a group.
         add_block(x.blocks - 1, std::integral_constant<int, Fields::period - 1>());
     }
     for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
@@ -422,18 +423,17 @@ FewRows few_rows(const float *x, int stride, int m, int columns, int bits) {
     }
 }
 
-/// The largest number of rows of x for which sums in registers are faster than unpacking W for OpenBLAS.
+/// The maximum number of rows of x for which `FewRows` is faster than OpenBLAS.
 constexpr int few = 16;
 
 // MARK: - By OpenBLAS
 
 constexpr int row_major = 101, plain = 111, transposed = 112;
-/// The number of columns, or rows, of a part that are unpacked at a time, so that a tile stays in a core's own cache.
+/// The number of rows or columns that are unpacked at a time. A tile fits into a core's own cache.
 constexpr int tile_length = 512;
 
-/// Returns the bounds of the parts of a product, in rows or columns of W. A part has a quarter of the rows or columns, but at most 256, and at least
-/// 128 because OpenBLAS packs x again for each part. The last two parts divide the rest in multiples of `unit`. The number of parts is even, unless
-/// the rest is at most `unit` and so makes one part.
+/// Returns the bounds of the parts of a product, in rows or columns of W. The lengths of the parts are multiples of `unit`, except for the last one.
+/// Most parts have between 128 and 256 rows or columns. Shorter parts would cost more time in OpenBLAS, which packs x again for each part.
 std::vector<int> bounds(int count, int unit) {
     const int size = std::clamp((count / 4 + unit - 1) / unit * unit, 128, 256);
     std::vector<int> bounds{0};
@@ -447,18 +447,16 @@ std::vector<int> bounds(int count, int unit) {
     return bounds;
 }
 
-/// Returns whether a product is worth waking a thread. Unpacking a weight takes 0.3 ns, as long as multiplying the weight by numbers of some 16 rows
-/// of x.
+/// Returns whether a product is long enough for several threads. Unpacking a weight takes as long as multiplying it by some 16 rows of x.
 bool is_work(int outputs, int inputs, int m) { return int64_t(outputs) * inputs * (m + 16) > 1 << 23; }
 
-/// The product alpha a b, for a with few columns.
+/// The product alpha a b, where a has few columns.
 struct LowRank {
-    /// A matrix for OpenBLAS, `transposed` or `plain`.
     struct Matrix {
         const float *data;
         int order, stride;
 
-        /// Copies the matrix into `room` unless its rows or its columns are contiguous.
+        /// Copies the matrix into `room`, unless its rows or columns are contiguous.
         Matrix(const Rows &a, std::vector<float> &room) {
             const int rows = a.shape[0], columns = a.shape[1];
             const auto is = [](int count, ptrdiff_t step, int others, ptrdiff_t stride) {
@@ -478,7 +476,7 @@ struct LowRank {
     float alpha;
 };
 
-/// The terms to which a product is added. If `inPlace` is set, y already has the sum.
+/// Terms that are added to a product. If `inPlace` is set, y already contains `sum`.
 struct Addends {
     std::optional<Rows> sum;
     bool inPlace = false;
@@ -507,8 +505,8 @@ struct Addends {
     }
 };
 
-/// Calls `multiply(first, count, start, length, beta, tile)` for each tile of a product. A tile has the outputs of a part, and some of the `inputs`.
-/// Tiles are summed in order: a tile is added to y [m, outputs] if `beta` is 1, and replaces it if `beta` is 0. `tile` has room for a tile's weights.
+/// Calls `multiply(first, count, start, length, beta, tile)` for each tile of a product. A tile has `count` outputs and `length` inputs. The result
+/// replaces y [m, outputs] if `beta` is 0, and is added to y if `beta` is 1. `tile` has room for the tile's weights.
 template <class F>
 void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, float *y, F multiply) {
     const std::vector<int> parts = bounds(outputs, unit);
@@ -523,7 +521,7 @@ void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, 
     });
 }
 
-/// Computes y = x Wᵀ + addends. x is [m, columns] with rows that begin `stride` numbers apart, and y is [m, rows].
+/// Computes y = x Wᵀ + addends. x is [m, columns], with rows `stride` numbers apart, and y is [m, rows].
 void by_rows(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     if (m <= few && w.mode == Mode::Affine) {
@@ -541,13 +539,13 @@ void by_rows(
     });
 }
 
-/// Computes y = x W + addends. x is [m, rows] with rows that begin `stride` numbers apart, and y is [m, columns].
+/// Computes y = x W + addends. x is [m, rows], with rows `stride` numbers apart, and y is [m, columns].
 void by_columns(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     const int unit = w.group_size;
     by_tiles(columns, unit, rows, m, addends, y, [&](int first, int count, int start, int length, float beta, float *tile) {
         for (int row = 0; row < length; row++) {
-            // Parts of rows are prefetched here, because they are too short for a CPU to predict where the next part begins.
+            // Prefetches later rows. The parts of rows are too short for the CPU's own prefetching.
             const uint8_t *later = w.codes + (start + row + 8) * w.codes_stride + first / 8 * w.bits;
             const int bytes = count * w.bits / 8;
             for (int byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later + byte);
@@ -561,7 +559,7 @@ void by_columns(
 
 class PackedProduct : public mx::UnaryPrimitive {
   public:
-    /// The options of a product. Its arrays are x, W, scales, biases if W has any, a and b, and the sum.
+    /// The options of a product. Its inputs are x, W, scales, biases if W has any, and optionally a, b and the sum.
     struct Options {
         int group_size, bits;
         Mode mode;
@@ -592,7 +590,7 @@ class PackedProduct : public mx::UnaryPrimitive {
             scales.data<void>(), hasBiases ? inputs[3].data<float>() : nullptr};
         const int rows = w.shape(0), columns = scales.shape(1) * options.group_size;
         const int m = x.size() / x.shape(-1);
-        // The rows of a slice of a matrix are read without a copy.
+        // A slice of a matrix is read without a copy.
         const bool isRead = x.ndim() == 2 && x.strides(1) == 1 && x.strides(0) >= x.shape(1);
         const int stride = isRead ? int(x.strides(0)) : x.shape(-1);
         const auto added = sum ? std::make_optional(Rows(*sum, out.shape())) : std::nullopt;
@@ -613,7 +611,7 @@ class PackedProduct : public mx::UnaryPrimitive {
         throw std::runtime_error("[quantized_matmul] a product for the CPU");
     }
 
-    /// Differentiates by x; W is constant.
+    /// Computes the gradient with respect to x. W is constant.
     std::vector<mx::array> vjp(
         const std::vector<mx::array> &primals, const std::vector<mx::array> &cotangents,
         const std::vector<int> &argnums, const std::vector<mx::array> &) override {
@@ -644,7 +642,6 @@ class PackedProduct : public mx::UnaryPrimitive {
     const Options options;
 
   private:
-    /// Returns the product of x with the W of `inputs`.
     mx::array product(bool transpose, const mx::array &x, std::vector<mx::array> inputs, mx::Shape shape) {
         inputs[0] = x;
         Options options = this->options;
@@ -653,8 +650,7 @@ class PackedProduct : public mx::UnaryPrimitive {
     }
 };
 
-/// Returns the primitive of a product on stream `s` if the product is not yet computed and can include `terms`; otherwise null. Tracers cannot be
-/// included, because they are differentiated and compiled operation by operation.
+/// Returns the primitive of y if y is a product on stream `s` that is not yet computed and can include `terms`, else null.
 const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::array *> terms, mx::Stream s) {
     if (y.status() != mx::array::Status::unscheduled || !y.has_primitive() || y.primitive().stream() != s) return nullptr;
     if (y.shape().empty() || y.size() / y.shape(-1) <= few || y.is_tracer()) return nullptr;
@@ -664,7 +660,6 @@ const PackedProduct *open(const mx::array &y, std::initializer_list<const mx::ar
     return dynamic_cast<const PackedProduct *>(&y.primitive());
 }
 
-/// Returns y with `terms` included, as the options describe.
 mx::array closed(const mx::array &y, PackedProduct::Options options, const std::vector<mx::array> &terms) {
     auto inputs = y.inputs();
     inputs.insert(inputs.end(), terms.begin(), terms.end());
@@ -677,7 +672,7 @@ std::optional<mx::array> packed_product(
     const mx::array &x, const mx::array &w, const mx::array &scales, const std::optional<mx::array> &biases,
     bool transpose, int group_size, int bits, const std::string &mode, mx::Stream s) {
     if (s.device != mx::Device::cpu || x.dtype() != mx::float32 || x.ndim() < 1 || w.ndim() != 2) return std::nullopt;
-    // Arrays that do not fit are left to MLX's own function, which reports them.
+    // MLX's own function reports errors for arrays that do not fit.
     const bool is_affine = mode == "affine";
     if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
     if (bits < 2 || bits > 8 || bits == 7) return std::nullopt;
@@ -716,7 +711,7 @@ std::optional<mx::array> packed_sum(
     const mx::array &y, const mx::array &a, const mx::array &b, float alpha, mx::Stream s) {
     const PackedProduct *product = open(y, {&a, &b}, s);
     if (!product || product->options.hasLowRank || product->options.hasSum) return std::nullopt;
-    // If a has more columns, a b is large enough to be a separate product on all cores.
+    // For more columns of a, a b is large enough to be a separate product.
     if (y.ndim() != 2 || a.ndim() != 2 || b.ndim() != 2 || a.shape(1) > 64) return std::nullopt;
     if (a.shape(0) != y.shape(0) || b.shape(1) != y.shape(1) || a.shape(1) != b.shape(0)) return std::nullopt;
     auto options = product->options;

@@ -9,23 +9,25 @@
 
 namespace host {
 
-/// Returns the result of `mlx::core::quantized_matmul` for float32 x `[…, m, k]`, nearly as fast as OpenBLAS multiplies. W is unpacked one tile at a
-/// time, within the caches, for all rows of x. MLX's own kernel unpacks each weight again for each row, and is about 50 times slower. Products of up
-/// to 16 rows of x and an affine Wᵀ are summed in registers while W is unpacked. Then the results of a row of x do not depend on the other rows.
+/// Returns the result of `mlx::core::quantized_matmul` for float32 x `[…, m, k]`.
 ///
-/// Returns nil without OpenBLAS, on another device, and for a dtype, a quantization or shapes that it does not support, such as a stack of matrices.
+/// W is unpacked one tile at a time for all rows of x. MLX's own kernel unpacks each weight again for each row, and is about 50 times slower. For up
+/// to 16 rows of x and an affine Wᵀ, a row's result does not depend on the other rows.
+///
+/// Returns nil if MLX's own function must be used: without OpenBLAS, on another device, or for an unsupported dtype, quantization or shape.
 std::optional<mlx::core::array> packed_product(
     const mlx::core::array &x, const mlx::core::array &w, const mlx::core::array &scales,
     const std::optional<mlx::core::array> &biases, bool transpose, int group_size, int bits, const std::string &mode,
     mlx::core::Stream s);
 
-/// Returns sum + y as one operation, for a `packed_product` y that is not computed yet. Each tile is added to its part of the sum, in the memory of
-/// `sum` if nothing else holds this memory. Returns nil if y is not such a product, already has a sum or has few rows, or if `sum` does not fit y or
-/// is not float32; also for tracers.
+/// Returns sum + y as one operation, for a `packed_product` y that is not computed yet.
+///
+/// The result uses the memory of `sum` if nothing else holds that memory. Returns nil if y cannot include `sum`.
 std::optional<mlx::core::array> packed_sum(const mlx::core::array &sum, const mlx::core::array &y, mlx::core::Stream s);
 
-/// Returns y + alpha a b as one operation, for a `[m, r]`, b `[r, n]` and r up to 64. y must be such a product without a sum. Returns nil in the
-/// cases of the other `packed_sum`, for a larger r, and if y already has such an addend.
+/// Returns y + alpha a b as one operation, for a `packed_product` y that is not computed yet, a `[m, r]` and b `[r, n]`.
+///
+/// Returns nil if y cannot include the product a b. r must be at most 64.
 std::optional<mlx::core::array> packed_sum(
     const mlx::core::array &y, const mlx::core::array &a, const mlx::core::array &b, float alpha, mlx::core::Stream s);
 

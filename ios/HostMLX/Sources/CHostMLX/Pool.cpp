@@ -33,7 +33,7 @@ class Pool {
         try {
             for (; helpers < threads - 1; helpers++) std::thread([this] { serve(); }).detach();
         } catch (const std::system_error &) {
-            // The system allows no more threads, so the pool has fewer.
+            // The system allows no more threads.
         }
     }
 
@@ -48,7 +48,7 @@ class Pool {
         wait(lock, done, [this] { return unfinished == 0; });
     }
 
-    /// The lock that the thread of a stream holds while it uses the pool, because MLX has a thread for each stream.
+    /// Held by the stream's thread that uses the pool. MLX has a thread for each stream.
     std::mutex inUse;
 
   private:
@@ -60,7 +60,7 @@ class Pool {
         }
     }
 
-    /// Waits for a condition. Polls for 20 µs before it sleeps, because most waits are shorter than the time to wake a thread.
+    /// Waits for a condition. Polls for 20 µs before it sleeps, because most waits are shorter than waking a thread.
     template <class Condition>
     void wait(std::unique_lock<std::mutex> &lock, std::condition_variable &changed, Condition condition) {
         const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(20);
@@ -95,7 +95,7 @@ class Pool {
 
 void parallel(int count, bool isWork, const std::function<void(int)> &part) {
     if (isWork && count > 1) {
-        // The pool is never destroyed, because its threads wait in it until the process ends.
+        // The pool is never destroyed, because its threads run until the process ends.
         static Pool &pool = *new Pool(threads());
         std::unique_lock lock(pool.inUse, std::try_to_lock);
         if (lock.owns_lock()) return pool.run(count, part);

@@ -1,4 +1,4 @@
-// Runs work with independent parts on the machine's cores.
+// Runs independent parts of work on several threads.
 
 #ifndef POOL_H
 #define POOL_H
@@ -8,17 +8,14 @@
 
 namespace host {
 
-/// Calls `part(0)` … `part(count - 1)` on one thread for each core that the process may use, at most 8 threads. The number is limited because
-/// products have few parts, and each thread has buffers of about 2 MB. `OPENBLAS_NUM_THREADS` sets another number of threads.
+/// Calls `part(0)` … `part(count - 1)` on up to 8 threads, at most one for each core. `OPENBLAS_NUM_THREADS` sets another number.
 ///
-/// Uses only the caller's thread if all parts together take less time than waking another thread. `isWork` says whether the parts together take more
-/// than about 100 µs.
+/// `isWork` says whether all parts together take more than about 100 µs. If not, only the caller's thread runs.
 ///
-/// Threads take one part after another, so a thread whose core is busy with another program takes fewer parts. Threads sleep when no parts are left.
-/// A part must not throw. The division into parts must not depend on the number of threads, because the results must not depend on this number.
+/// A part must not throw. The division into parts must not depend on the number of threads, so that the results do not depend on it either.
 void parallel(int count, bool isWork, const std::function<void(int)> &part);
 
-/// Returns the thread's own memory for `count` numbers of any value, valid until its next call.
+/// Returns uninitialized memory of the calling thread for `count` numbers. It is valid until the thread's next call.
 float *scratch(size_t count);
 
 }  // namespace host

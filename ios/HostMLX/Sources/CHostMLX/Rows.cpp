@@ -16,13 +16,13 @@ namespace mx = mlx::core;
 namespace host {
 namespace {
 
-// Without fused multiplications and additions the numbers equal those of MLX's separate operations.
+// The compiler must not fuse multiplications and additions, so that results equal those of MLX's separate operations.
 #pragma clang fp contract(off)
 
-/// The number of elements that go through the operations together. 20 intermediate results of this size stay in a core's first cache.
+/// The number of elements that are processed together. 20 intermediate results of this size fit into the L1 cache.
 constexpr int chunk = 256;
 
-/// Calls `f(first, count)` with the rows of each part, on all cores if that pays. `work` is the cost of a number, in additions.
+/// Calls `f(first, count)` for parts of the rows, in parallel if that is faster. `work` is the cost per number, in additions.
 template <class F>
 void by_rows(int64_t rows, int64_t length, int64_t work, F f) {
     const int64_t some = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, length * work / 4));
@@ -75,23 +75,22 @@ namespace {
 
 // MARK: - Operations on single numbers
 
-/// Runs the statement for each i. The output may be in an operand's memory, because the statement uses only the i-th numbers.
+/// Runs the statement for each i. The output may overwrite an operand, because the statement uses only the i-th numbers.
 #define EACH(statement)                                  \
     _Pragma("clang loop vectorize(assume_safety)")       \
     for (int i = 0; i < count; i++) statement
 
 enum class Operation { add, subtract, multiply, divide, maximum, square, rsqrt, negative, exp, sigmoid, tanh, sum, largest };
 
-/// Returns whether the operation reduces a row. The result of a reduction is used for each number of the row.
 bool is_reduction(Operation operation) { return operation == Operation::sum || operation == Operation::largest; }
 
-/// A term of the fused formula: the result of an operation on earlier terms, or, if `a` is negative, the numbers of an array.
+/// A term of the fused formula: an operation on earlier terms or, if `a` is negative, an input array.
 struct Term {
     Operation operation{};
     int a = -1, b = -1;
     int leaf = -1;
-    /// The number of passes over the row before the one that computes the term. A reduction is known only at the end of a pass. `isKept` says whether
-    /// a later pass reads the result.
+    /// The pass over the row that computes the term, from 0. A term that uses a reduction needs a later pass. `isKept` says whether a later pass
+    /// reads the term.
     int pass = 0;
     bool isKept = false;
 
@@ -110,7 +109,7 @@ std::optional<Operation> operation(const mx::array &a) {
     return found->second;
 }
 
-/// Returns the shape of the rows that a reduction takes; nil for a reduction over other axes.
+/// Returns the shape of the input if the array is a reduction over the last axis, else nil.
 std::optional<mx::Shape> reduced(const mx::array &a) {
     mx::Shape shape = a.inputs()[0].shape(), one = shape;
     if (shape.empty()) return std::nullopt;
@@ -119,11 +118,11 @@ std::optional<mx::Shape> reduced(const mx::array &a) {
     return shape;
 }
 
-/// The sum or the maximum of the numbers so far, in 16 parts and one for the last numbers of the row.
+/// The sum or maximum so far: 16 partial results, and one for the last numbers of the row.
 struct Reduction {
     float parts[lanes], rest;
 
-    /// Begins with the first number, so that the maximum of a row that begins with NaN is NaN.
+    /// Starts with the row's first number, so that a leading NaN is kept.
     void begin(Operation operation, float first) {
         rest = operation == Operation::sum ? 0 : first;
         std::fill_n(parts, lanes, rest);
@@ -136,8 +135,8 @@ struct Reduction {
     }
 };
 
-/// Computes the terms of one pass for `count` numbers of a row. `x[t]` is the place of the t-th term's numbers, and `reductions[t]` its reduction.
-/// For an array with strided numbers, `at[leaf]` is their beginning and `steps[leaf]` the stride.
+/// Computes the terms of one pass for `count` numbers of a row. `x[t]` points to the numbers of the t-th term, and `reductions[t]` is its reduction.
+/// For a strided array, `at[leaf]` points to its numbers, and `steps[leaf]` is the stride.
 FOR_EACH_CPU
 void compute(
     const std::vector<Term> &terms, int pass, bool isFirst, const float *const *at, const int *steps, int count,
@@ -222,7 +221,7 @@ void compute(
     }
 }
 
-/// A fused operation on rows of a shape. The result has one number or a row of numbers for each row.
+/// A fused operation on the rows of a shape. The result has one number per row, or a row.
 class FusedPrimitive : public mx::UnaryPrimitive {
   public:
     FusedPrimitive(mx::Stream s, std::vector<Term> terms, mx::Shape shape)
@@ -249,7 +248,7 @@ class FusedPrimitive : public mx::UnaryPrimitive {
         const bool isOne = out.shape() != shape;
         int64_t size = 1;
         for (int n : shape) size *= n;
-        // If `isFlat` is set, all numbers are one row, which is cut into several.
+        // With `isFlat`, all numbers form one row, which is cut into several.
         const int64_t length = isFlat ? std::min<int64_t>(size, 16 * chunk) : shape.back();
         const int64_t rows = (size + length - 1) / length;
         mx::cpu::get_command_encoder(stream()).dispatch(
@@ -273,14 +272,13 @@ class FusedPrimitive : public mx::UnaryPrimitive {
     const char *name() const override { return "HostFused"; }
 
   private:
-    /// Computes the terms of rows, one row after another.
+    /// Computes the terms of one row after another.
     struct Row {
         const std::vector<Term> &terms;
         const std::vector<int> &steps;
-        /// The beginning of the row's numbers in each array.
+        /// The first number of the row in each array, and the next number to read.
         std::vector<const float *> starts, at;
-        /// The beginning of the row's numbers of each term, and the present place of its numbers. `isWhole` says whether the term's whole row is
-        /// stored, so that each chunk has its own place.
+        /// The memory of each term's row, and of its present chunk. `isWhole` says whether the term's whole row is stored.
         std::vector<float *> row, x;
         std::vector<char> isWhole;
         std::vector<Reduction> reductions;
@@ -343,7 +341,7 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
     };
     mx::Shape shape = result.shape();
     bool isPossible = true, hasReductions = false;
-    /// Checks that the rows of all reductions are those of the result, or that the result has one number for each row.
+    /// Checks that the rows of all reductions have the same shape, and that the result has this shape or one number per row.
     const auto are_rows = [&](const std::optional<mx::Shape> &rows) {
         if (!rows || (hasReductions && *rows != shape)) return false;
         mx::Shape one = *rows;
@@ -352,7 +350,6 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
         shape = *rows;
         return hasReductions = true;
     };
-    // Operands are visited before their results.
     const auto visit = [&](const auto &self, const mx::array &a) -> int {
         if (const auto known = places.find(a.id()); known != places.end()) return known->second;
         Term term;
@@ -445,7 +442,7 @@ std::optional<mx::array> rms_norm(const mx::array &x, const mx::array &weight, f
 
 namespace {
 
-/// Computes cos and sin of position × frequency, by series within π / 4 of a multiple of π / 2. The product is in float32, as in MLX.
+/// Computes cos and sin of position × frequency, by series around the nearest multiple of π / 2. The product is in float32, as in MLX.
 FOR_EACH_CPU
 void turns(float position, const float *frequencies, int count, float *cos, float *sin) {
     for (int i = 0; i < count; i++) {
@@ -474,7 +471,7 @@ void turn(const float *x, int step, const float *cos, const float *sin, int half
 
 class RoPEPrimitive : public mx::UnaryPrimitive {
   public:
-    /// `offset` is nil if the third input has the offsets, one for each index of the first axis or one for all.
+    /// If `offset` is nil, the third input has the offsets: one for each index of the first axis, or one for all.
     RoPEPrimitive(mx::Stream s, std::optional<int> offset) : UnaryPrimitive(s), offset(offset) {}
 
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {

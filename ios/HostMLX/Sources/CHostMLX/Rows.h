@@ -1,4 +1,4 @@
-// Operations by rows on the CPU, over all cores.
+// Operations on rows, on the CPU with all cores.
 
 #ifndef ROWS_H
 #define ROWS_H
@@ -10,14 +10,12 @@
 
 namespace host {
 
-/// The places of the numbers in a float32 array that is broadcast to a shape: in each row they are `step` numbers apart. The numbers are not read
-/// before the array is computed.
+/// A float32 array, broadcast to a shape. The numbers of a row are `step` numbers apart in memory. They are not read before the array is computed.
 struct Rows {
     const float *data;
     mlx::core::Shape shape;
     mlx::core::Strides strides;
     int step;
-    /// Whether all numbers are contiguous.
     bool isInOrder;
 
     Rows(const mlx::core::array &a, const mlx::core::Shape &shape);
@@ -25,28 +23,26 @@ struct Rows {
 
     const float *row(int64_t index) const;
 
-    /// Returns all numbers contiguously, in `room` unless they already are. MLX's `contiguous` would be a separate operation.
+    /// Returns all numbers contiguously. They are copied to `room` if necessary.
     const float *in_order(std::vector<float> &room) const;
 };
 
-/// Returns `result` with fused elementwise operations. A few hundred numbers at a time go through all operations while they are in a cache, without
-/// an array for each operation. With sums or maxima over rows, whole rows go through. `inputs` and other operations' results are read from memory.
-/// The numbers equal those of separate operations except for the order of a sum.
+/// Returns `result` with fused elementwise operations and reductions over rows. Intermediate results stay in the cache. Numbers equal those of
+/// separate operations, except for the order of sums.
 ///
-/// \returns `result` itself on another device, for another dtype, and if it is differentiated.
+/// \returns `result` itself if it cannot be fused: on another device, for another dtype, or while it is differentiated.
 mlx::core::array fused(const mlx::core::array &result, const std::vector<mlx::core::array> &inputs);
 
-/// Returns y = x r w with r = 1 / √(mean(x²) + ε); nil if MLX's own function must be used.
+/// Returns y = x r w with r = 1 / √(mean(x²) + ε), or nil if MLX's own function must be used.
 std::optional<mlx::core::array> rms_norm(
     const mlx::core::array &x, const mlx::core::array &weight, float eps, mlx::core::Stream s);
 
-/// Returns x with rotary position embedding: the first 2n numbers of each row form n pairs, one pair for each of the n periods. Pair i has the
-/// numbers i and i + n, and is rotated by position / period. Other numbers are unchanged. Positions begin at `offset`. Returns nil if MLX's own
-/// function must be used.
+/// Applies rotary position embedding. The first 2n numbers of each row are rotated, where n is the number of periods. Numbers i and i + n are a pair,
+/// which is rotated by position / period. Positions begin at `offset`. Returns nil if MLX's own function must be used.
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, int offset, const mlx::core::array &periods, mlx::core::Stream s);
 
-/// Returns x with rotary position embedding, with one offset for each index of x's first axis, or one for all. `offsets` is int32.
+/// Applies rotary position embedding with int32 `offsets`: one for each index of x's first axis, or one for all.
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, const mlx::core::array &offsets, const mlx::core::array &periods, mlx::core::Stream s);
 

@@ -20,10 +20,10 @@ namespace {
 std::mutex gpu_stream_mutex;
 std::optional<mx::Stream> made_gpu_stream;
 
-/// The stream that stands for the GPU on this thread, if any, and the thread's own default stream.
+/// The stream that replaces the GPU's on this thread, if any, and the thread's own default stream.
 thread_local std::optional<mx::Stream> instead_of_gpu, own;
 
-/// Whether the rule makes the GPU the default device of C++. `is_gpu_default` is false if the default device was changed to the CPU.
+/// Whether the rule of `set_gpu_is_default` applies. `is_gpu_default` is false if the default device was set to the CPU.
 std::atomic<bool> has_gpu_rule = false;
 std::atomic<bool> is_gpu_default = true;
 
@@ -36,8 +36,8 @@ std::optional<mx::Stream> gpu_stream() {
     return made_gpu_stream;
 }
 
-/// Makes a stream for a missing GPU. `mx::new_stream` throws an error for it, but the graph needs the stream's device, and import_function looks for
-/// a stream of that device (export.cpp:495).
+/// Makes a stream for a missing GPU, for which `mx::new_stream` would throw an error. import_function looks for a stream of the graph's device
+/// (export.cpp:495).
 void make_gpu_stream() {
 #ifdef __linux__
     const std::lock_guard lock(gpu_stream_mutex);
@@ -57,7 +57,7 @@ void make_gpu_stream() {
 }
 
 void enter() {
-    // Without a GPU MLX would cache 32 MB of freed memory, unlike on a phone, so the cache is switched off.
+    // Switches MLX's cache off, as on a phone. Without a GPU, MLX would cache 32 MB of freed memory.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
     const bool is_gpu = gpu_is_default();
@@ -108,7 +108,7 @@ void refuse_gpu_work(const std::vector<mx::array> &outputs) {
             continue;
         }
         auto &primitive = a.primitive();
-        // The stream that stands for the GPU counts as the GPU.
+        // The stream that replaces the GPU's counts as the GPU.
         if (!is_load(primitive) && (instead_of_gpu == primitive.stream() || primitive.device() == mx::Device::gpu)) {
             throw std::runtime_error(std::string(primitive.name()) + " runs on the GPU, the default device");
         }

@@ -1,5 +1,4 @@
-// Streams as in mlx-swift. MLX gives each thread its own default streams, on which no other thread may evaluate. mlx-swift creates streams that every
-// thread may use, and names them in each operation.
+// Streams as in mlx-swift, which every thread may use. In MLX's C++ library, only its own thread may use a default stream.
 
 #ifndef STREAMS_H
 #define STREAMS_H
@@ -17,24 +16,22 @@ mlx::core::Stream new_stream(mlx::core::Device device);
 /// Returns the stream of `make_gpu_stream` in LedgerHooks.h, if it exists.
 std::optional<mlx::core::Stream> gpu_stream();
 
-/// Prepares the calling thread before calls of MLX. If C++'s default device is to be a missing GPU, a stream of the CPU stands for it.
+/// Prepares the calling thread for calls of MLX. If the default device should be a missing GPU, a CPU stream replaces it.
 void enter();
 
 // MARK: C++'s default device on Metal, which is the GPU
 
-/// Begins or ends the rule that the default device of C++ is the GPU. On a machine without a GPU, work on that device fails.
+/// Sets or ends the rule that C++'s default device is the GPU. On a machine without a GPU, work on that device fails.
 void set_gpu_is_default(bool is_default);
 
-/// Returns whether the default device of C++ is the GPU by that rule.
 bool gpu_is_default();
 
-/// Sets the default device of C++.
 void set_default_device(mlx::core::Device device);
 
-/// Throws if the rule applies and an operation that `outputs` need would run on the GPU.
+/// Throws if the rule of `set_gpu_is_default` applies, and `outputs` need an operation on the GPU.
 void refuse_gpu_work(const std::vector<mlx::core::array> &outputs);
 
-/// Returns whether a primitive reads a file or a constant of an imported function, for which MLX uses the CPU's default stream (load.cpp,
+/// Returns whether a primitive reads a file or a constant of an imported function. MLX runs such primitives on the CPU's default stream (load.cpp,
 /// export.cpp).
 bool is_load(const mlx::core::Primitive &primitive);
 

@@ -1,4 +1,4 @@
-// Common parts of functions with vectors of numbers.
+// Helpers for functions with vector instructions.
 
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-/// Compiles a function for several CPUs. The clone to run is chosen when the program starts.
+/// Compiles a function for several CPUs. The program chooses the clone when it starts.
 #if defined(__x86_64__) && defined(__linux__)
 #define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -23,7 +23,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
 
 // EXPONENTIAL and LOAD are macros, because a function cannot take or return vectors of another CPU's size.
 
-/// Computes exp as MLX's simd/math.h does: 2^(x / ln 2), the integer part by bits, the fraction by a polynomial of Cephes.
+/// Computes exp as MLX's simd/math.h does: 2^(x / ln 2), with a polynomial of Cephes for the fraction.
 #define EXPONENTIAL(result, in)                                                              \
     Floats result;                                                                           \
     {                                                                                        \
@@ -43,7 +43,8 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         result = argument < -88.0f ? Floats{} : power;                                       \
     }
 
-/// Loads up to `lanes` numbers, and −∞ for missing ones. A `memcpy` of any other size than a vector's is a function call.
+/// Loads up to `lanes` numbers, and fills missing ones with −∞. Whole vectors are a separate case, because `memcpy` of a variable size is a function
+/// call.
 #define LOAD(result, in, count)                                            \
     Floats result;                                                         \
     if (size_t(count) >= lanes) {                                          \
@@ -60,7 +61,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         std::memcpy(out, &value, sizeof(float) * size_t(count));           \
     }
 
-/// Computes y[i] = FUNCTION(x[i]) with a function of this file. y may be x.
+/// Computes y[i] = FUNCTION(x[i]) with a macro of this file. y may be x.
 #define EACH_VECTOR(FUNCTION, x, y, count)                                 \
     for (size_t each = 0; each < size_t(count); each += lanes) {           \
         LOAD(numbers, (x) + each, (count) - each)                          \
@@ -68,7 +69,6 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
         STORE((y) + each, results, (count) - each)                         \
     }
 
-/// Computes 1 / (1 + e^−x).
 #define SIGMOID(result, in)                                    \
     Floats result;                                             \
     {                                                          \

@@ -1,20 +1,19 @@
-/// A simulation of failing command buffers, in which each evaluation is one command buffer. `Sources/CHostMLX/FailingCommandBuffers.cpp` implements
-/// it.
+/// A simulation of failing command buffers, in which each evaluation is one command buffer.
 public struct FailingCommandBuffers: Sendable {
-    /// The number of the first command buffer that fails, from 1.
+    /// The number of the first command buffer that fails, counted from 1.
     public var first: Int
-    /// The number of command buffers that fail. A further buffer fails only after the error of the previous one was thrown.
+    /// The number of command buffers that fail. After a failure, the next buffer fails only when the error was thrown.
     public var count = 1
-    /// The number of evaluations that succeed after the failing one. The next evaluation throws the error and computes nothing. Waiting for a stream
-    /// throws the error earlier. The error is thrown once. The arrays of the failed buffer count as evaluated and hold `garbage`.
+    /// The number of evaluations that still succeed after the failing one. The next evaluation throws the error and computes nothing. Synchronizing a
+    /// stream throws the error earlier. The arrays of the failed buffer count as evaluated, and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
-    /// Whether the failing evaluation itself throws the error and computes nothing, as when memory is refused. Then `item()` is 0. Reading the data
-    /// of an array counts as a fault, because it would end a process on Metal.
+    /// Whether the failing evaluation itself throws the error and computes nothing, as when an allocation fails. Reading the array's data then counts
+    /// as a fault, because it would end a process on Metal.
     public var isAtOnce = false
     public var message = hang
 
-    /// The contents of the arrays of a failed buffer. Integers are zeros.
+    /// The contents of a failed buffer's arrays. Integer arrays get zeros in both cases.
     public enum Garbage: Sendable, CaseIterable { case nan, zeros }
 
     public static let hang = description("Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)")

@@ -2,16 +2,14 @@ import CHostMLX
 import Foundation
 import MLX
 
-/// Behaviour of MLX 0.32.2 on Metal that a CPU does not show.
-///
-/// The CPU still computes everything. `Sources/CHostMLX/FailingCommandBuffers.cpp` cites the lines of MLX.
+/// Behaviour of MLX 0.32.2 on Metal that a CPU does not show. The CPU still computes everything.
 public struct MetalRules: Sendable {
-    /// Whether matrix products in float32 round their operands to TF32, as on an A19 or an M5, unless the environment variable `MLX_ENABLE_TF32` is
-    /// 0. This rule needs OpenBLAS, which HostMLX uses on Linux.
+    /// Whether float32 matrix products round their operands to TF32, as on an A19 or an M5. The environment variable `MLX_ENABLE_TF32=0` switches
+    /// TF32 off. This rule needs OpenBLAS, which HostMLX uses on Linux.
     public var tf32 = false
-    /// Whether the GPU is the default device of C++, and of Swift outside of `Device.withDefaultDevice`. Work on the GPU fails.
+    /// Whether the GPU is the default device. Work on the GPU fails.
     public var gpuByDefault = false
-    /// The command buffers that fail; nil if none does.
+    /// The command buffers that fail. nil: none.
     public var failingBuffers: FailingCommandBuffers?
 
     public init(tf32: Bool = false, gpuByDefault: Bool = false, failingBuffers: FailingCommandBuffers? = nil) {
@@ -21,21 +19,21 @@ public struct MetalRules: Sendable {
     }
 }
 
-/// The events during a call of `withMetal`.
+/// What happened during a call of `withMetal`.
 public struct MetalReport: Sendable, Equatable {
     /// The number of evaluations that computed something.
     public var evaluations = 0
-    /// The faults that would have ended the process on Metal, with their counts.
+    /// The faults that would have ended a process on Metal, with their counts.
     public var faults = [String: Int]()
 }
 
-/// Runs `body` while HostMLX behaves like Metal by the rules. A process makes one call at a time.
+/// Runs `body` while HostMLX follows the rules. Only one call may run at a time.
 ///
-/// - Returns: the result of `body`, or the error that it threw, and the report.
+/// - Returns: the result or error of `body`, and a report.
 public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
     result: Result<R, any Error>, report: MetalReport
 ) {
-    // The stream is created before the rules apply, so that it belongs to the CPU.
+    // Creates the CPU's stream before the rules apply.
     _ = Stream.cpu
     let failing = rules.failingBuffers
     let begun = (failing?.message ?? "").withCString { message in

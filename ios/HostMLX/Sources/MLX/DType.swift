@@ -17,7 +17,6 @@ public enum DType: Hashable, Sendable, CaseIterable {
     case complex64
     case float64
 
-    /// MLX's code of the type.
     var code: Int32 {
         switch self {
         case .bool: 0
@@ -95,8 +94,7 @@ extension HasDType {
 }
 
 extension HasDType where Self: BinaryInteger {
-    /// Returns an integer as an operand beside an array of `dtype`. The integer gets the type `dtype`. If `dtype` is `bool` or nil, the integer keeps
-    /// its own type.
+    /// Returns the integer as an array of type `dtype`. For `bool` or nil, the integer keeps its own type.
     fileprivate func asOperand(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? Self.dtype
         return MLXArray(self, dtype: dtype == .bool ? Self.dtype : dtype)
@@ -110,7 +108,7 @@ extension Bool: HasDType {
 extension Int: HasDType {
     public static var dtype: DType { .int64 }
 
-    /// Returns the operand as an array. Without an array beside it, an `Int` is an `int32`, unlike an `Int64`.
+    /// Returns the operand as an array of type `dtype`, by default `int32`.
     public func asMLXArray(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? .int32
         return MLXArray(self, dtype: dtype == .bool ? .int32 : dtype)
@@ -185,14 +183,14 @@ extension Float32: HasDType {
 extension Float64: HasDType {
     public static var dtype: DType { .float64 }
 
-    /// Returns the operand as an array. A `Double` is a `float32` unless the array beside it has another floating-point type.
+    /// Returns the operand as an array. The type is `dtype` if that is a floating-point type, otherwise `float32`.
     public func asMLXArray(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? .float32
         return MLXArray(self, dtype: dtype.isFloatingPoint ? dtype : .float32)
     }
 }
 
-/// An operand of an operation.
+/// An operand of an operation: a scalar or an array.
 public protocol ScalarOrArray {
     /// Returns the operand as an array. A scalar gets the type `dtype` if possible.
     func asMLXArray(dtype: DType?) -> MLXArray
@@ -208,7 +206,7 @@ extension Array: ScalarOrArray where Element: HasDType {
     }
 }
 
-/// Returns both operands as arrays. A scalar gets the type of the array beside it.
+/// Returns both operands as arrays. A scalar gets the type of the other operand if that is an array.
 public func toArrays(_ a: some ScalarOrArray, _ b: some ScalarOrArray) -> (MLXArray, MLXArray) {
     switch (a as? MLXArray, b as? MLXArray) {
     case (let a?, let b?): (a, b)

@@ -22,13 +22,13 @@ public final class Device: Sendable, Hashable {
         self.index = index
     }
 
-    /// The current CPU.
+    /// The device of the current CPU stream.
     public static var cpu: Device { Stream.cpu.device }
 
-    /// The current GPU.
+    /// The device of the current GPU stream.
     public static var gpu: Device { Stream.gpu.device }
 
-    /// Returns the default device of operations.
+    /// Returns the device that operations use by default.
     public static func defaultDevice() -> Device { Stream.defaultDevice }
 
     public static func withDefaultDevice<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
@@ -39,7 +39,7 @@ public final class Device: Sendable, Hashable {
         try await Stream.withDefaultDevice(device, body)
     }
 
-    /// Sets C++'s default device. Swift's default device changes too, unless it has been used before.
+    /// Sets C++'s default device. Swift's default device changes only if it was not used before.
     @available(
         *, deprecated,
         message: "use withDefaultDevice() -- this only works before any mlx resources are created"
@@ -64,7 +64,6 @@ extension Device: CustomStringConvertible {
     public var description: String { "Device(\(deviceType.rawValue), \(index))" }
 }
 
-/// A stream that is created at its first use.
 private final class StreamPromise: @unchecked Sendable {
     let device: Device
     private let lock = NSLock()
@@ -83,7 +82,6 @@ private final class StreamPromise: @unchecked Sendable {
     }
 }
 
-/// The streams of a task. The default stream is created at once.
 private final class StreamPair: Sendable {
     let cpu: StreamPromise
     let gpu: StreamPromise
@@ -96,8 +94,7 @@ private final class StreamPair: Sendable {
     }
 }
 
-/// A queue of work on a device. Every thread may use it, but only one at a time. C++ has separate streams for each thread, which only that thread may
-/// use.
+/// A queue of work on a device. Any thread may use it, but only one thread at a time.
 public final class Stream: @unchecked Sendable, Equatable {
 
     let ctx: HostStream
@@ -170,8 +167,7 @@ public final class Stream: @unchecked Sendable, Equatable {
         (ctx, self.device) = (stream, device)
     }
 
-    /// Creates a stream for the GPU on a machine without one. Graphs on it can be built, but evaluating one is an error of MLX. mlx-swift has no such
-    /// function.
+    /// Creates a stream for the GPU on a machine without one. Graphs on the stream can be built, but not evaluated. mlx-swift has no such function.
     public static func makeForMissingGPU() { host_make_gpu_stream() }
 
     /// Waits for the work on the stream.

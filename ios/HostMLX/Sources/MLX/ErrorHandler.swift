@@ -1,24 +1,24 @@
-// The overloads are the same as in mlx-swift.
+// mlx-swift has the same overloads.
 // swift-format-ignore-file: AmbiguousTrailingClosureOverload
 
 import CHostMLX
 import Foundation
 
-/// Runs `body`, and calls `handler` for each error of MLX in it.
+/// Runs `body`, and calls `handler` for each error of MLX during the call.
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () throws -> R
 ) rethrows -> R {
     try ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
 }
 
-/// Runs `body`, and calls `handler` for each error of MLX in it.
+/// Runs `body`, and calls `handler` for each error of MLX during the call.
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
 ) async rethrows -> R {
     try await ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
 }
 
-/// Runs `body`, and then throws the first error of MLX in it, if any.
+/// Runs `body`, and then throws the first error of MLX during the call, if any.
 ///
 /// `body` can check for an error earlier with ``ErrorBox/check()``.
 public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
@@ -28,12 +28,12 @@ public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
     return result
 }
 
-/// Runs `body`, and then throws the first error of MLX in it, if any.
+/// Runs `body`, and then throws the first error of MLX during the call, if any.
 public func withError<R>(_ body: () throws -> R) throws -> R {
     try withError { _ in try body() }
 }
 
-/// Runs `body`, and then throws the first error of MLX in it, if any.
+/// Runs `body`, and then throws the first error of MLX during the call, if any.
 public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R {
     let box = ErrorBox()
     let result = try await withErrorHandler({ box.firstError = MLXError.caught($0) }, { try await body(box) })
@@ -41,7 +41,7 @@ public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R
     return result
 }
 
-/// Runs `body`, and then throws the first error of MLX in it, if any.
+/// Runs `body`, and then throws the first error of MLX during the call, if any.
 public func withError<R>(_ body: () async throws -> R) async throws -> R {
     try await withError { _ in try await body() }
 }
@@ -57,12 +57,12 @@ public enum MLXError: LocalizedError, Sendable, Equatable {
     }
 }
 
-/// The first error inside ``withError(_:)-(()->_)``.
+/// The first error during a call of ``withError(_:)-(()->_)``.
 public final class ErrorBox: @unchecked Sendable {
     private let lock = NSLock()
     private var first: Error?
 
-    /// The first error; nil if there is none. Once it is set, setting another error has no effect.
+    /// The first error, or nil. Setting it again has no effect.
     public var firstError: Error? {
         get { lock.withLock { first } }
         set { lock.withLock { first = first ?? newValue } }
@@ -79,7 +79,7 @@ public final class ErrorBox: @unchecked Sendable {
 private enum ErrorHandler {
     @TaskLocal static var handlers: [@Sendable (String) -> Void] = []
 
-    /// Passes the library's errors to the innermost handler. Without a handler an error ends the program.
+    /// Passes MLX's errors to the innermost handler. Without a handler, an error ends the program.
     static let installed: Void = host_set_error_handler { message in
         let message = message.map { String(cString: $0) } ?? ""
         guard let handler = handlers.last else { fatalError(message) }

@@ -1,9 +1,9 @@
 import CHostMLX
 import Foundation
 
-/// Calls `body` with the positional and the named arguments of a function. If a name is given twice, the first counts.
+/// Calls `body` with a function's positional and named arguments. If a name occurs twice, the first one counts.
 ///
-/// As in mlx-swift, a failed argument is an error for the caller's handler, and the call is made without that argument.
+/// As in mlx-swift, an argument that is a failed array is reported to the error handler and left out.
 private func withArguments<R>(
     _ arguments: KeyValuePairs<String, MLXArray>,
     _ body: (_ positional: HostVector?, _ names: UnsafePointer<UnsafePointer<CChar>?>, _ count: Int, HostVector?) -> R
@@ -30,7 +30,7 @@ public func exportFunction(
     FunctionExporterSingle(url: url, shapeless: shapeless, f: f)
 }
 
-/// An exporter of a function; see ``exportFunction(to:shapeless:_:)``.
+/// The result of ``exportFunction(to:shapeless:_:)``.
 @dynamicCallable
 public final class FunctionExporterSingle {
     let url: URL

@@ -28,7 +28,7 @@ public func ones(like array: MLXArray, stream: StreamOrDevice = .default) -> MLX
     call(host_ones_like, array, stream)
 }
 
-/// Returns an array [n, m] with ones on diagonal `k`.
+/// Returns an array [n, m] of zeros, with ones on diagonal `k`.
 public func eye(
     _ n: Int, m: Int? = nil, k: Int = 0, type: (some HasDType).Type = Float.self, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -90,12 +90,12 @@ public func arange(
     MLXArray(host_arange(start, stop, step, dtype.code, stream.ctx))
 }
 
-/// Repeats every element `count` times, along `axis`.
+/// Repeats every element `count` times along `axis`.
 public func repeated(_ array: MLXArray, count: Int, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_repeat_2, array, count, axis, stream)
 }
 
-/// Repeats every element `count` times, in a vector.
+/// Repeats every element of the flattened array `count` times.
 public func repeated(_ array: MLXArray, count: Int, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_repeat_1, array, count, stream)
 }

@@ -15,7 +15,6 @@ extension LoadSaveError: LocalizedError {
     }
 }
 
-/// Returns the path of a file, which must have the right extension.
 private func path(_ url: URL, _ fileExtension: String) throws -> String {
     precondition(url.isFileURL)
     guard url.pathExtension == fileExtension else { throw LoadSaveError.unknownExtension(url.pathExtension) }
@@ -27,7 +26,7 @@ public func save(
     arrays: [String: MLXArray], metadata: [String: String] = [:], url: URL, stream: StreamOrDevice = .default
 ) throws {
     let path = try path(url, "safetensors")
-    // As in mlx-swift, a failed array is an error for the caller's handler, and the file is written without that array.
+    // As in mlx-swift, a failed array is reported to the error handler and left out.
     let arrays = arrays.filter { succeeded($0.value) }
     _ = try withError {
         withVector(Array(arrays.values)) { values in

@@ -1,11 +1,11 @@
 import CHostMLX
 
 extension MLXArray {
-    /// A view for changing some elements, as in `a.at[rows].add(values)`.
+    /// Selects elements for an update, as in `a.at[rows].add(values)`.
     public var at: ArrayAt { ArrayAt(array: self) }
 }
 
-/// The value of ``MLXArray/at``, whose subscript selects elements.
+/// The value of ``MLXArray/at``. Its subscript selects elements.
 public struct ArrayAt {
     let array: MLXArray
 
@@ -20,7 +20,7 @@ public struct ArrayAtIndices {
     let operations: [MLXArrayIndexOperation]
     let stream: StreamOrDevice
 
-    /// Returns the array with `values` added to these elements. If an index occurs twice, the values of both places are added to its element.
+    /// Returns the array with `values` added to the selected elements. Values for the same index are summed.
     public func add(_ values: some ScalarOrArray) -> MLXArray {
         guard operations.count == 1, case .array(let indices) = operations[0], indices.ndim == 1 else {
             fatalError("only one array of rows names what is added to")

@@ -39,7 +39,7 @@ public enum MLXArrayIndexOperation: CustomStringConvertible {
     fileprivate var isArrayOrIndex: Bool { isArray || isIndex }
 }
 
-/// An argument of a subscript: an `Int`, a range, an array of indices, ``ellipsis``, ``newAxis``, a stride.
+/// An argument of a subscript, such as an integer, a range, an array of indices, ``ellipsis`` or ``newAxis``.
 public protocol MLXArrayIndex {
     var mlxArrayIndexOperation: MLXArrayIndexOperation { get }
 }
@@ -57,7 +57,7 @@ public struct MLXEllipsisIndex: MLXArrayIndex, Sendable {
 }
 
 extension MLXArrayIndex where Self == MLXEllipsisIndex {
-    /// As many full ranges as needed.
+    /// As many full ranges as the other indices leave.
     public static var ellipsis: Self { Self() }
 }
 
@@ -70,7 +70,7 @@ extension MLXArrayIndex where Self == MLXNewAxisIndex {
     public static var newAxis: Self { Self() }
 }
 
-/// A range with a stride; negative bounds count from the end.
+/// A range with a stride. Negative bounds count from the end.
 public struct MLXSlice: Equatable, CustomStringConvertible, Sendable {
     private let _start: Int32?
     private let _end: Int32?
@@ -195,10 +195,10 @@ extension MLXArray {
         MLXArray(index < 0 ? index + dim(axis).int32 : index)
     }
 
-    /// Returns a part of the array. It uses the same operations as mlx-swift in the same order, so that a graph has the same primitives: a gather for
-    /// everything up to the last array of indices, then one slice, then one reshape that drops the axes of integers and adds new ones.
+    /// Returns a part of the array, with the same primitives in the same order as mlx-swift: a gather up to the last array of indices, then a slice,
+    /// then a reshape that drops and adds axes.
     ///
-    /// Unlike in NumPy, new axes are ignored if there is no integer to drop and not more indices than axes. As in mlx-swift, the gather and the
+    /// Unlike in NumPy, new axes are ignored if no integer is dropped and there are not more indices than axes. As in mlx-swift, the gather and the
     /// reshape run on the default stream.
     private func part(_ operations: [MLXArrayIndexOperation], _ stream: StreamOrDevice) -> MLXArray {
         var (array, sizes) = (self, shape)
@@ -213,7 +213,7 @@ extension MLXArray {
             (array, dimensions) = gather(before.filter { !$0.isNewAxis }, first: gathersFirst)
             sizes = array.shape
 
-            // The slice after the gather takes full ranges of the axes that the gather has made.
+            // The slice after the gather takes full ranges of the gathered axes.
             let gathered = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: dimensions)
             let others =
                 (gathersFirst ? before.filter { !$0.isArrayOrIndex } : Array(before.prefix { !$0.isArrayOrIndex }))
@@ -254,8 +254,8 @@ extension MLXArray {
         return array.reshaped(shape + array.shape[axis...])
     }
 
-    /// Gathers the elements at the indices of the first axes. Returns `[indices, slices, other axes]` or, unless `first`, `[slices, indices, other
-    /// axes]`, and the number of dimensions of the indices.
+    /// Gathers the elements at the indices of the first axes. Returns the result and the number of dimensions of the indices. The axes of the result
+    /// are `[indices, slices, other axes]` or, unless `first`, `[slices, indices, other axes]`.
     private func gather(_ operations: [MLXArrayIndexOperation], first: Bool) -> (MLXArray, Int) {
         let shape = shape.asInt32
         var indices: [MLXArray] = []
@@ -280,7 +280,7 @@ extension MLXArray {
             }
         }
 
-        // Each index is reshaped to its place among the dimensions of the result.
+        // Reshapes each index to its axis of the result.
         let ones = Array(repeating: 1, count: dimensions + slices.count)
         func place(_ axis: Int, at position: Int) {
             var shape = ones
@@ -288,7 +288,7 @@ extension MLXArray {
             indices[axis] = indices[axis].reshaped(shape)
         }
         if !first {
-            // As in mlx-swift, the loop covers the first operations, one for each slice. The slices come before the arrays.
+            // As in mlx-swift, the loop covers one of the first operations for each slice.
             for axis in slices.indices {
                 place(axis, at: axis)
             }
@@ -322,7 +322,6 @@ extension MLXArray {
         return positions.last.map { $0 - positions[0] >= positions.count } ?? false
     }
 
-    /// Returns the operations with full ranges in place of an ellipsis.
     private static func expandingEllipsis(
         _ operations: [MLXArrayIndexOperation], shape: [Int]
     ) -> [MLXArrayIndexOperation] {

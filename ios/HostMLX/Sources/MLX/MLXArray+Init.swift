@@ -1,7 +1,7 @@
 import CHostMLX
 import Foundation
 
-/// Returns the dimensions: `shape`, whose product must be `count`, or by default those of a vector.
+/// Returns `shape`, whose product must be `count`, or by default `[count]`.
 private func dims(_ shape: (some Collection<Int>)?, count: Int) -> [Int32] {
     guard let shape else { return [count.int32] }
     let total = shape.reduce(1, *)
@@ -26,8 +26,8 @@ extension MLXArray {
 
     /// Creates an array that uses the caller's memory until it calls `finalizer`.
     ///
-    /// On a GPU the memory is used in place if its address and length are multiples of the page size. On the CPU it is used in place if the eight
-    /// bytes before it hold its length (see `host_array_adopt`). Otherwise it is copied.
+    /// On a GPU, the memory is used in place if its address and length are multiples of the page size. On the CPU, it is used in place only under the
+    /// conditions of `host_array_adopt`. Otherwise it is copied.
     public convenience init(
         rawPointer: UnsafeMutableRawPointer, _ shape: (some Collection<Int>)? = [Int]?.none, dtype: DType,
         finalizer: @escaping () -> Void
@@ -72,7 +72,7 @@ extension MLXArray {
         self.init(scalar: value, .float64)
     }
 
-    /// Creates a scalar of the value's type. A `Double` becomes a `float32`.
+    /// Creates a scalar of the value's type. A `Double` within the range of `Float` becomes a `float32`.
     public convenience init<T: HasDType>(_ value: T) {
         if let double = value as? Double, Swift.abs(double) < Double(Float.greatestFiniteMagnitude) {
             self.init(Float(double))
@@ -91,7 +91,7 @@ extension MLXArray {
         self.init(scalar: (real, imaginary), .complex64)
     }
 
-    /// Creates a scalar of type `dtype`, which the value must fit.
+    /// Creates a scalar of type `dtype`. The value must fit into `dtype`.
     public convenience init<T: HasDType>(_ value: T, dtype: DType) {
         if T.dtype == dtype {
             self.init(scalar: value, dtype)
@@ -142,7 +142,7 @@ extension MLXArray {
         }
     }
 
-    /// Creates a float16 scalar. On x86-64 Swift has no `Float16`, and mlx-swift has no such scalars.
+    /// Creates a float16 scalar. Swift has no `Float16` on x86-64.
     private convenience init(float16 value: Float) {
         #if arch(x86_64)
             fatalError("dtype \(DType.float16) not supported")

@@ -2,8 +2,7 @@ infix operator ** : BitwiseShiftPrecedence
 infix operator .&& : LogicalConjunctionPrecedence
 infix operator .|| : LogicalDisjunctionPrecedence
 
-// A scalar operand gets the array's type; see ``ScalarOrArray``. Each operator has three forms, because one form for any two operands would be
-// ambiguous with Swift's own operators.
+// A scalar operand gets the array's type. Each operator has three forms, because a single generic form would be ambiguous with Swift's own operators.
 
 extension MLXArray {
 

@@ -1,10 +1,10 @@
 import CHostMLX
 import Foundation
 
-/// An n-dimensional array, which is evaluated lazily.
+/// An n-dimensional array that is evaluated lazily.
 public final class MLXArray {
 
-    /// The C++ array; nil after a failed operation.
+    /// The C++ array, or nil after a failed operation.
     var ctx: HostArray?
 
     init(_ ctx: HostArray?) {
@@ -12,7 +12,7 @@ public final class MLXArray {
         self.ctx = ctx
     }
 
-    /// An empty array, which no operation accepts.
+    /// A placeholder without an array. Operations on it fail.
     public static var mlxNone: MLXArray { .init(nil) }
 
     deinit {
@@ -43,7 +43,7 @@ public final class MLXArray {
         return (0..<ndim).map { Int(strides[$0]) }
     }
 
-    /// Returns the length of a dimension. A negative index counts from the last.
+    /// Returns the length of a dimension. A negative index counts from the end.
     public func dim(_ dim: Int) -> Int {
         Int(host_array_dim(ctx, resolve(axis: dim, ndim: ndim).int32))
     }
@@ -76,17 +76,17 @@ public final class MLXArray {
 
 extension MLXArray {
 
-    /// Returns the element of an array of one element.
+    /// Returns the only element of the array.
     public func item<T: HasDType>() -> T {
         item(T.self)
     }
 
-    /// Returns the element of an array of one element, converted to `type`.
+    /// Returns the only element of the array, converted to `type`.
     public func item<T: HasDType>(_ type: T.Type) -> T {
         precondition(size == 1)
         eval()
 
-        // An integer is read from any integer type without an operation, and must fit.
+        // An integer is read from any integer type without an operation. Its value must fit into `type`.
         if dtype.isInteger, let integer = type as? any (BinaryInteger & HasDType).Type {
             func convert<I: BinaryInteger>(_ type: I.Type) -> I {
                 switch dtype {
@@ -108,7 +108,7 @@ extension MLXArray {
         return scalar(type)
     }
 
-    /// Returns the first element of an evaluated array with elements of type `T`, or 0 if the evaluation failed, as in mlx-c.
+    /// Returns the first element of an evaluated array with elements of type `T`. As in mlx-c, returns 0 if the evaluation failed.
     private func scalar<T>(_ type: T.Type) -> T {
         guard host_array_is_computed(ctx), let data = host_array_data(ctx) else {
             return withUnsafeTemporaryAllocation(of: T.self, capacity: 1) { zero in
@@ -129,9 +129,8 @@ extension MLXArray {
         }
     }
 
-    /// Copies the elements of an evaluated array in row-major order.
     private func copy(to destination: UnsafeMutableRawPointer?) {
-        // mlx-swift's loop over elements that are not contiguous ends at the last element, so there must be one.
+        // mlx-swift's loop over strided elements needs at least one element.
         precondition(size > 0 || strides == packedStrides, "an empty array of shape \(shape) that is not contiguous")
         host_array_copy_bytes(ctx, destination)
     }
@@ -140,9 +139,9 @@ extension MLXArray {
     public enum AccessMethod {
         /// A contiguous copy.
         case copy
-        /// The array's own memory if that is contiguous, valid as long as the array; otherwise a copy.
+        /// The array's own memory if it is contiguous, valid as long as the array. Otherwise a copy.
         case noCopyIfContiguous
-        /// The array's own memory, laid out by the strides; valid as long as the array.
+        /// The array's own memory with its strides, valid as long as the array.
         case noCopy
     }
 
@@ -170,7 +169,7 @@ extension MLXArray {
         return MLXArrayData(data: data, shape: shape, strides: packedStrides, dType: dtype)
     }
 
-    /// The strides of a contiguous array of this shape.
+    /// The strides of a contiguous array with the same shape.
     private var packedStrides: [Int] {
         var stride = 1
         let reversed = shape.reversed().map { dim in

@@ -1,10 +1,10 @@
 import CHostMLX
 
-/// Fused operations. Each is one kernel on the GPU, and plain operations elsewhere.
+/// Fused operations. On a GPU, each is one kernel. Elsewhere, they are plain operations.
 public enum MLXFast {
 
-    /// Applies rotary position embedding to the first `dimensions`. `freqs` `[dimensions / 2]` can replace `base`. Then pair i is rotated by
-    /// position/freqs[i] radians.
+    /// Applies rotary position embedding to the first `dimensions`. With `freqs` `[dimensions / 2]` in place of `base`, pair i is
+    /// rotated by position/freqs[i] radians.
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public static func RoPE(
         _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: Int,
@@ -18,7 +18,7 @@ public enum MLXFast {
         }
     }
 
-    /// Applies rotary position embedding with one offset, int32, for each index of the first axis.
+    /// Applies rotary position embedding with an int32 offset for each index of the first axis.
     // swift-format-ignore: AlwaysUseLowerCamelCase
     public static func RoPE(
         _ array: MLXArray, dimensions: Int, traditional: Bool, base: Float?, scale: Float, offset: MLXArray,
@@ -42,8 +42,11 @@ public enum MLXFast {
             queries: queries, keys: keys, values: values, scale: scale, mask: mode, stream: stream)
     }
 
-    /// The keys to which a query attends. `none`: all keys. `array`: Booleans select the keys, or numbers are added to the scores. `causal`: the keys
-    /// up to the query's own position; the queries are at the last positions.
+    /// The keys to which a query attends.
+    ///
+    /// - `none`: all keys.
+    /// - `array`: the keys that a Boolean mask selects. A mask of numbers is added to the scores.
+    /// - `causal`: the keys up to the query's own position. The queries are at the last positions.
     public enum ScaledDotProductAttentionMaskMode {
         case none
         case array(MLXArray)

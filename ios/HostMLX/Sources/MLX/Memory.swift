@@ -16,7 +16,7 @@ public enum Memory {
     /// The memory of living arrays.
     public static var activeMemory: Int { host_active_memory() }
 
-    /// The memory in the cache of freed buffers; always 0 on the CPU.
+    /// The memory in the cache of freed buffers. It is always 0 on the CPU.
     public static var cacheMemory: Int { host_cache_memory() }
 
     /// The peak of the active memory. Setting it to any value resets it.
@@ -34,7 +34,7 @@ public enum Memory {
         get {
             queue.sync {
                 if let limit = cacheLimitInUse { return limit }
-                // MLX returns the present limit only from a call that sets a new limit.
+                // MLX returns the present limit only when a new one is set.
                 let limit = host_set_cache_limit(cacheMemory)
                 _ = host_set_cache_limit(limit)
                 cacheLimitInUse = limit
@@ -49,13 +49,13 @@ public enum Memory {
         }
     }
 
-    /// The limit above which MLX waits for running work before it begins more.
+    /// The memory limit. Above it, MLX waits for running work before it starts more.
     public static var memoryLimit: Int {
         get { queue.sync { host_memory_limit() } }
         set { queue.sync { host_set_memory_limit(newValue) } }
     }
 
-    /// Frees the cache, and on Linux also free memory that the C library holds.
+    /// Frees the cache. On Linux, also returns free memory of the C library to the system.
     public static func clearCache() {
         evalLock.withLock { host_clear_cache() }
     }

@@ -111,7 +111,7 @@ public func clip(_ array: MLXArray, max: some ScalarOrArray, stream: StreamOrDev
     clip(array, nil, max.asMLXArray(dtype: array.dtype), stream)
 }
 
-/// Returns whether shapes and elements are equal, as a Boolean array of one element.
+/// Returns whether two arrays have equal shapes and elements, as a Boolean array of one element.
 public func arrayEqual(
     _ array: MLXArray, _ other: some ScalarOrArray, equalNAN: Bool = false, stream: StreamOrDevice = .default
 ) -> MLXArray {
@@ -224,7 +224,7 @@ public func argSort(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLX
 
 // MARK: - Shapes
 
-/// Changes the shape. One length may be -1, which is derived from the others.
+/// Changes the shape. One length may be -1. It is inferred from the others.
 public func reshaped(_ array: MLXArray, _ newShape: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray
 { call(host_reshape_list, array, newShape.asInt32, stream) }
 
@@ -286,12 +286,12 @@ public func broadcast(
     call(host_broadcast_to_list, array, shape.asInt32, stream)
 }
 
-/// Returns the bytes as another type. The length of the last axis changes with the size of an element.
+/// Reinterprets the bytes as another type. The length of the last axis changes with the size of an element.
 public func view(_ array: MLXArray, dtype: DType, stream: StreamOrDevice = .default) -> MLXArray {
     withExtendedLifetime(array) { MLXArray(host_view(array.ctx, dtype.code, stream.ctx)) }
 }
 
-/// Returns the array in row-major (or column-major) order in memory.
+/// Returns an array that is stored in row-major order or, if allowed, in column-major order.
 public func contiguous(_ a: MLXArray, allowColMajor: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
     withExtendedLifetime(a) { MLXArray(host_contiguous(a.ctx, allowColMajor, stream.ctx)) }
 }
@@ -323,7 +323,7 @@ public func split(_ array: MLXArray, axis: Int = 0, stream: StreamOrDevice = .de
     return (halves[0], halves[1])
 }
 
-/// Returns the pieces before, between and after `indices`.
+/// Splits an array at `indices`.
 public func split(
     _ array: MLXArray, indices: some Collection<Int>, axis: Int = 0, stream: StreamOrDevice = .default
 ) -> [MLXArray] {
@@ -332,12 +332,12 @@ public func split(
     }
 }
 
-/// Returns `input`, computed only after the dependencies.
+/// Returns `input`, which is computed only after the dependencies.
 public func depends(input: MLXArray, dependencies: [MLXArray]) -> MLXArray {
     depends(inputs: [input], dependencies: dependencies)[0]
 }
 
-/// Returns the inputs, computed only after the dependencies.
+/// Returns the inputs, which are computed only after the dependencies.
 public func depends(inputs: [MLXArray], dependencies: [MLXArray]) -> [MLXArray] {
     withVector(inputs) { inputs in
         withVector(dependencies) { arrays(consuming: host_depends(inputs, $0)) }
@@ -400,7 +400,7 @@ public enum QuantizationMode: String, Codable, Sendable {
     case nvfp4
 }
 
-/// Quantizes [rows, n] into `wq` [rows, n * bits / 32] of `uint32`, and `scales` and `biases` [rows, n / groupSize].
+/// Quantizes `w` [rows, n]. In affine mode, the results are `wq` [rows, n * bits / 32] of `uint32`, and `scales` and `biases` [rows, n / groupSize].
 public func quantized(
     _ w: MLXArray, groupSize: Int? = nil, bits: Int? = nil, mode: QuantizationMode = .affine,
     globalScale: MLXArray? = nil, stream: StreamOrDevice = .default
@@ -414,7 +414,7 @@ public func quantized(
     return (parts[0], parts[1], parts.count > 2 ? parts[2] : nil)
 }
 
-/// Returns the inverse of ``quantized(_:groupSize:bits:mode:globalScale:stream:)``.
+/// Dequantizes the result of ``quantized(_:groupSize:bits:mode:globalScale:stream:)``.
 public func dequantized(
     _ w: MLXArray, scales: MLXArray, biases: MLXArray?, groupSize: Int? = nil, bits: Int? = nil,
     mode: QuantizationMode = .affine, globalScale: MLXArray? = nil, dtype: DType? = nil,
@@ -428,7 +428,7 @@ public func dequantized(
     }
 }
 
-/// Returns x wᵀ (or x w) with a quantized `w`.
+/// Returns x wᵀ or, without `transpose`, x w, for a quantized `w`.
 public func quantizedMM(
     _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool = true, groupSize: Int? = nil,
     bits: Int? = nil, mode: QuantizationMode = .affine, stream: StreamOrDevice = .default

@@ -2,7 +2,7 @@ import CHostMLX
 import Dispatch
 import Foundation
 
-/// Random numbers from a key. Equal keys give equal numbers.
+/// Random numbers from keys. The same key gives the same numbers.
 public enum MLXRandom {
 
     public static func key(_ seed: UInt64) -> MLXArray {
@@ -155,12 +155,12 @@ extension MLXArray: RandomStateOrKey {
 
 extension MLXRandom {
 
-    /// A sequence of keys.
+    /// A state that returns a new key at each use.
     public class RandomState: RandomStateOrKey, Updatable, @unchecked Sendable {
         private var state: MLXArray
         private let lock = NSLock()
 
-        /// Creates a state that is seeded by the clock.
+        /// Creates a state with a seed from the clock.
         public init() {
             state = MLXRandom.key(DispatchTime.now().uptimeNanoseconds)
         }
@@ -193,7 +193,7 @@ extension MLXRandom {
     @TaskLocal fileprivate static var taskState: MLXRandom.RandomState?
 }
 
-/// Returns the key to use: `key`, or the next key of the task's or the global state.
+/// Returns `key`, or by default the next key of the task's state or of the global state.
 public func resolve(key: (some RandomStateOrKey)? = MLXArray?.none) -> MLXArray {
     key?.asRandomKey() ?? MLXRandom.taskState?.asRandomKey() ?? MLXRandom.globalState.next()
 }

@@ -4,7 +4,7 @@ import Foundation
 /// The version of MLX in the wheel. mlx-swift has no such constant.
 public let hostMLXVersion = String(cString: host_version())
 
-/// The lock that guards evaluation and tracing, as in mlx-swift.
+/// Guards evaluation and tracing, as in mlx-swift.
 let evalLock = NSRecursiveLock()
 
 extension Sequence<Int> {
@@ -21,7 +21,7 @@ extension HostOptionalInt {
     }
 }
 
-/// Returns `axis`, counted from the front.
+/// Returns the non-negative index of `axis`.
 func resolve(axis: Int, ndim: @autoclosure () -> Int) -> Int {
     axis < 0 ? axis + ndim() : axis
 }
@@ -41,7 +41,6 @@ func call(_ operation: BinaryOperation, _ a: MLXArray, _ b: MLXArray, _ stream: 
     withExtendedLifetime((a, b)) { MLXArray(operation(a.ctx, b.ctx, stream.ctx)) }
 }
 
-/// Calls a binary operation on operands, one of which may be a scalar.
 func call(
     _ operation: BinaryOperation, _ a: some ScalarOrArray, _ b: some ScalarOrArray, _ stream: StreamOrDevice
 ) -> MLXArray {
@@ -51,7 +50,7 @@ func call(
 
 typealias Reduction = (HostArray?, UnsafePointer<Int32>?, Int, Bool, HostStream) -> HostArray?
 
-/// Calls a reduction over `axes`, or over all axes.
+/// Calls a reduction over `axes`, or over all axes for nil.
 func reduce(
     _ operation: Reduction, _ a: MLXArray, _ axes: [Int32]?, _ keepDims: Bool, _ stream: StreamOrDevice
 ) -> MLXArray {
@@ -60,7 +59,7 @@ func reduce(
 
 typealias Scan = (HostArray?, Int32, Bool, Bool, HostStream) -> HostArray?
 
-/// Calls a cumulative operation along `axis`, or over the flattened array.
+/// Calls a cumulative operation along `axis`, or over the flattened array for nil.
 func scan(
     _ operation: Scan, _ a: MLXArray, _ axis: Int?, _ reverse: Bool, _ inclusive: Bool, _ stream: StreamOrDevice
 ) -> MLXArray {
@@ -72,7 +71,6 @@ func scan(
 
 typealias ListOperation = (HostArray?, UnsafePointer<Int32>?, Int, HostStream) -> HostArray?
 
-/// Calls an operation that takes axes or a shape.
 func call(_ operation: ListOperation, _ a: MLXArray, _ list: [Int32], _ stream: StreamOrDevice) -> MLXArray {
     withExtendedLifetime(a) { MLXArray(operation(a.ctx, list, list.count, stream.ctx)) }
 }
@@ -90,36 +88,32 @@ func call(
     withExtendedLifetime(a) { MLXArray(operation(a.ctx, first.int32, second.int32, stream.ctx)) }
 }
 
-/// Runs `body` with a C++ vector of the arrays.
 func withVector<R>(_ arrays: some Collection<MLXArray>, _ body: (HostVector?) throws -> R) rethrows -> R {
     let vector = newVector(arrays)
     defer { host_vector_free(vector) }
     return try body(vector)
 }
 
-/// Returns a C++ vector of the arrays, which the caller frees. If one of them is empty, reports an error and returns nil.
+/// Returns a C++ vector of the arrays, which the caller must free. Reports an error and returns nil if one of the arrays is a failed one.
 func newVector(_ arrays: some Collection<MLXArray>) -> HostVector? {
     withExtendedLifetime(arrays) { host_vector_new(arrays.map { $0.ctx }, arrays.count) }
 }
 
-/// Returns whether the operation that created the array succeeded. If not, it reports an error again.
+/// Returns whether the operation that created the array succeeded. Reports an error if it failed.
 func succeeded(_ array: MLXArray) -> Bool {
     _ = array.ndim
     return array.ctx != nil
 }
 
-/// Returns the arrays of a C++ vector.
 func arrays(in vector: HostVector?) -> [MLXArray] {
     (0..<host_vector_count(vector)).map { MLXArray(host_vector_get(vector, $0)) }
 }
 
-/// Returns the arrays of a C++ vector, and frees it.
 func arrays(consuming vector: HostVector?) -> [MLXArray] {
     defer { host_vector_free(vector) }
     return arrays(in: vector)
 }
 
-/// Runs `body` with the strings as a C array of C strings.
 func withCStrings<R>(_ strings: [String], _ body: (UnsafePointer<UnsafePointer<CChar>?>) throws -> R) rethrows -> R {
     let copies = strings.map { strdup($0) }
     defer {
@@ -136,7 +130,6 @@ func withCStrings<R>(_ strings: [String], _ body: (UnsafePointer<UnsafePointer<C
     }
 }
 
-/// Returns the text of a C string from malloc, and frees it.
 func string(consuming text: UnsafeMutablePointer<CChar>?) -> String {
     defer { free(text) }
     return text.map { String(cString: $0) } ?? ""
@@ -152,7 +145,7 @@ private final class FunctionBox {
     }
 }
 
-/// Returns `function` as a closure for a C++ call, which takes ownership of it.
+/// Makes a closure of `function`. The C++ call that takes the closure owns it.
 func newClosure(_ function: @escaping ([MLXArray]) -> [MLXArray]) -> HostClosure {
     HostClosure(
         context: Unmanaged.passRetained(FunctionBox(function)).toOpaque(),

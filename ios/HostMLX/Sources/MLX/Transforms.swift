@@ -15,7 +15,7 @@ public func eval(_ arrays: some Collection<MLXArray>) {
     }
 }
 
-/// Begins to evaluate the arrays.
+/// Starts the evaluation of the arrays, and returns before it ends.
 public func asyncEval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_async_eval(vector) }
@@ -24,7 +24,7 @@ public func asyncEval(_ arrays: some Collection<MLXArray>) {
 
 // MARK: - Differentiation
 
-/// Returns the function's values, and the products of its Jacobian with the tangents.
+/// Returns the function's values and Jacobian-vector products.
 public func jvp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     tangents: some Collection<MLXArray>
@@ -39,7 +39,7 @@ public func jvp(
     return (arrays(consuming: values), arrays(consuming: derivatives))
 }
 
-/// Returns the function's values, and the products of the cotangents with its Jacobian, one for each primal.
+/// Returns the function's values, and the vector-Jacobian product for each primal.
 public func vjp(
     _ f: @escaping ([MLXArray]) -> [MLXArray], primals: some Collection<MLXArray>,
     cotangents: some Collection<MLXArray>
@@ -56,7 +56,7 @@ public func vjp(
 
 // MARK: - Compilation
 
-/// A function that is traced once for each kind of arguments, with fused operations.
+/// A function that is traced and compiled at the first call with each combination of shapes and types.
 private final class CompiledFunction: @unchecked Sendable {
     private let lock = NSLock()
     private let function: ([MLXArray]) -> [MLXArray]
@@ -74,7 +74,6 @@ private final class CompiledFunction: @unchecked Sendable {
         self.shapeless = shapeless
     }
 
-    /// The identifier of the compiled code.
     private var id: UInt { UInt(bitPattern: Unmanaged.passUnretained(self).toOpaque()) }
 
     deinit {
@@ -84,7 +83,7 @@ private final class CompiledFunction: @unchecked Sendable {
     func callAsFunction(_ arguments: [MLXArray]) -> [MLXArray] {
         lock.withLock {
             let state = inputs.flatMap { $0.innerState() }
-            // While the function is traced, its state holds tracers.
+            // During tracing, the state holds tracers.
             let closure = newClosure { [function, outputs] tracers in
                 let saved = state.map { $0.copyContext() }
                 update(state, tracers[arguments.count...])
@@ -110,12 +109,11 @@ private func update(_ arrays: [MLXArray], _ newArrays: some Sequence<MLXArray>) 
     }
 }
 
-/// Returns the first result, or a placeholder after an error.
 private func first(_ results: [MLXArray]) -> MLXArray {
     results.first ?? MLXArray(0)
 }
 
-/// Returns `f`, traced and with fused operations. `inputs` and `outputs` have the arrays that `f` reads or changes besides its arguments.
+/// Returns a compiled `f`. `inputs` and `outputs` contain the arrays that `f` reads or changes besides its arguments.
 public func compile(
     inputs: [any Updatable] = [], outputs: [any Updatable] = [], shapeless: Bool = false,
     _ f: @escaping ([MLXArray]) -> [MLXArray]

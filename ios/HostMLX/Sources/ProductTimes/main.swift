@@ -1,5 +1,5 @@
-// Prints the times of products with quantized matrices, in nanoseconds per weight, each with its ratio to the time of 4 bits. On one thread it
-// measures processor time, which other programs do not affect; otherwise wall time.
+// Prints the times of products with quantized matrices in nanoseconds per weight, and their ratios to the times with 4 bits. Measures processor time
+// on one thread, otherwise wall time.
 //
 //     OPENBLAS_NUM_THREADS=1 swift run -c release --package-path ios/HostMLX ProductTimes
 
@@ -48,7 +48,7 @@ print("| groups | bits | " + names.joined(separator: " | ") + " |")
 print("|---|---|" + names.map { _ in "---|" }.joined())
 for groupSize in [32, 64, 128] {
     let matrices = widths.map { Matrix(bits: $0, groupSize: groupSize) }
-    // The products take turns, and the minimum of each product's times counts, because the machine may have other work.
+    // Measures the products in turns, and takes each one's minimum, because the machine may have other work.
     var least = Array(repeating: Array(repeating: Double.infinity, count: inputsOfProducts.count), count: widths.count)
     for round in 0..<20 {
         for (j, (transpose, x)) in inputsOfProducts.enumerated() where round < 5 || x.dim(0) < 256 {

@@ -2,10 +2,10 @@ import Foundation
 import MLX
 import Testing
 
-/// All tests, which run one after the other because some measure the memory of the process.
+/// All tests. They are serialized, because some measure the memory of the process.
 @Suite(.serialized) enum AllTests {}
 
-/// Expects that the arrays agree in shape, and in their elements to 1e-5.
+/// Expects equal shapes, and elements within a relative or absolute difference of 1e-5.
 func expectClose(
     _ array: MLXArray, _ expected: [Float], _ shape: [Int]? = nil, sourceLocation: SourceLocation = #_sourceLocation
 ) {

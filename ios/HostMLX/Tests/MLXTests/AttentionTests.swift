@@ -1,7 +1,6 @@
 import MLX
 import Testing
 
-/// Compares attention and its derivative with the plain formulas and MLX's derivative of them.
 extension AllTests {
     @Suite struct AttentionTests {
         private func random(_ shape: [Int], _ key: UInt64) -> MLXArray {
@@ -16,7 +15,6 @@ extension AllTests {
             return matmul(softmax(scores, axis: -1), v).reshaped(q.shape)
         }
 
-        /// Attention equals the formula for one query over a part of longer keys and values, and for several queries with an additive mask.
         @Test(arguments: [1, 3, 17, 300], [16, 24]) func fewQueries(length: Int, d: Int) {
             let (k, v) = (random([1, 2, length + 5, d], 1), random([1, 2, length + 5, d], 2))
             for queries in [1, 2] {
@@ -30,8 +28,6 @@ extension AllTests {
             }
         }
 
-        /// Attention and its derivative equal the formulas for the last n queries over N keys, with heads that share keys. Every query attends to at
-        /// least one key.
         @Test(arguments: [
             (heads: 4, groups: 1, n: 5, keys: 5, d: 16), (6, 2, 33, 70, 32), (14, 2, 130, 257, 16), (3, 3, 64, 400, 64),
             (18, 2, 17, 129, 24), (1, 1, 2, 2100, 8),
@@ -62,13 +58,12 @@ extension AllTests {
                 let (right, derivatives) = vjp({ [expected($0, visible)] }, primals: x, cotangents: [dy])
                 for (a, b) in zip(y + gradients, right + derivatives) {
                     #expect(a.shape == b.shape)
-                    // Sums of up to 18 · 130 terms are added in another order than by the formulas.
+                    // The sums have up to 18 · 130 terms, in another order than in the formulas.
                     #expect(abs(a - b).max().item(Float.self) <= 1e-5 * max(1, abs(b).max().item(Float.self)))
                 }
             }
         }
 
-        /// Attention is right for scores whose exp overflows, and for a score that is NaN.
         @Test func extremeScores() {
             let (q, k, v) = (
                 random([1, 2, 20, 16], 1) * Float(100), random([1, 1, 20, 16], 2) * Float(100),

@@ -1,7 +1,6 @@
 import MLX
 import Testing
 
-/// Compares indexing with the values of NumPy and of MLX in Python.
 extension AllTests {
     @Suite struct IndexingTests {
         let a = MLXArray(0..<24, [2, 3, 4])
@@ -61,7 +60,7 @@ extension AllTests {
             expect(MLXArray(0..<3).at[rows].add(1), [3], [1, 3, 2])
         }
 
-        /// New axes are ignored as in mlx-swift, unlike in NumPy.
+        /// mlx-swift ignores these new axes, and NumPy does not.
         @Test func newAxesThatAreIgnored() {
             expect(a[.newAxis, 1...], [1, 3, 4])
             expect(a[.newAxis, 0..., i], [2, 2, 4])

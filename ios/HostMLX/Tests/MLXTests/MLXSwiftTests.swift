@@ -2,12 +2,12 @@ import Foundation
 import MLX
 import Testing
 
-/// Returns the names of MLX's operations in the graph of `f`, in the order of an exported function.
+/// Returns the names of the MLX operations in the graph of `f`, in the order of the exported file.
 private func operations(of f: @escaping ([MLXArray]) -> [MLXArray], on argument: MLXArray) throws -> [String] {
     let file = TemporaryFile("mlxfn")
     try exportFunction(to: file.url, f)(argument)
 
-    // A name follows its length, which has eight bytes.
+    // In the file, each name follows its length of eight bytes.
     let known = [
         "Broadcast", "ExpandDims", "Gather", "RandomBits", "Reshape", "Slice", "Scatter", "Split", "Squeeze",
         "Transpose",
@@ -27,7 +27,6 @@ private func operations(of f: @escaping ([MLXArray]) -> [MLXArray], on argument:
 
 @Sendable private func ignore(_ error: String) {}
 
-/// Compares graphs, errors and traps with mlx-swift 0.32.3.
 extension AllTests {
     @Suite struct MLXSwiftTests {
         let matrix = MLXArray(0..<12, [3, 4])
@@ -66,7 +65,6 @@ extension AllTests {
             #expect(names == ["RandomBits", "Split", "Reshape"])
         }
 
-        /// A failed argument is reported to the handler, and the call is made without it.
         @Test func failedArguments() throws {
             let file = TemporaryFile("mlxfn")
             try exportFunction(to: file.url) { [$0[0] + 1] }(matrix)
@@ -131,7 +129,7 @@ extension AllTests {
             #expect(x[8..<9].shape == [0])
             #expect(x[-9 ..< -2].asArray(Int.self) == [0, 1, 2, 3])
             #expect(x[...(-2)].asArray(Int.self) == [0, 1, 2, 3, 4])
-            // The range ...(-1) ends before -1 + 1 = 0, which is the beginning, so it is empty.
+            // The range ...(-1) ends at index -1 + 1 = 0, so it is empty.
             #expect(x[...(-1)].shape == [0] && x[-3 ... -1].shape == [0])
         }
     }

@@ -8,14 +8,13 @@
 
     private let pageSize = Int(getpagesize())
 
-    /// Returns the process's anonymous memory, in bytes.
     private func anonymousMemory() throws -> Int {
         let status = try String(contentsOfFile: "/proc/self/status", encoding: .utf8)
         let line = try #require(status.split(separator: "\n").first { $0.hasPrefix("RssAnon:") })
         return try #require(Int(line.filter { $0.isNumber })) * 1024
     }
 
-    /// Maps a file of `count` ones in `float32` after an anonymous page whose last word is the length.
+    /// Maps a file of `count` float32 ones after an anonymous page. The last word of that page is `lengthWord`, by default the length in bytes.
     private func mapOnes(_ count: Int, lengthWord: Int? = nil) throws -> UnsafeMutableRawPointer {
         let file = TemporaryFile("bin")
         let block = [Float](repeating: 1, count: 1 << 16).withUnsafeBytes { Data($0) }
@@ -71,7 +70,7 @@
             }
 
             @Test func anyMemoryWillDo() throws {
-                // No memory is mapped before this page.
+                // The page before this one is not mapped.
                 let bytes = pageSize
                 let base = try #require(
                     mmap(nil, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))
@@ -81,7 +80,7 @@
                 #expect(MLXArray(rawPointer: isolated, [bytes / 4], dtype: .int32) {}[0].item(Int.self) == 7)
                 munmap(isolated, bytes)
 
-                // If the word before the memory is not the length, or the memory is not aligned, it is copied and released at once.
+                // Memory is copied if it is not aligned, or if the word before it is not its length.
                 for (pointer, length) in [
                     (try mapOnes(1 << 16, lengthWord: 3), 1 << 16), (try mapOnes(1 << 16) + 64, 16),
                 ] {

@@ -3,11 +3,10 @@ import HostMLXMetal
 import MLX
 import Testing
 
-/// Checks that `withMetal` changes HostMLX as described and in no other way.
 @Suite(.serialized) struct MetalBehaviour {
     #if os(Linux)
         @Test func productsRoundTheirOperandsToTF32() throws {
-            // 1 + 2⁻¹² is 1 in TF32.
+            // TF32 rounds 1 + 2⁻¹² to 1.
             let a = MLXArray.full([2, 4], values: MLXArray(Float(1) + 0x1p-12))
             let b = MLXArray.ones([4, 2])
             func products() -> [Float] {
@@ -72,7 +71,6 @@ import Testing
                 #expect(view.item(Float.self) == 2)
                 Stream.cpu.synchronize()
                 #expect(throws: MLXError.caught(FailingCommandBuffers.hang)) { try errors.check() }
-                // The error is thrown once, and nothing else fails.
                 #expect(
                     throws: Never.self,
                     performing: {
@@ -136,7 +134,7 @@ import Testing
             try withError { Device.withDefaultDevice(.cpu) { eval(a + 1) } }
         }
         #expect(throws: Never.self) { try inside.result.get() }
-        // C++ copies the primals on its own default device, the GPU.
+        // C++ copies the primals on its default device, the GPU.
         let differentiated = withMetal(.init(gpuByDefault: true)) {
             try withError {
                 Device.withDefaultDevice(.cpu) { eval(vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1) }

@@ -90,7 +90,6 @@ extension AllTests {
             [2, 3, 4, 5, 6, 8].flatMap { bits in [32, 64, 128].map { (.affine, bits, $0) } }
             + [(.mxfp4, 4, 32), (.mxfp8, 8, 32), (.nvfp4, 4, 16)]
 
-        /// Products are right in every format, with rows and columns that don't fill the tiles of a product, and with parts of a matrix.
         @Test(arguments: formats.indices) func quantizedProducts(_ index: Int) throws {
             let (mode, bits, groupSize) = Self.formats[index]
             let w = MLXRandom.normal([410, 1408], key: MLXRandom.key(0))
@@ -113,7 +112,7 @@ extension AllTests {
                     let dy = MLXRandom.normal([m, rows.count], key: MLXRandom.key(2))
                     let (_, dx) = vjp({ [product($0[0], transpose: true)] }, primals: [x], cotangents: [dy])
                     let (_, y) = jvp({ [product($0[0], transpose: true)] }, primals: [x * 2], tangents: [x])
-                    // The sums are in another order.
+                    // Both sides add in different orders, so their rounding differs.
                     for (ours, theirs) in [
                         (product(x, transpose: true), matmul(x, dense.T)),
                         (product(dy, transpose: false), matmul(dy, dense)), (dx[0], matmul(dy, dense)),
@@ -127,7 +126,6 @@ extension AllTests {
             }
         }
 
-        /// A row's results do not depend, to the last bit, on the other rows.
         @Test(arguments: [2, 3, 4, 5, 6, 8]) func fewRowsOfAQuantizedProductDoNotDependOnEachOther(bits: Int) {
             let q = quantized(MLXRandom.normal([301, 640], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             func product(_ x: MLXArray) -> MLXArray {
@@ -140,7 +138,6 @@ extension AllTests {
             }
         }
 
-        /// A product with all rows of W, on several threads, equals products with so few rows that the caller's thread computes them.
         @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 128]) func threadsDoNotChangeAQuantizedProduct(
             bits: Int, groupSize: Int
         ) {
@@ -156,7 +153,7 @@ extension AllTests {
             }
         }
 
-        /// A product is right if x is rows of a wider matrix, transposed, or one broadcast row.
+        /// `x` may be a part of a wider matrix, transposed, or one broadcast row.
         @Test(arguments: [2, 3, 4, 6]) func aQuantizedProductReadsItsOperandWhereItIs(bits: Int) {
             let q = quantized(MLXRandom.normal([96, 128], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             let numbers = MLXRandom.normal([160, 192], key: MLXRandom.key(1))
@@ -179,7 +176,6 @@ extension AllTests {
             }
         }
 
-        /// A product and an addition are one operation. It reuses the addend's memory only if nothing else holds the addend.
         @Test(arguments: [true, false], [2, 3, 4]) func sumsOfAQuantizedProduct(transpose: Bool, bits: Int) {
             let q = quantized(MLXRandom.normal([320, 192], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             let dense = dequantized(q.wq, scales: q.scales, biases: q.biases, groupSize: 32, bits: bits)
@@ -217,7 +213,7 @@ extension AllTests {
                 eval(sums.map { $0.0 })
                 for (i, (ours, theirs)) in sums.enumerated() {
                     #expect(ours.shape == theirs.shape)
-                    // The sums are in another order.
+                    // Both sides add in different orders, so their rounding differs.
                     let error = ((ours - theirs).square().sum() / theirs.square().sum()).sqrt()
                     #expect(error.item(Float.self) < 2e-6, "sum \(i) of \(m) rows")
                 }
@@ -225,7 +221,7 @@ extension AllTests {
             }
         }
 
-        /// The products take turns, and the minimum of each time counts, so that other work on the machine has no effect.
+        /// Takes the minimum time of interleaved runs, so that other work on the machine has little effect.
         @Test func unpackingTakesAsLongForAnyBits() {
             let x = MLXRandom.normal([1, 1024], key: MLXRandom.key(0))
             let widths = [4, 2, 3, 5, 6, 8]
@@ -262,7 +258,7 @@ extension AllTests {
             let e = exp(x).asArray(Float.self)
             let s = sigmoid(x).asArray(Float.self)
             for (i, value) in values.enumerated() {
-                // MLX's polynomial uses x / ln 2, which is rounded. Below -88 it returns 0.
+                // MLX rounds x / ln 2, so the relative error of exp(x) grows with |x|. Below -88 the result is 0.
                 let exact = value < -88 ? 0 : Float(Double(value).exponential)
                 let bar = 5e-7 + 1.2e-7 * min(abs(value), 88)
                 #expect(e[i] == exact || abs(e[i] - exact) <= bar * exact, "exp(\(value)) is \(e[i])")
@@ -288,7 +284,6 @@ extension AllTests {
                 jvp(f, primals: [here], tangents: [along]).1[0], [2.684_175_6 + 2 * 1.628_591 - 3 * 4.977_070_5], [])
         }
 
-        /// A product with only one result cannot be divided among threads by its results.
         @Test func oneLongProduct() {
             let ones = MLXArray.ones([1, 1 << 23])
             expectClose(matmul(ones, ones.T), [8_388_608], [1, 1])

@@ -2,10 +2,9 @@ import Foundation
 import MLX
 import Testing
 
-/// Compares operations that HostMLX fuses and computes on all cores with MLX's separate operations.
+/// Compares HostMLX's fused operations with MLX's separate operations.
 extension AllTests {
     @Suite struct RowTests {
-        /// A function with every fused operation, on operands that vary along rows, columns and both.
         private let f: ([MLXArray]) -> [MLXArray] = { x in
             let (a, row, column, scalar) = (x[0], x[1], x[2], x[3])
             let sigma = sigmoid(a * column) - exp(-abs(row)) / (scalar + a.square())
@@ -17,7 +16,6 @@ extension AllTests {
             let a = MLXRandom.normal(shape, key: MLXRandom.key(1))
             let row = MLXRandom.normal([shape[shape.count - 1]], key: MLXRandom.key(2))
             let column = MLXRandom.normal(Array(shape.dropLast()) + [1], key: MLXRandom.key(3))
-            // The inputs have one shape, are broadcast, or are not contiguous.
             for inputs in [
                 [a, a + 1, a - 1, MLXArray(Float(0.5))], [a, row, column, MLXArray(Float(0.5))],
                 [a.swappedAxes(0, 1), a.swappedAxes(0, 1), MLXArray(Float(2)), MLXArray([0.25] as [Float])],
@@ -29,8 +27,6 @@ extension AllTests {
             #expect(!f([a, row, column, MLXArray(Float(0.5))])[0].asArray(Float.self).contains { $0.isNaN })
         }
 
-        /// Softmax of masked rows and its derivative have the same results if they are fused. They have sums and maxima of whole rows between
-        /// elementwise operations.
         @Test(arguments: [[1, 1], [7, 300], [300, 7], [3, 5, 1_000], [2, 3, 40, 130]])
         func fusedReductionsOverRows(shape: [Int]) {
             let x = MLXRandom.normal(shape, key: MLXRandom.key(1)) * 4
@@ -50,22 +46,20 @@ extension AllTests {
                 (compile(g)([y, dy])[0], g([y, dy])[0]),
             ] {
                 #expect(fused.shape == plain.shape)
-                // Sums of 1,000 numbers in another order differ by some units in the last place of numbers up to 4.
+                // Both sides add up to 1,000 numbers in different orders, so their last digits differ.
                 #expect((fused - plain).abs().max().item(Float.self) < 2e-6)
             }
             #expect(compile(f)([x, mask])[0].asArray(Float.self) == compile(f)([x, mask])[0].asArray(Float.self))
-            // One operand has one number per row.
             let one = MLXRandom.normal(Array(shape.dropLast()) + [1], key: MLXRandom.key(3))
             let largest: ([MLXArray]) -> [MLXArray] = { [maximum($0[0], $0[1].max(axis: -1, keepDims: true))] }
             let total: ([MLXArray]) -> [MLXArray] = { [$0[0] * $0[0] + exp($0[1]).sum(axis: -1, keepDims: true)] }
             #expect(compile(largest)([one, x])[0].asArray(Float.self) == largest([one, x])[0].asArray(Float.self))
             let (fused, plain) = (compile(total)([one, y])[0], total([one, y])[0])
             #expect(fused.shape == plain.shape)
-            // The sums have up to 1,000 numbers from 1 to 3.
+            // The error is relative. Both sides add up to 1,000 positive numbers in different orders.
             #expect(((fused - plain) / plain).abs().max().item(Float.self) < 2e-6)
         }
 
-        /// A reduction over another axis is not fused.
         @Test func reductionsOverColumnsAreNotFused() {
             let x = MLXRandom.normal([6, 6], key: MLXRandom.key(1))
             let f: ([MLXArray]) -> [MLXArray] = { [$0[0] - $0[0].sum(axis: 0, keepDims: true) + $0[0].max()] }
@@ -76,7 +70,7 @@ extension AllTests {
             let x = MLXRandom.normal([4, 100], key: MLXRandom.key(1))
             let g = compile { (x: [MLXArray]) in [x[0] * 2 + x[0]] }
             let y = g([x])[0]
-            // The result may reuse the memory of arrays that are no longer needed.
+            // Nothing else uses the inner result, so the outer call may reuse its memory.
             let z = g([g([x])[0]])[0]
             eval(y, z)
             #expect(y.asArray(Float.self) == (x * 2 + x).asArray(Float.self))
@@ -107,7 +101,7 @@ extension AllTests {
             }
         }
 
-        /// Compares rotations with MLX's own, which differentiated functions use.
+        /// Compares HostMLX's RoPE with MLX's own implementation, which runs inside `vjp`.
         @Test(arguments: [0, 16_000]) func rotations(offset: Int) {
             let x = MLXRandom.normal([1, 3, 40, 24], key: MLXRandom.key(1))
             let frequencies = MLXArray((0..<8).map { Float(pow(10_000.0, Double($0) / 8)) })
@@ -122,7 +116,6 @@ extension AllTests {
             }
         }
 
-        /// Rotations with one offset for each index of the first axis equal separate rotations.
         @Test func rotationsOfSeveral() {
             let x = MLXRandom.normal([3, 4, 2, 24], key: MLXRandom.key(1))
             let frequencies = MLXArray((0..<8).map { Float(pow(10_000.0, Double($0) / 8)) })
@@ -139,7 +132,6 @@ extension AllTests {
             }
         }
 
-        /// Elements are replaced in place only if nothing else holds the array.
         @Test func replacedElements() {
             let x = MLXArray.zeros([2, 4, 3])
             let other = x[.ellipsis]

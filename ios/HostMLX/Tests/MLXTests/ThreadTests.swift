@@ -2,12 +2,10 @@ import Foundation
 import MLX
 import Testing
 
-/// A value that one thread writes and another reads.
 private final class Box<Value>: @unchecked Sendable {
     var value: Value?
 }
 
-/// Runs `body` on another thread, and returns its result.
 private func onAnotherThread<R>(_ body: @escaping @Sendable () throws -> R) throws -> R {
     let (box, ended) = (Box<Result<R, any Error>>(), DispatchSemaphore(value: 0))
     Thread.detachNewThread {
@@ -18,7 +16,7 @@ private func onAnotherThread<R>(_ body: @escaping @Sendable () throws -> R) thro
     return try #require(box.value).get()
 }
 
-/// Checks that every thread may use Swift's streams, while each of C++'s belongs to one thread (MLX 0.32.2, stream.cpp:20; mlx-swift's Stream.swift).
+/// Checks that every thread may use Swift's streams. A stream that C++ creates belongs to one thread.
 extension AllTests {
     @Suite struct ThreadTests {
         private func expectNoStream(sourceLocation: SourceLocation = #_sourceLocation, _ body: () throws -> Void) {
@@ -61,7 +59,7 @@ extension AllTests {
             try onAnotherThread { function.value = try importFunction(from: path) }
             let imported = try #require(function.value)
             expectNoStream { eval(try imported(MLXArray.ones([2]))) }
-            // After the arrays in an imported function are read, other threads may call the function.
+            // Once one thread has read the arrays of an imported function, other threads may call the function.
             try onAnotherThread {
                 let imported = try importFunction(from: path)
                 eval(try imported(MLXArray.zeros([2])))

@@ -2,7 +2,6 @@ import Foundation
 import MLX
 import Testing
 
-/// A file that is removed at the end of a test.
 final class TemporaryFile {
     let url: URL
 
@@ -92,7 +91,7 @@ extension AllTests {
             #expect(throws: MLXError.self) { try loadArrays(url: URL(filePath: "/nowhere.safetensors")) }
         }
 
-        /// The expected values are from Python: `k = mx.random.key(7)` and the functions of the same names.
+        /// The expected values come from Python's `mlx.core.random` with `k = mx.random.key(7)`.
         @Test func randomNumbersAreThoseOfPython() {
             let k = MLXRandom.key(7)
             let keys = MLXRandom.split(key: k, into: 3).flatMap { $0.asArray(UInt32.self) }

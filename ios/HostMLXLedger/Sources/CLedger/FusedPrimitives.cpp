@@ -13,7 +13,7 @@ namespace ledger {
 
 namespace {
 
-/// The parts of a `.mlxfn` file (export.cpp:86).
+/// A writer of the `.mlxfn` format (MLX's export.cpp:86).
 struct FunctionFile {
     std::string bytes;
 
@@ -44,7 +44,9 @@ struct FunctionFile {
 
 }  // namespace
 
-/// Creates a fused primitive whose output is like its first input. MLX does not export the classes of these primitives, but creates them from files.
+/// Returns the output of a fused primitive, with the shape and dtype of the first input.
+///
+/// MLX's library does not export the primitives' classes. Importing a `.mlxfn` file creates such a primitive, so this function writes and reads one.
 static mx::array fused(const char *name, const std::string &state, const std::vector<mx::array> &inputs) {
     FunctionFile file;
     const uint64_t out = inputs.size() + 1;

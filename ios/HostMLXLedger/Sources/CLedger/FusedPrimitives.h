@@ -1,4 +1,4 @@
-// The fused operations of `mx::fast` as primitives, in a graph for a missing GPU, for which MLX would create plain operations.
+// Creates primitives of `mx::fast` for a GPU. Without a GPU, MLX's own functions create separate plain operations instead.
 
 #ifndef FUSED_PRIMITIVES_H
 #define FUSED_PRIMITIVES_H

@@ -1,6 +1,6 @@
-// The rules of the ledger: for each primitive, the buffers that its `eval_gpu` allocates on Metal and the kernels that it encodes. Comments cite
-// files and lines of MLX 0.32.2 (commit 846d176 of 22 August 2026), below mlx/backend unless they name another folder. All backends share the
-// function that lays out a view, so MLX's own is called.
+// The rules of the ledger. For each primitive, a rule records the buffers and kernels of the primitive's `eval_gpu` on Metal.
+//
+// Comments cite files and lines of MLX 0.32.2 (commit 846d176), below mlx/backend unless they name another folder.
 
 #include "Recorder.h"
 
@@ -22,7 +22,6 @@ namespace {
 
 using Arrays = std::vector<mx::array>;
 
-/// The arguments of a rule: the primitive of `arr` with its inputs, and the outputs to fill.
 struct Call {
     Recorder &recorder;
     mx::array &arr;
@@ -51,7 +50,7 @@ struct Call {
 
 // MARK: Layouts
 
-/// common/utils.cpp:20: the common shape and the strides of several arrays, with contiguous axes joined.
+/// Returns the common shape and the strides of several arrays after joining contiguous axes, as in MLX's common/utils.cpp:20.
 std::pair<mx::Shape, std::vector<mx::Strides>> collapse(
     const mx::Shape &shape, const std::vector<mx::Strides> &strides) {
     mx::Shape joined;
@@ -88,7 +87,7 @@ std::pair<mx::Shape, std::vector<mx::Strides>> collapse(
 
 // MARK: Copies
 
-/// gpu/copy.cpp:37.
+/// Follows MLX's gpu/copy.cpp:37.
 mx::array contiguous_copy(const Call &call, const mx::array &a) {
     mx::array copy(a.shape(), a.dtype(), nullptr, {});
     call.allocate(copy);
@@ -105,7 +104,7 @@ mx::array temporary_copy(const Call &call, const mx::array &a) {
     return copy;
 }
 
-/// metal/copy.cpp:13.
+/// Follows MLX's metal/copy.cpp:13.
 void copy(const Call &call, const mx::array &in, mx::array &out, mx::CopyType type) {
     const bool donated = mx::set_copy_output_data(in, out, type, call.take());
     if (donated && in.dtype() == out.dtype()) {
@@ -130,29 +129,29 @@ mx::CopyType vector_or_general(bool vector) { return vector ? mx::CopyType::Vect
 
 // MARK: Views and copies
 
-/// common/common.cpp, common/slicing.cpp: no kernel.
+/// Follows MLX's common/common.cpp and common/slicing.cpp. A view needs no kernel.
 void view(const Call &call) { call.arr.primitive().eval_cpu(call.in(), call.outputs); }
 
-/// gpu/primitives.cpp:28.
+/// Follows MLX's gpu/primitives.cpp:28.
 void as_type(const Call &call) {
     const auto &in = call.in()[0];
     copy(call, in, call.out(), vector_or_general(in.flags().contiguous));
 }
 
-/// gpu/primitives.cpp:156: in MLX too, `in` is a second reference to the input, so nothing is donated.
+/// Follows MLX's gpu/primitives.cpp:156. `in` is a second reference to the input, as in MLX, so the input's buffer is not donated.
 void full(const Call &call) {
     auto in = call.in()[0];
     const auto type = in.data_size() == 1 ? mx::CopyType::Scalar : vector_or_general(in.flags().contiguous);
     copy(call, in, call.out(), type);
 }
 
-/// gpu/primitives.cpp:50.
+/// Follows MLX's gpu/primitives.cpp:50.
 void contiguous(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
     bool fits = in.flags().row_contiguous;
     if (!fits && in.flags().col_contiguous) {
-        // Only a comparison with another primitive shows whether this one also accepts column-major order.
+        // The primitive's flag for column-major order is private. `is_equivalent` with a primitive that has the flag reveals it.
         static const mx::array columns = mx::contiguous(mx::zeros({2, 2}), true);
         fits = call.arr.primitive().is_equivalent(columns.primitive());
     }
@@ -163,7 +162,7 @@ void contiguous(const Call &call) {
     }
 }
 
-/// metal/copy.cpp:216 and common/common.cpp:109: a view if the strides allow it.
+/// Follows MLX's metal/copy.cpp:216 and common/common.cpp:109. Returns a view if the strides allow it.
 void reshape(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -202,7 +201,7 @@ void reshape(const Call &call) {
     out.copy_shared_buffer(in, strides, flags, in.data_size());
 }
 
-/// gpu/primitives.cpp:240.
+/// Follows MLX's gpu/primitives.cpp:240.
 void view_as(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -219,7 +218,7 @@ void view_as(const Call &call) {
     out.copy_shared_buffer(flat, out.strides(), flat.flags(), out.size());
 }
 
-/// metal/slicing.cpp:14: one copy for each input.
+/// Follows MLX's metal/slicing.cpp:14, with one copy for each input.
 void concatenate(const Call &call) {
     call.allocate(call.out());
     for (const auto &in : call.in()) {
@@ -227,7 +226,7 @@ void concatenate(const Call &call) {
     }
 }
 
-/// metal/indexing.cpp:733: the input is copied unless it is donated, then the update is copied or added.
+/// Follows MLX's metal/indexing.cpp:733.
 void slice_update(const Call &call) {
     const auto &in = call.in()[0];
     const auto &update = call.in()[1];
@@ -243,7 +242,7 @@ void slice_update(const Call &call) {
     copy_into(call, update, out);
 }
 
-/// gpu/slicing.cpp:18: the output is filled, then the input copied into it.
+/// Follows MLX's gpu/slicing.cpp:18. Fills the output, then copies the input into it.
 void pad(const Call &call) {
     auto &out = call.out();
     call.allocate(out);
@@ -251,7 +250,7 @@ void pad(const Call &call) {
     copy_into(call, call.in()[0], out);
 }
 
-/// common/common.cpp:90: written by the CPU.
+/// Follows MLX's common/common.cpp:90. The CPU writes the number, so there is no kernel.
 void number_of_elements(const Call &call) { call.allocate(call.out()); }
 
 /// The CPU reads files, so there is no kernel.
@@ -259,7 +258,7 @@ void load(const Call &call) { call.allocate(call.out()); }
 
 // MARK: Element by element
 
-/// metal/unary.cpp:98.
+/// Follows MLX's metal/unary.cpp:98.
 void unary(const Call &call) {
     mx::set_unary_output_data(call.in()[0], call.out(), call.take());
     if (call.out().size() > 0) {
@@ -267,7 +266,7 @@ void unary(const Call &call) {
     }
 }
 
-/// metal/unary.cpp:150: integers need no rounding.
+/// Follows MLX's metal/unary.cpp:150. Integers need no rounding.
 void round(const Call &call) {
     if (mx::issubdtype(call.in()[0].dtype(), mx::inexact)) {
         unary(call);
@@ -276,7 +275,7 @@ void round(const Call &call) {
     }
 }
 
-/// metal/binary.cpp:165.
+/// Follows MLX's metal/binary.cpp:165.
 void binary(const Call &call) {
     const auto &a = call.in()[0];
     const auto &b = call.in()[1];
@@ -286,7 +285,7 @@ void binary(const Call &call) {
     }
 }
 
-/// metal/ternary.cpp:135.
+/// Follows MLX's metal/ternary.cpp:135.
 void select(const Call &call) {
     const auto &a = call.in()[0];
     const auto &b = call.in()[1];
@@ -297,7 +296,7 @@ void select(const Call &call) {
     }
 }
 
-/// metal/compiled.cpp:257 and common/compiled.cpp:78, :168: one kernel for any layout of its inputs.
+/// Follows MLX's metal/compiled.cpp:257 and common/compiled.cpp:78 and :168.
 void compiled(const Call &call) {
     call.recorder.fused(call.primitive<mx::Compiled>().lib_name());
     const auto &out = call.out();
@@ -341,7 +340,7 @@ void compiled(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:29.
+/// Follows MLX's metal/primitives.cpp:29.
 void arange(const Call &call) {
     call.allocate(call.out());
     if (call.out().size() > 0) {
@@ -349,7 +348,7 @@ void arange(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:134.
+/// Follows MLX's metal/primitives.cpp:134.
 void random_bits(const Call &call) {
     call.allocate(call.out());
     if (call.out().size() > 0) {
@@ -361,7 +360,7 @@ void random_bits(const Call &call) {
 
 enum class Reduction { all, rows, columns, general };
 
-/// common/reduce.cpp:29: the kind of reduction, and the lengths and strides of the joined axes, with the smallest stride last.
+/// The kind of a reduction, with the lengths and strides of its joined axes (MLX's common/reduce.cpp:29). The smallest stride is last.
 struct Plan {
     Reduction kind;
     mx::Shape shape;
@@ -454,7 +453,7 @@ Plan plan_reduction(const mx::array &x, const std::vector<int> &axes) {
     return plan;
 }
 
-/// metal/reduce.cpp:937: one kernel, or two with partial results between.
+/// Follows MLX's metal/reduce.cpp:937. Records one kernel, or two kernels with partial results between them.
 void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const Plan &plan) {
     const int64_t length = plan.shape.back();
     const int64_t stride = plan.strides.back();
@@ -479,7 +478,7 @@ void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const
     call.recorder.kernel("reduce", {partial}, {out});
 }
 
-/// metal/reduce.cpp:969.
+/// Follows MLX's metal/reduce.cpp:969.
 void reduce(const Call &call) {
     const auto [type, axes] = call.primitive<mx::Reduce>().state();
     auto in = call.in()[0];
@@ -498,7 +497,7 @@ void reduce(const Call &call) {
     }
     switch (plan.kind) {
     case Reduction::all:
-        // metal/reduce.cpp:330: 4 elements per thread (REDUCE_N_READS) and 1,024 threads; otherwise two passes.
+        // As in MLX's metal/reduce.cpp:330, one group of 1,024 threads reads 4 elements per thread. A larger input takes two passes.
         if (in.size() <= 4 * 1024) {
             call.recorder.kernel("reduce", {in}, {out});
         } else {
@@ -519,14 +518,15 @@ void reduce(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:62.
+/// Follows MLX's metal/primitives.cpp:62.
 void arg_reduce(const Call &call) {
     call.allocate(call.out());
     call.recorder.kernel("arg_reduce", {call.in()[0]}, {call.out()});
 }
 
-/// Gives the output the layout of `x`, in the memory of `x` if possible. Without `keeps_layout` the output gets the layout of a contiguous copy.
-/// Returns the array that the kernel reads.
+/// Allocates the output, in the memory of `x` if possible, and returns the array that the kernel reads.
+///
+/// The output gets the layout of `x` with `keeps_layout`, else the layout of a contiguous copy.
 mx::array in_place_or_like(const Call &call, const mx::array &x, bool keeps_layout) {
     auto &out = call.out();
     if (!keeps_layout) {
@@ -542,14 +542,14 @@ mx::array in_place_or_like(const Call &call, const mx::array &x, bool keeps_layo
     return x;
 }
 
-/// metal/softmax.cpp:15.
+/// Follows MLX's metal/softmax.cpp:15.
 void softmax(const Call &call) {
     const auto &x = call.in()[0];
     const auto in = in_place_or_like(call, x, x.flags().contiguous && x.strides().back() == 1);
     call.recorder.kernel("softmax", {in}, {call.out()});
 }
 
-/// metal/logsumexp.cpp:14.
+/// Follows MLX's metal/logsumexp.cpp:14.
 void log_sum_exp(const Call &call) {
     const auto &x = call.in()[0];
     auto &out = call.out();
@@ -573,12 +573,12 @@ void log_sum_exp(const Call &call) {
     call.recorder.kernel("logsumexp", {in}, {out});
 }
 
-/// metal/scan.cpp:116.
+/// Follows MLX's metal/scan.cpp:116.
 void scan(const Call &call) {
     const auto axis = std::get<1>(call.primitive<mx::Scan>().state());
     auto in = call.in()[0];
     auto &out = call.out();
-    // In MLX too, `in` is a second reference to the input, so nothing is donated.
+    // `in` is a second reference to the input, as in MLX, so the input's buffer is not donated.
     if (in.flags().contiguous && in.strides()[axis] != 0) {
         out.set_data(call.recorder.take(in.data_size() * out.itemsize()), in.data_size(), in.strides(), in.flags());
     } else {
@@ -590,7 +590,7 @@ void scan(const Call &call) {
 
 // MARK: Indexing
 
-/// metal/indexing.cpp:57, :441: the kernel reads as much as it writes.
+/// Follows MLX's metal/indexing.cpp:57 and :441. The kernel reads as many source bytes as it writes.
 void gather(const Call &call) {
     auto &out = call.out();
     call.allocate(out);
@@ -603,7 +603,7 @@ void gather(const Call &call) {
     }
 }
 
-/// metal/indexing.cpp:232, :522: the input is copied, unless it is donated, then the updates are written.
+/// Follows MLX's metal/indexing.cpp:232 and :522.
 void scatter(const Call &call) {
     const auto &in = call.in()[0];
     const auto &updates = call.in().back();
@@ -624,7 +624,7 @@ struct Operand {
     mx::array array;
 };
 
-/// metal/matmul.cpp:27: a matrix with a unit stride is used directly, and other matrices are copied.
+/// Follows MLX's metal/matmul.cpp:27. Copies a matrix unless one of its strides is 1.
 Operand check_transpose(const Call &call, const mx::array &a, bool is_vector) {
     const auto rows = a.strides()[a.ndim() - 2];
     const auto columns = a.strides()[a.ndim() - 1];
@@ -645,8 +645,7 @@ int next_power_of_2(int n) {
     return power;
 }
 
-/// Returns whether a product of a few rows uses a kernel for vectors, which reads the transposed matrix once for five rows (metal/matmul.cpp:1299, on
-/// GPUs without neural accelerators).
+/// Returns whether a product with few rows uses a matrix–vector kernel (MLX's metal/matmul.cpp:1299, on GPUs without neural accelerators).
 bool is_wide_gemv(
     const Call &call, const mx::array &a, const mx::array &b, int64_t m, int64_t n, int64_t k,
     const std::vector<mx::Strides> &strides_of_batches) {
@@ -660,7 +659,7 @@ bool is_wide_gemv(
            is_aligned(strides_of_batches[1]);
 }
 
-/// metal/matmul.cpp:1451 (Matmul) and :1593 (AddMM, whose third input is added).
+/// Follows MLX's metal/matmul.cpp:1451 (Matmul) and :1593 (AddMM, which adds a third input).
 void matmul(const Call &call) {
     auto &out = call.out();
     const auto &a_in = call.in()[0];
@@ -680,7 +679,7 @@ void matmul(const Call &call) {
     const auto [a_transposed, a] = check_transpose(call, a_in, m == 1);
     const auto [b_transposed, b] = check_transpose(call, b_in, n == 1);
 
-    // Batches of rows with one matrix are one product (matmul.cpp:1492, :1659).
+    // If all batches share one second matrix, they become one product (matmul.cpp:1492, :1659).
     auto batch = static_cast<int64_t>(out.size()) / (m * n);
     const double flop = 2.0 * static_cast<double>(batch * m) * static_cast<double>(n * k);
     const auto strides_of_batches = [](const mx::array &x) {
@@ -702,7 +701,7 @@ void matmul(const Call &call) {
         adds ? call.recorder.kernel(kind, {a, b, call.in()[2]}, {to}, flop)
              : call.recorder.kernel(kind, {a, b}, {to}, flop);
     };
-    // matmul.cpp:1044: parts of 16,384 products, their sum, and a copy of it.
+    // A dot product takes three kernels: sums of 16,384 products each, their total, and a copy (matmul.cpp:1044).
     if (!adds && m == 1 && n == 1 && batch == 1 && a.flags().row_contiguous && b.flags().row_contiguous &&
         a.dtype() != mx::complex64) {
         auto partial = call.temporary({static_cast<int>((k + 16383) / 16384)}, mx::float32);
@@ -714,7 +713,7 @@ void matmul(const Call &call) {
     if (std::min(m, n) == 1 || (!a_transposed && b_transposed && is_wide_gemv(call, a, b, m, n, k, joined))) {
         return run("gemv", out);
     }
-    // matmul.cpp:923: few tiles and a long k are split, and the parts (float32) added by a second kernel.
+    // A product with few tiles and a long k is split along k. A second kernel adds the float32 parts (matmul.cpp:923).
     const int64_t tiles = ((m + 15) / 16) * ((n + 15) / 16);
     if (batch == 1 && tiles <= 1024 && k / 16 >= 8 && k >= std::max(m, n)) {
         const auto wide_tiles = static_cast<int>(((m + 31) / 32) * ((n + 31) / 32));
@@ -726,14 +725,14 @@ void matmul(const Call &call) {
     run("gemm", out);
 }
 
-/// metal/quantized.cpp:65: the last two axes must be rows without a gap.
+/// Returns `x`, or a copy if its last two axes are not contiguous rows (MLX's metal/quantized.cpp:65).
 mx::array contiguous_matrix(const Call &call, const mx::array &x) {
     const bool fits =
         x.ndim() < 2 ? x.strides()[0] == 1 : x.strides(-2) == x.shape(-1) && x.strides(-1) == 1;
     return fits ? x : temporary_copy(call, x);
 }
 
-/// Returns the number of rows from which a kernel for matrices is used (metal/quantized.cpp:85, except for Ultras).
+/// Returns the number of rows from which MLX uses a matrix kernel (metal/quantized.cpp:85, except for Ultra chips).
 int rows_of_matrix(int generation, int64_t k, int64_t n) {
     const std::array<int, 3> rows = generation >= 17   ? std::array{33, 25, 13}
                                     : generation >= 15 ? std::array{13, 15, 13}
@@ -742,7 +741,7 @@ int rows_of_matrix(int generation, int64_t k, int64_t n) {
     return k <= 2048 && n <= 2048 ? rows[0] : k <= 4096 && n <= 4096 ? rows[1] : rows[2];
 }
 
-/// Returns the number of parts of k, chosen for 512 tiles of 32 × 32 (metal/quantized.cpp:1134).
+/// Returns the number of parts into which k is split, so that there are about 512 tiles of 32 × 32 (MLX's metal/quantized.cpp:1134).
 int64_t parts_of_matrix(int64_t m, int64_t n, int64_t k, int group_size) {
     const int64_t tiles = ((m + 31) / 32) * ((n + 31) / 32);
     const int64_t group = std::max(group_size, 32);
@@ -753,7 +752,7 @@ int64_t parts_of_matrix(int64_t m, int64_t n, int64_t k, int group_size) {
     return parts;
 }
 
-/// metal/quantized.cpp:1782.
+/// Follows MLX's metal/quantized.cpp:1782.
 void quantized_matmul(const Call &call) {
     const auto state = call.primitive<mx::QuantizedMatmul>().state();
     const bool transpose = std::get<3>(state);
@@ -779,7 +778,6 @@ void quantized_matmul(const Call &call) {
     if (shape.size() == 1) {
         shape.insert(shape.begin(), 1);
     }
-    // The parts of k have x's type, and are summed along their axis.
     const auto run_in_parts = [&](const char *kind, int64_t parts, int axis) {
         shape.insert(shape.begin() + axis, static_cast<int>(parts));
         const auto partial = call.temporary(shape, x.dtype());
@@ -801,7 +799,7 @@ void quantized_matmul(const Call &call) {
     run_in_parts("qvm", k > 8192 ? 32 : 8, static_cast<int>(shape.size()) - 2);  // :627
 }
 
-/// metal/quantized.cpp:231: quantizing and dequantizing.
+/// Quantizes or dequantizes, as in MLX's metal/quantized.cpp:231.
 void quantize(const Call &call) {
     const bool dequantizes = std::get<4>(call.primitive<mx::fast::Quantize>().state());
     const auto contiguous = [&](const mx::array &x) { return x.flags().row_contiguous ? x : temporary_copy(call, x); };
@@ -822,7 +820,7 @@ void quantize(const Call &call) {
 
 // MARK: Fused operations
 
-/// metal/normalization.cpp:17.
+/// Follows MLX's metal/normalization.cpp:17.
 void rms_norm(const Call &call) {
     const auto &x = call.in()[0];
     bool keeps = x.flags().contiguous && x.strides().back() == 1;
@@ -834,7 +832,7 @@ void rms_norm(const Call &call) {
     call.recorder.kernel("rms_norm", {in, call.in()[1]}, {call.out()});
 }
 
-/// metal/rope.cpp:14.
+/// Follows MLX's metal/rope.cpp:14.
 void rope(const Call &call) {
     const int dims = std::get<1>(call.primitive<mx::fast::RoPE>().state());
     const auto &in = call.in()[0];
@@ -867,7 +865,7 @@ void rope(const Call &call) {
     call.recorder.kernel("rope", {in_place ? out : in, call.in()[1]}, {out});
 }
 
-/// metal/scaled_dot_product_attention.cpp:773.
+/// Follows MLX's metal/scaled_dot_product_attention.cpp:773.
 void attention(const Call &call) {
     const auto state = call.primitive<mx::fast::ScaledDotProductAttention>().state();
     const bool causal = std::get<2>(state), has_sinks = std::get<3>(state);
@@ -893,7 +891,7 @@ void attention(const Call &call) {
     const auto unless = [&](bool fits, const mx::array &a) { return fits ? a : temporary_copy(call, a); };
 
     const bool query_stays = is_vector ? query_fits(q_in) : rows_fit(q_in);
-    // The products q·kᵀ and p·v cover the visible keys. Blocks of other keys are skipped (steel_attention.h).
+    // The products q·kᵀ and p·v cover only the visible keys.
     const double rows = q_in.shape(2), keys = call.in()[1].shape(2);
     const double seen = causal ? rows * keys - rows * (rows - 1) / 2 : rows * keys;
     const double flop = 2.0 * q_in.shape(0) * q_in.shape(1) * seen * (q_in.shape(3) + call.in()[2].shape(3));
@@ -902,7 +900,7 @@ void attention(const Call &call) {
         const auto q = unless(query_stays, q_in);
         const auto k = unless(rows_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(rows_fit(call.in()[2]), call.in()[2]);
-        // :889: laid out as (batch, sequence, heads, dims).
+        // The output's memory layout is (batch, sequence, heads, dims).
         const int64_t head = out.shape(3), row = out.shape(1) * head, batch = out.shape(2) * row;
         out.set_data(
             call.recorder.take(out.nbytes()), out.shape(0) * batch, {batch, head, row, 1},
@@ -915,7 +913,7 @@ void attention(const Call &call) {
         const mx::array q = query_stays ? q_in : contiguous_copy(call, q_in);
         const auto k = unless(keys_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(keys_fit(call.in()[2]), call.in()[2]);
-        // :849: `q` is a second reference to an input that stays, so only a copy is overwritten.
+        // The output may overwrite a copy of the query, but not the query itself.
         if (!query_stays && q.flags().row_contiguous && q.size() == out.size()) {
             out.copy_shared_buffer(q);
         } else {
@@ -931,7 +929,7 @@ void attention(const Call &call) {
         if (!(k.shape(1) < q.shape(1) && k.shape(2) >= 4096)) {
             return call.recorder.kernel("attention", {q, k, v, mask}, {out}, flop);
         }
-        // :454: two passes, with 64 blocks of keys, or 32 for a few rows.
+        // The kernel takes two passes over 64 blocks of keys, or over 32 blocks for a few rows.
         const int blocks = q.shape(1) / k.shape(1) * q.shape(2) >= 4 ? 64 : 32;
         auto shape = out.shape();
         shape.back() = blocks;
@@ -1002,7 +1000,7 @@ const std::unordered_map<std::string, Rule> &rules() {
               "Remainder", "RightShift", "Subtract"}) {
             table[name] = binary;
         }
-        // These primitives are named after their computation (primitives.h).
+        // MLX's primitives.h derives the names of these primitives from the computation.
         for (const char *name : {"And", "Or", "Sum", "Prod", "Min", "Max"}) {
             table[name] = reduce;
         }

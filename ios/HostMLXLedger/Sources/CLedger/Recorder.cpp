@@ -1,11 +1,10 @@
 // Records the work that MLX would do on a phone's GPU.
 //
-// Swift code and `.mlxfn` files create MLX's own unevaluated graphs. While a ledger records, an evaluation walks the graph in MLX's order, and
-// applies to each primitive the effects of its `eval_gpu` on Metal: the buffers that it allocates, the input that it overwrites, and the kernels that
-// it encodes. Outputs become arrays with the layout and the length of buffer that they would have on Metal. Their contents are zeros, or the values
-// if these are computed too. MLX's own references count these arrays, so their lifetimes equal those of real ones.
+// The evaluated graphs are MLX's own. While a ledger records, an evaluation visits the graph's primitives in MLX's order. For each primitive, a rule
+// reproduces the effects of its `eval_gpu` on Metal: the allocated buffers, the overwritten input and the encoded kernels. Outputs have the layout
+// and the buffer length that they would have on Metal. They hold zeros, unless the values are also computed.
 //
-// Comments cite files and lines of MLX 0.32.2 (commit 846d176 of 22 August 2026).
+// Comments cite files and lines of MLX 0.32.2 (commit 846d176).
 
 #include "Recorder.h"
 
@@ -36,13 +35,12 @@ namespace {
 std::recursive_mutex mutex;
 std::shared_ptr<Recorder> current;
 
-/// Memory outside of MLX's allocator that is the data of an array.
+/// The size of memory that an array uses but that MLX's allocator did not allocate.
 struct Adopted {
     size_t bytes;
     bool is_wired = false;
 };
 
-// This state outlives a recording.
 std::unordered_map<const void *, Adopted> adopted_buffers;
 size_t adopted_bytes = 0;
 size_t memory_limit = SIZE_MAX;
@@ -50,7 +48,6 @@ size_t cache_limit = SIZE_MAX;
 
 constexpr size_t page_size = 16384;
 
-/// A buffer that the ledger counts.
 struct Counted {
     std::shared_ptr<Recorder> recorder;
     Block *block;
@@ -58,9 +55,8 @@ struct Counted {
     size_t tracked;
 };
 
-/// The recorder that provides the next allocation of this thread.
 thread_local Recorder *taking = nullptr;
-// MLX's threads free buffers while another thread holds `mutex` and waits for them, so the counted buffers have another mutex.
+// The counted buffers need their own mutex. MLX's threads free buffers while a thread that holds `mutex` waits for them.
 std::mutex counted_mutex;
 std::unordered_map<const void *, Counted> counted_buffers;
 std::atomic<size_t> counted_count = 0;
@@ -90,17 +86,15 @@ std::optional<Counted> forget_buffer(const void *place) {
 
 // MARK: Memory
 
-/// A buffer of Metal, or its substitute.
 struct Block {
     size_t length;
 };
 
-/// metal/allocator.cpp: sizes, the cache and its limits. The cache is MLX's own class.
+/// Reproduces the buffer sizes, the cache and the limits of MLX's metal/allocator.cpp.
 class Recorder::Allocator {
    public:
     explicit Allocator(bool metal) : metal_(metal) {}
 
-    /// - Parameter others: active memory outside of the ledger.
     Block *take(size_t size, size_t others, HostLedgerCounts &counts) {
         if (metal_ && size > page_size) {  // allocator.cpp:124
             size = page_size * ((size + page_size - 1) / page_size);
@@ -156,7 +150,6 @@ size_t Recorder::foreign() const {
     return active > tracked_ ? active - tracked_ : 0;
 }
 
-/// Updates the peaks of memory.
 void Recorder::mark() {
     const size_t active = allocator_->active() + foreign();
     counts.peak_active_bytes = std::max(counts.peak_active_bytes, active);
@@ -165,8 +158,7 @@ void Recorder::mark() {
     peak_ = std::max(peak_, active + adopted_bytes);
 }
 
-/// Returns memory for `length` bytes of zeros, which take physical memory only when they are written. As in the CPU's allocator, a word with the size
-/// precedes them, which `buffer_size` reads.
+/// Returns `length` zero bytes, which take physical memory only when they are written. The word before them holds the size, for `buffer_size`.
 static void *map_zeros(size_t length) {
     const size_t bytes = length + sizeof(size_t);
     void *place = bytes <= 4096 ? std::calloc(1, bytes)
@@ -217,7 +209,6 @@ void Recorder::track(mx::array &a) {
     count_buffer(a.buffer().ptr(), {shared_from_this(), block, bytes});
 }
 
-/// Takes back a buffer that MLX has freed.
 void Recorder::give(Block *block, size_t tracked) {
     tracked_ -= tracked;
     alive_--;
@@ -229,8 +220,7 @@ void Recorder::give(Block *block, size_t tracked) {
 #ifdef __linux__
 namespace {
 
-/// A replacement of MLX's allocator. It returns the ledger's buffers when the ledger allocates, and gives them back to the ledger when MLX frees
-/// them. MLX donates only buffers of its allocator, so the ledger's buffers must come from this class.
+/// Replaces MLX's allocator. The ledger's buffers must come from it, because MLX donates only its allocator's buffers.
 class LedgerAllocator : public mx::allocator::Allocator {
    public:
     mx::allocator::Buffer malloc(size_t size) override {
@@ -264,7 +254,7 @@ class LedgerAllocator : public mx::allocator::Allocator {
 
 }  // namespace
 
-/// libmlx resolves this name in the executable first, like the names of BLAS. (On a Mac a library uses its own.)
+/// Replaces MLX's function of this name. On Linux, libmlx resolves the name in the executable first.
 mx::allocator::Allocator &mx::allocator::allocator() {
     static auto *allocator = new LedgerAllocator;  // it frees arrays that live until the end
     return *allocator;
@@ -309,8 +299,8 @@ void Recorder::kernel(
     name_kernel(kind, inputs, outputs);
 }
 
-/// Names a kernel by its operation, types and layouts. Metal compiles each kernel at its first use. MLX's own names also distinguish block sizes and
-/// alignments, so MLX may compile more kernels than these names show.
+/// Names a kernel by its operation, dtypes and layouts. MLX's own names also distinguish block sizes and alignments, so MLX may compile more kernels
+/// than these names show.
 void Recorder::name_kernel(const char *kind, const References &inputs, const References &outputs) {
     std::string name = encoded_ + ' ' + kind;
     const auto add = [&](const mx::array &a) {
@@ -334,12 +324,12 @@ void Recorder::name_kernel(const char *kind, const References &inputs, const Ref
     }
 }
 
-/// metal/device.cpp:349: a command buffer counts the elements (not the bytes) of each buffer it uses.
+/// Counts the elements of each buffer that the command buffer uses, as in MLX's metal/device.cpp:349.
 void Recorder::touch(const mx::array &a) {
     if (encoding_.used.insert(a.buffer().ptr()).second) {
         encoding_.elements += a.data_size();
     }
-    // Metal keeps a whole buffer in memory while a command buffer uses it.
+    // Metal keeps a whole buffer in memory even if a kernel uses only a part.
     auto adopted = adopted_buffers.find(a.buffer().ptr());
     if (adopted != adopted_buffers.end() && !adopted->second.is_wired) {
         adopted->second.is_wired = true;
@@ -363,8 +353,7 @@ void Recorder::commit(bool counted) {
     }
 }
 
-/// Runs the completion handlers of the oldest command buffer whose handlers have not run. The handlers end the buffer's task and free its arrays
-/// (metal/eval.cpp:64).
+/// Runs the completion handlers of the oldest command buffer. The handlers end the buffer's task and free its arrays (metal/eval.cpp:64).
 void Recorder::run_oldest_handlers() {
     CommandBuffer done = std::move(running_.front());
     running_.pop_front();
@@ -372,7 +361,7 @@ void Recorder::run_oldest_handlers() {
     active_tasks_ -= done.counted;
 }
 
-/// Runs the handlers of finished command buffers, except for the last `late` buffers with kernels and later ones.
+/// Runs the completion handlers of finished command buffers in order. The last `late` finished buffers that have kernels keep theirs.
 void Recorder::run_handlers(size_t late) {
     size_t behind = std::count_if(running_.begin(), running_.end(), [&](const CommandBuffer &buffer) {
         return buffer.serial <= finished_ && buffer.operations > 0;
@@ -387,8 +376,7 @@ void Recorder::run_handlers(size_t late) {
     }
 }
 
-/// Marks the command buffers up to `serial` as finished, because their event is waited for. Handlers run on another thread, and late handlers have
-/// not run yet.
+/// Marks the command buffers up to `serial` as finished. Handlers run on another thread, so the last `late_handlers` have not run yet.
 void Recorder::finish(size_t serial) {
     finished_ = std::max(finished_, serial);
     run_handlers(rules.late_handlers);
@@ -417,7 +405,7 @@ void Recorder::complete_one() {
 
 namespace {
 
-/// transforms.cpp:51.
+/// Follows MLX's transforms.cpp:51.
 class Synchronizer : public mx::Primitive {
    public:
     using Primitive::Primitive;
@@ -426,7 +414,7 @@ class Synchronizer : public mx::Primitive {
     const char *name() const override { return "Synchronize"; }
 };
 
-/// utils.h:177.
+/// Follows MLX's utils.h:177.
 int max_tape_width() {
     const char *value = std::getenv("MLX_BFS_MAX_WIDTH");
     return value ? std::atoi(value) : 20;
@@ -434,7 +422,7 @@ int max_tape_width() {
 
 bool is_unscheduled(const mx::array &a) { return a.status() == mx::array::Status::unscheduled; }
 
-/// transforms.cpp:109-225: the order of evaluation in `eval_impl`, the last array first.
+/// Returns the arrays in the order of evaluation of MLX's `eval_impl` (transforms.cpp:109-225), the last array first.
 std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     std::unordered_map<std::uintptr_t, int> degree;
     std::stack<std::pair<std::reference_wrapper<mx::array>, int>> stack;
@@ -512,7 +500,6 @@ std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     return tape;
 }
 
-/// Copies the elements of a contiguous array into the layout of another.
 void copy_elements(const char *&source, char *destination, const mx::array &out, int axis) {
     const auto item = static_cast<int64_t>(out.itemsize());
     if (axis == static_cast<int>(out.ndim())) {
@@ -527,7 +514,7 @@ void copy_elements(const char *&source, char *destination, const mx::array &out,
 
 }  // namespace
 
-/// Computes the values of a primitive separately, so that its inputs keep their references.
+/// Evaluates the primitive's values in a separate graph, so that `arr` keeps its inputs.
 std::vector<mx::array> Recorder::compute(mx::array &arr) {
     std::vector<mx::Shape> shapes;
     std::vector<mx::Dtype> dtypes;
@@ -552,7 +539,7 @@ void Recorder::encode(mx::array &arr) {
         values = compute(arr);
     }
     {
-        // metal/eval.cpp:37: a tracer's inputs are held, so that none is overwritten.
+        // A tracer's inputs are held, so that the primitive cannot overwrite them (metal/eval.cpp:37).
         std::vector<mx::array> held;
         if (arr.is_tracer()) {
             held = arr.inputs();
@@ -561,7 +548,6 @@ void Recorder::encode(mx::array &arr) {
         encoded_ = arr.primitive().name();
         apply_rule(*this, arr, outputs);
         for (size_t i = 0; i < values.size(); i++) {
-            // A view already has its values, and a file's contents need no kernel.
             const auto shares = [&](const mx::array &in) {
                 return in.data_shared_ptr() == outputs[i].data_shared_ptr();
             };
@@ -580,7 +566,7 @@ void Recorder::encode(mx::array &arr) {
     }
 }
 
-/// metal/eval.cpp:47-69.
+/// Follows MLX's metal/eval.cpp:47-69.
 void Recorder::hold(mx::array &arr) {
     if (is_on_cpu_) {
         return;
@@ -595,15 +581,14 @@ void Recorder::hold(mx::array &arr) {
             encoding_.held.insert(s.data_shared_ptr());
         }
     }
-    // device.cpp:511
+    // The limits are those of MLX's metal/device.cpp:511.
     if (encoding_.operations > static_cast<size_t>(rules.operations_per_buffer) ||
         (encoding_.elements >> 20) > static_cast<size_t>(rules.mega_elements_per_buffer)) {
         commit(true);
     }
 }
 
-/// transforms.cpp:271-285: waits while memory is short. `wait_for_one` sleeps while two or more tasks are active (scheduler.h:55). With one task it
-/// returns at once, and the loop around it polls until that task is complete or memory is free.
+/// Waits while memory is short, as in MLX's transforms.cpp:271-285. MLX sleeps while two or more tasks are active, but polls during the last one.
 void Recorder::back_pressure() {
     const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
     if (active_tasks_ > rules.run_ahead || (above_limit() && active_tasks_ > 0)) {
@@ -642,7 +627,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
     const auto is_on_cpu = [&](const mx::array &a) {
         return rules.gpu_only && a.primitive().device() == mx::Device::cpu;
     };
-    // transforms.cpp:84: the evaluation ends on the stream of the first output.
+    // The evaluation ends on the stream of the first unscheduled output (transforms.cpp:84).
     const auto first = std::find_if(outputs.begin(), outputs.end(), is_unscheduled);
     const bool ends_on_cpu = first->has_primitive() && is_on_cpu(*first);
     bool uses_gpu = !ends_on_cpu;
@@ -694,7 +679,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
     }
 }
 
-/// array.cpp:145: an array of an `async_eval` waits for all command buffers of that evaluation.
+/// Waits for an array, and with it for all command buffers of the array's `async_eval` (array.cpp:145).
 void Recorder::wait(mx::array &a) {
     if (is_unscheduled(a)) {
         return evaluate({a}, false);
@@ -824,7 +809,6 @@ class Hooks final : public host::LedgerHooks {
     }
 
    private:
-    /// Runs `f` on the recorder, and stores the error if it fails.
     template <class F>
     static void on_recorder(F &&f) {
         std::lock_guard lock(mutex);
@@ -840,7 +824,7 @@ class Hooks final : public host::LedgerHooks {
     }
 };
 
-/// The hooks are never destroyed, because they release arrays that live until the end.
+/// The hooks are never destroyed, because arrays that live until the process ends use them.
 [[maybe_unused]] const auto *registered = host::ledger_hooks = new Hooks;
 
 }  // namespace

@@ -18,7 +18,6 @@ namespace ledger {
 
 struct Block;
 
-/// The result of MLX's `malloc`.
 using Allocation = decltype(mlx::core::allocator::malloc(0));
 using References = std::vector<std::reference_wrapper<const mlx::core::array>>;
 
@@ -36,7 +35,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
     // MARK: For the rules
 
-    /// Returns a buffer of at least `size` bytes, which the ledger gets back when MLX frees it.
     Allocation take(size_t size);
     /// Records a kernel. `gathered` is the number of bytes read, if the kernel does not read its whole inputs.
     void kernel(
@@ -45,7 +43,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         double gathered = 0);
     /// Keeps an array until the command buffer is complete (device.cpp:471).
     void temporary(mlx::core::array a);
-    /// Sets the name of the following kernels, which belong to fused operations, to that of their library.
+    /// Sets the name of the kernels recorded next.
     void fused(std::string name) { encoded_ = std::move(name); }
 
     // MARK: For the hooks
@@ -103,12 +101,11 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     size_t committed_ = 0;
     /// The last command buffer that the GPU has finished.
     size_t finished_ = 0;
-    /// The arrays of asynchronous evaluations, with the last command buffer of each.
+    /// For each array of an asynchronous evaluation, the last command buffer of that evaluation.
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;
-    /// The names of the Metal kernels used so far. `first_since_boundary_` is the number of first uses since the last boundary.
     std::unordered_set<std::string> kernel_names_;
     size_t first_since_boundary_ = 0;
-    /// The present primitive, for the names of its kernels. `is_on_cpu_` says whether the CPU computes it.
+    /// The name for the kernels of the primitive being evaluated.
     std::string encoded_;
     bool is_on_cpu_ = false;
 };

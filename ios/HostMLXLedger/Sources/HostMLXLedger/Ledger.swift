@@ -2,9 +2,9 @@ import CLedger
 import Foundation
 import MLX
 
-/// The costs of some work on a GPU that this machine does not have.
+/// The costs of work on a GPU that this machine does not have.
 ///
-/// A ledger follows the arrays that the work evaluates, in MLX's order and by MLX's rules for Metal. `docs/ledger.md` says which costs are counted.
+/// A ledger visits the primitives of an evaluation in MLX's order and counts what each would cost on Metal. `docs/ledger.md` lists the counted costs.
 ///
 /// ```swift
 /// let ledger = try Ledger.record { step() }
@@ -15,17 +15,17 @@ public struct Ledger: Codable, Sendable, Equatable {
     /// The totals of one kind of kernel.
     public struct Kind: Codable, Sendable, Equatable {
         public var kernels = 0
-        /// The floating-point operations of matrix products. A multiplication and an addition are two.
+        /// The floating-point operations of matrix products. A multiply–add counts as two.
         public var flop = 0.0
         public var readBytes = 0.0
         public var writtenBytes = 0.0
     }
 
-    /// The number of evaluations for which the caller waits. Each is a round trip to the GPU.
+    /// The number of evaluations that the caller waits for.
     public var evals = 0
-    /// The number of evaluations that the caller only begins, and does not wait for.
+    /// The number of evaluations that the caller starts without waiting (`asyncEval`).
     public var asyncEvals = 0
-    /// The number of waits for an array of an evaluation that was only begun, and of calls of `Stream.synchronize()`.
+    /// The number of waits for an array of an `asyncEval`, plus the number of calls of `Stream.synchronize()`.
     public var waits = 0
     public var commandBuffers = 0
     /// The largest number of committed command buffers whose completion handlers had not run.
@@ -33,65 +33,69 @@ public struct Ledger: Codable, Sendable, Equatable {
 
     public var kinds: [String: Kind] = [:]
 
-    /// The number of buffers that were not in the cache. The system must allocate each of them and fill it with zeros.
+    /// The number of buffers that MLX's cache could not provide, so that the system allocates them.
     public var newBuffers = 0
     public var newBufferBytes = 0.0
 
-    /// The peak memory of arrays and MLX's cache, in bytes, without adopted (mapped) memory.
+    /// The peak memory of arrays and MLX's cache, in bytes, without mapped memory.
     public var peakBytes = 0
-    /// The peak memory of arrays, in bytes, without the cache and adopted memory.
+    /// The peak memory of arrays, in bytes, without MLX's cache and without mapped memory.
     public var peakActiveBytes = 0
-    /// The largest number of buffers in use by arrays, without the buffers from before the recording.
+    /// The largest number of array buffers alive at once, without those from before the recording.
     public var peakArrays = 0
 
-    /// The number of waits for memory while one command buffer is active. In such a wait `eval` polls and keeps a core busy.
+    /// The number of times that `eval` polls for free memory, which keeps a CPU core busy.
     public var spins = 0
-    /// The work of the GPU during these waits.
+    /// The work that the GPU still has to do when `eval` polls for free memory.
     public var spinning = Kind()
 
-    /// The number of kernels that are used for the first time, and so are compiled.
+    /// The number of kernels used for the first time, each of which Metal must compile.
     public var firstKernels = 0
     /// The largest number of first-used kernels between two calls of `boundary()`.
     public var mostFirstKernels = 0
 
     /// The number of arrays that use memory of the caller, such as a mapped file.
     public var mappings = 0
-    /// The bytes of the caller's memory that kernels use. Metal keeps a whole buffer in memory while a kernel uses a part of it.
+    /// The bytes of the caller's memory that kernels use. Each buffer counts whole, because Metal keeps whole buffers in memory.
     public var wiredBytes = 0.0
 
     /// The number of kernels that the GPU runs.
     public var kernels: Int { kinds.values.reduce(0) { $0 + $1.kernels } }
     /// The floating-point operations of matrix products.
     public var flop: Double { kinds.values.reduce(0) { $0 + $1.flop } }
-    /// The bytes that kernels read, with each input counted once.
+    /// The bytes that kernels read. A kernel counts each input once.
     public var readBytes: Double { kinds.values.reduce(0) { $0 + $1.readBytes } }
     public var writtenBytes: Double { kinds.values.reduce(0) { $0 + $1.writtenBytes } }
 }
 
 // MARK: - Time
 
-/// A GPU's time for each part of the work. The defaults are between the known values of iPhones with an A15 to A17.
+/// The speeds of a GPU. The defaults are estimates for iPhones with an A15 to A17.
 public struct LedgerTime: Codable, Sendable, Equatable {
-    /// The time of a round trip, in which the caller wakes up, encodes, and the GPU starts: 100 to 300 µs.
+    /// The time of one evaluation's round trip to the GPU: 100 to 300 µs on iPhones.
     public var secondsPerEval = 200e-6
     /// The time between the starts of two dependent kernels: 4 to 8 µs.
     public var secondsPerKernel = 6e-6
     /// The rate at which kernels read and write memory.
     public var bytesPerSecond = 80e9
-    /// The rate of matrix products of 16-bit numbers, and of 4-bit by 16-bit numbers: 0.8 to 1.8 TFLOPS.
+    /// The rate of matrix products in 16-bit precision: 0.8 to 1.8 TFLOPS on iPhones.
     public var flopPerSecond = 1.2e12
 
     public init() {}
 }
 
 extension Ledger {
-    /// Returns the seconds by a model in which nothing overlaps: evals · t_eval + kernels · t_kernel + bytes / bandwidth + FLOP / throughput.
+    /// Returns the modelled time in seconds:
+    ///
+    ///     (evals + waits) · secondsPerEval + kernels · secondsPerKernel + bytes / bytesPerSecond + flop / flopPerSecond
+    ///
+    /// The model assumes that nothing overlaps.
     public func seconds(_ time: LedgerTime = LedgerTime()) -> Double {
         Double(evals + waits) * time.secondsPerEval + Double(kernels) * time.secondsPerKernel
             + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
     }
 
-    /// Returns an upper bound of the seconds during which `eval` polls, for a GPU that has not begun the work for which `eval` waits.
+    /// Returns an upper bound of the time in seconds during which `eval` polls.
     public func secondsSpinning(_ time: LedgerTime = LedgerTime()) -> Double {
         Double(spinning.kernels) * time.secondsPerKernel + spinning.readBytes / time.bytesPerSecond
             + spinning.flop / time.flopPerSecond
@@ -103,20 +107,20 @@ extension Ledger {
 /// The properties of the machine that a ledger assumes.
 public struct LedgerRules: Codable, Sendable, Equatable {
 
-    /// Whether the allocator is Metal's, with whole pages of 16 KiB for buffers longer than one page, and a cache of freed buffers. Otherwise it is
-    /// the CPU's, with exact sizes and no cache.
+    /// Whether the allocator is Metal's. Metal's allocator rounds sizes above 16 KiB up to whole pages and caches freed buffers. The CPU's allocator
+    /// uses exact sizes and no cache.
     public var isMetal: Bool
-    /// The number of kernels above which a command buffer is committed.
+    /// The number of kernels above which MLX commits a command buffer.
     public var operationsPerBuffer: Int
-    /// The number of elements in its buffers, in units of 2²⁰, above which a command buffer is committed.
+    /// The number of elements, in units of 2²⁰, above which MLX commits the command buffer that uses them.
     public var megaElementsPerBuffer: Int
-    /// The number of incomplete command buffers while the next one is encoded. Their inputs stay in memory.
+    /// The number of command buffers that may be incomplete while MLX encodes the next one. Their inputs stay in memory.
     public var runAhead: Int
     /// The generation of the GPU's architecture, such as 15 for `applegpu_g15p`.
     public var generation: Int
-    /// The number of complete command buffers whose completion handlers have not run when an `eval` returns. A handler ends a task and frees its
-    /// arrays, on another thread. MLX waits for handlers only when it waits for a task, and in `Stream.synchronize()`, which waits for all handlers.
-    /// Without such a wait, the handlers of a command buffer run when this number of later command buffers has been committed.
+    /// The number of finished command buffers whose completion handlers have not run when `eval` returns.
+    ///
+    /// A completion handler frees the arrays of its command buffer. `Stream.synchronize()` waits for all handlers.
     public var lateHandlers: Int
 
     public init(
@@ -131,27 +135,26 @@ public struct LedgerRules: Codable, Sendable, Equatable {
         self.lateHandlers = lateHandlers
     }
 
-    /// The rules of an iPhone (MLX's metal/device.cpp:604) whose GPU completes nothing before it must. The encoder is ahead by the 10 tasks that MLX
-    /// allows (transforms.cpp:25), or until `memoryLimit` or an `eval` makes it wait.
+    /// The rules of an iPhone (MLX's metal/device.cpp:604) whose GPU is as slow as possible. MLX encodes up to 10 tasks ahead (transforms.cpp:25).
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
 
-    /// The rules of an iPhone whose GPU completes each command buffer as soon as it is committed. By these rules arrays take the least memory.
+    /// The rules of an iPhone whose GPU completes each command buffer at once. Arrays then take the least memory.
     public static var fastPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0, lateHandlers: 0)
     }
-    /// The rules of `phone` with one late command buffer. By these rules the peak memory is that of a phone whose handlers run at once.
+    /// The rules of `phone` with the completion handlers of one command buffer late.
     public static var strictPhone: LedgerRules { inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
-    /// The rules of an iPhone whose handlers run 0.5 to 3 ms after their command buffer. Then up to 36 of MLX's command buffers are in flight.
+    /// The rules of an iPhone on which the completion handlers of 24 command buffers are late.
     public static var slowPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, lateHandlers: 24)
     }
-    /// The rules of an iPad with an M chip, or a Mac with an M chip other than a Max or Ultra (device.cpp:608).
+    /// The rules of an iPad or a Mac with an M chip that is no Max or Ultra (MLX's metal/device.cpp:608).
     public static var strictPad: LedgerRules { inEnvironment(operationsPerBuffer: 40, megaElementsPerBuffer: 40) }
-    /// The rules of a Mac with a Max or an Ultra (device.cpp:612).
+    /// The rules of a Mac with a Max or an Ultra chip (MLX's metal/device.cpp:612).
     public static var strictMac: LedgerRules { inEnvironment(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
 
-    /// - Parameter operationsPerBuffer: the property's value, unless the environment variable `MLX_MAX_OPS_PER_BUFFER` is set.
+    /// Returns rules with MLX's command buffer sizes. The environment variable `MLX_MAX_OPS_PER_BUFFER` overrides `operationsPerBuffer`, as in MLX.
     private static func inEnvironment(
         operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int = 10, lateHandlers: Int = 1
     ) -> LedgerRules {
@@ -161,7 +164,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
             megaElementsPerBuffer: megaElementsPerBuffer, runAhead: runAhead, lateHandlers: lateHandlers)
     }
 
-    /// The rules of MLX's CPU, where each operation is complete before the next begins.
+    /// The rules of MLX's CPU backend.
     public static let cpu = LedgerRules(
         isMetal: false, operationsPerBuffer: 0, megaElementsPerBuffer: .max >> 32, runAhead: 0)
 
@@ -176,7 +179,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
 
 // MARK: - Recording
 
-/// The reason why nothing was recorded.
+/// The reason why a recording failed.
 public struct LedgerError: LocalizedError, Sendable, Equatable {
     public var message: String
     public var errorDescription: String? { message }
@@ -184,12 +187,11 @@ public struct LedgerError: LocalizedError, Sendable, Equatable {
 
 extension Ledger {
 
-    /// Records the costs of the evaluations in `body`.
-    ///
-    /// Without `compute` nothing is computed. Evaluated arrays become zeros at once, which may be read, and a graph on the GPU's stream needs no GPU.
-    /// With `compute` the values are also computed, so they must be on the CPU's stream. One ledger is recorded at a time.
+    /// Records the costs of the evaluations in `body`. Only one recording can run at a time.
     ///
     /// - Parameters:
+    ///   - compute: whether to compute the values too, on the CPU's stream. Otherwise evaluated arrays are zeros, and a graph on the GPU's stream
+    ///     needs no GPU.
     ///   - device: the default device in `body`. If it is the CPU, the rules also apply to work on the CPU's stream.
     ///   - trace: called for each primitive in the order of evaluation, with the number of elements in its output.
     public static func record(
@@ -206,7 +208,7 @@ extension Ledger {
         return try recording.end()
     }
 
-    /// Whether this system can record. Only on Linux can an executable replace MLX's allocator.
+    /// Whether this system can record. Recording replaces MLX's allocator, which works on Linux only.
     public static var isAvailable: Bool {
         #if os(Linux)
             true
@@ -215,10 +217,10 @@ extension Ledger {
         #endif
     }
 
-    /// Resets the counts of the recording. Arrays from before stay counted, and kernels used before do not count as first used.
+    /// Resets the counts, except `firstKernels` and `mostFirstKernels`. Arrays that are alive stay counted.
     public static func restart() { host_ledger_restart() }
 
-    /// Marks a point at which the work may pause, for `mostFirstKernels`.
+    /// Begins a new interval for `mostFirstKernels`.
     public static func boundary() { host_ledger_boundary() }
 
     /// Records the costs of the evaluations in an asynchronous `body`.
@@ -237,7 +239,6 @@ extension Ledger {
     }
 }
 
-/// A recording in progress.
 private final class Recording {
     private let trace: ((String, Int) -> Void)?
 
@@ -282,7 +283,6 @@ private final class Recording {
         return ledger
     }
 
-    /// Throws the message, and frees it.
     private static func check(_ message: UnsafeMutablePointer<CChar>?) throws {
         guard let message else { return }
         defer { free(message) }

@@ -6,23 +6,19 @@ import HostMLXLedger
 @testable import MeSPSelfCheck
 @testable import MeSPSentences
 
-/// The costs on a phone of a step with a bundle for the GPU, counted without a GPU. See docs/ledger.md.
+/// The costs of a training step on a phone's GPU, counted without a GPU. See docs/ledger.md.
 struct StepCount: Encodable {
     let type = "count"
     let evals, kernels, readBytes, writtenBytes, newBuffers, newBufferBytes: Int
     let tflop: Double
     let modelledSeconds: Double
-    /// The peak memory of MLX's arrays and its cache, and the planner's prediction of that peak. Both leave out mapped weights and other memory of
-    /// the process. The command buffers have MLX's default sizes, and arrays are freed when their command buffer is complete.
+    /// The counted peak memory of MLX's arrays and cache, and the planner's prediction of it, in bytes. Both exclude mapped weights.
     let ledgerPeakBytes, predictedPeakBytes: Int
-    /// The number of command buffers, and the number of waits in which `eval` polls. `spinningSeconds` is an upper bound of the time of these waits.
     let commandBuffers, spins: Int
     let spinningSeconds: Double
-    /// The same counts with the trainer's command buffers. In `fast` each command buffer is complete at once. In `strict` each command buffer is
-    /// complete only when it must be, and the completion handlers of the last one are late. In `slow` the completion handlers of many command buffers
-    /// are late.
+    /// Counts by the rules `fastPhone`, `strictPhone` and `slowPhone`, with the trainer's command buffer sizes. The counts above use MLX's default
+    /// sizes.
     let fast, strict, slow: Short
-    /// The number of kernels that this step and the one before compile. `mostFirstKernels` is the largest number from one block to the next.
     let firstKernels, mostFirstKernels: Int
 
     struct Short: Encodable {
@@ -37,7 +33,6 @@ struct StepCount: Encodable {
         }
     }
 
-    /// - Throws: `MeSPError` as a run does, and for a bundle for the CPU; `LedgerError`.
     init(_ settings: RunSettings) throws {
         setenv(MLXSupport.commandBufferVariable, "\(LedgerRules.phone.operationsPerBuffer)", 1)
         let (ledger, predicted) = try record(settings, .phone)
@@ -57,7 +52,7 @@ struct StepCount: Encodable {
     }
 }
 
-/// Records the second step, because the first one also creates arrays that stay. Returns the ledger and the planner's prediction for its arrays.
+/// Records the second step, because the first one also creates arrays that stay.
 private func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Ledger, predicted: Int) {
     var predicted = 0
     let ledger = try Ledger.record(rules: rules) {

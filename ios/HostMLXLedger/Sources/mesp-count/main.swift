@@ -1,6 +1,9 @@
-// mesp-count SETTINGS.json: counts the costs of a step on a phone's GPU, and prints them as one line of JSON. mesp train --dry-run and
-// tools/bench.py drive it.
-// mesp-count --version: prints its version and MLX's, which the Python package compares with its own.
+// Usage:
+//
+//     mesp-count SETTINGS.json  # prints the costs of a step on a phone's GPU as one line of JSON
+//     mesp-count --version  # prints its version and MLX's version
+//
+// `mesp train --dry-run` and tools/bench.py run it.
 
 import Foundation
 

@@ -16,7 +16,7 @@ class Probe : public mx::Primitive {
    public:
     Probe(mx::Stream stream, const char *name) : Primitive(stream), name_(name) {}
 
-    // All earlier work is complete, and its arrays are released, when a probe allocates its buffer.
+    // `synchronize` completes earlier work and releases its arrays before the probe allocates its buffer.
     void eval_cpu(const std::vector<mx::array> &inputs, std::vector<mx::array> &outputs) override {
         mx::synchronize(stream());
         auto &out = outputs[0];

@@ -5,16 +5,14 @@ import Testing
 
 @testable import MLX
 
-/// The size of a page, 16 KiB; `pageOfFloats` is the number of float32 in it.
+/// Metal's page size in bytes.
 private let page = 16384
 private let pageOfFloats = 4096
 
-/// Records the evaluations in `body`.
 private func count(_ rules: LedgerRules = .phone, _ body: () throws -> Void) throws -> Ledger {
     try Ledger.record(rules: rules, body)
 }
 
-/// Returns the number of kernels by kind.
 private func kernels(_ body: () throws -> [MLXArray]) throws -> [String: Int] {
     try count { eval(try body()) }.kinds.mapValues { $0.kernels }
 }
@@ -55,7 +53,7 @@ struct LedgerTests {
         #expect(ledger.evals == 0)
         #expect(ledger.commandBuffers == 0)
         #expect(ledger.kernels == 0)
-        // A kernel can read an array that the CPU writes in the same evaluation.
+        // The GPU reads an array that the CPU writes in the same evaluation.
         let both = try count { eval(exp(exp(floats(4), stream: .cpu))) }
         #expect(both.evals == 1)
         #expect(both.commandBuffers == 1)
@@ -70,7 +68,7 @@ struct LedgerTests {
         #expect(ledger.flop == 2 * 64 * 32 * 128)
         #expect(ledger.kinds["gemm"]?.readBytes == Double(4 * (64 * 32 + 32 * 128)))
         #expect(ledger.kinds["gemm"]?.writtenBytes == Double(4 * 64 * 128))
-        // The sum overwrites the product, and reads a row of 128 many times from the GPU's cache.
+        // The ledger counts a broadcast row of 128 numbers once.
         #expect(ledger.kinds["binary"]?.readBytes == Double(4 * (64 * 128 + 128)))
         let time = LedgerTime()
         let seconds = 200e-6 + 2 * 6e-6 + (ledger.readBytes + ledger.writtenBytes) / 80e9 + ledger.flop / 1.2e12
@@ -120,7 +118,6 @@ struct LedgerTests {
 
     // MARK: - Order and donation, against MLX on the CPU
 
-    /// Returns a random graph of probes that depend on earlier ones. Equal seeds give equal graphs.
     private func randomGraph(seed: UInt64) -> [MLXArray] {
         var state = seed
         func random(_ bound: Int) -> Int {
@@ -151,7 +148,6 @@ struct LedgerTests {
         #expect(order == expected)
     }
 
-    /// Returns random sums of arrays of one size, some of which are needed again. The order determines which are donated.
     private func randomSums(seed: UInt64) -> [MLXArray] {
         var state = seed
         func random(_ bound: Int) -> Int {
@@ -202,18 +198,16 @@ struct LedgerTests {
             eval(x)
             withExtendedLifetime(source) {}
         }
-        // 45 kernels make command buffers of 21, 21 and 3. The first result is beside x, and later results overwrite it.
+        // 45 kernels make command buffers of 21, 21 and 3 kernels. Besides x there is one new buffer, which later results overwrite.
         #expect(ledger.commandBuffers == 3)
         #expect(ledger.newBuffers == 2)
         #expect(ledger.peakArrays == 2)
         #expect(ledger.peakActiveBytes - baseline() == 2 * 4 * page)
     }
 
-    /// Returns the memory of the arrays that are alive besides the measured ones: those of tests and of MLX itself.
     private func baseline() -> Int { Memory.activeMemory }
 
-    /// Evaluates 42 products, each of the previous one and `w`. By the rules of an iPhone they fill two command buffers, and a third ends the
-    /// evaluation.
+    /// Evaluates 42 chained products. With an iPhone's rules they take three command buffers, the last of which only ends the evaluation.
     private func products(_ body: () -> Void = {}) {
         let x = floats(64, 64)
         let w = floats(64, 64)
@@ -225,17 +219,15 @@ struct LedgerTests {
 
     @Test func inputsAreHeldUntilTheirBufferIsComplete() throws {
         let before = baseline()
-        // Each array takes a page. With the encoder far ahead there are x, w and 42 products.
+        // x, w and the 42 products take one page each. The encoder is so far ahead that none is freed.
         let ahead = try count(.phone) { products() }
         #expect(ahead.commandBuffers == 3)
         #expect(ahead.peakArrays == 44)
         #expect(ahead.peakBytes - before == 44 * page)
-        // If each buffer is complete at once, 21 products are held until the first buffer is complete, and then only the last of these. The second
-        // buffer adds 21.
+        // The peak is x, w, the last of the first 21 products, and the other 21 products.
         let none = try count(.fastPhone) { products() }
         #expect(none.peakArrays == 24)
         #expect(none.peakActiveBytes - before == 24 * page)
-        // 20 freed buffers in the cache are reused, so only one more is new.
         #expect(none.newBuffers == 24)
         #expect(none.newBuffers == ahead.newBuffers - 20)
     }
@@ -247,7 +239,7 @@ struct LedgerTests {
             x = nil
             eval(results)
         }
-        // The second operation is the last to read x, but the first operation's command buffer is incomplete and still holds x.
+        // By the rules of `phone`, the first operation's incomplete command buffer still holds x, so the second operation cannot overwrite x.
         #expect(try count(.phone, body).newBuffers == 3)
         let each = LedgerRules(isMetal: true, operationsPerBuffer: 0, megaElementsPerBuffer: 40, runAhead: 0)
         #expect(try count(each, body).newBuffers == 2)
@@ -260,8 +252,7 @@ struct LedgerTests {
             for _ in 0..<(21 * 20) { y = matmul(y, x) }
             eval(y)
         }
-        // After the eleventh buffer the first must be complete, which frees 20 products: its inputs except x. From then on the 21 inputs of each of
-        // 11 buffers, the newest product and x are held.
+        // Eleven command buffers, one of which is being encoded, hold 21 inputs each. The newest product and x are alive too.
         #expect(ledger.peakArrays == 21 * 11 + 2)
     }
 
@@ -273,8 +264,7 @@ struct LedgerTests {
             Memory.memoryLimit = Memory.activeMemory + 30 * page
             products()
         }
-        // The first buffer has x, w and 21 products. The eighth product of the next buffer is the 31st page. There the encoder waits until the first
-        // buffer is complete.
+        // x, w, the 21 products of the first buffer and 8 more take 31 pages. Then the encoder waits until the first buffer is complete.
         #expect(ledger.peakArrays == 31)
         #expect(ledger.peakActiveBytes - before == 31 * page)
     }
@@ -283,7 +273,7 @@ struct LedgerTests {
 
     @Test func theLastBuffersArraysOutliveAnEvaluation() throws {
         let before = baseline()
-        /// Returns the number of living arrays after `eval` and `clearCache`: the factor, and those of two unneeded products that are still held.
+        /// Returns the number of arrays that are still alive after `eval` and `clearCache`.
         func alive(_ rules: LedgerRules, then: () -> Void = {}) throws -> Int {
             var alive = 0
             _ = try count(rules) {
@@ -297,9 +287,9 @@ struct LedgerTests {
             return alive / page
         }
         #expect(try alive(.phone) == 1)
-        // The first product is an input of the second, and the second is an input of the evaluation's end. Their handlers have not run.
+        // x and both products are alive, because the completion handlers that release the products have not run.
         #expect(try alive(.strictPhone) == 3)
-        // The handlers run when the next command buffer is committed.
+        // Committing another command buffer runs the handlers.
         #expect(try alive(.strictPhone) { eval(arange(4, dtype: .int32)) } == 1)
     }
 
@@ -321,11 +311,11 @@ struct LedgerTests {
             synchronized = Memory.activeMemory - before
             withExtendedLifetime(x) {}
         }
-        // x, and one product of each evaluation whose handlers have not run, are alive.
+        // x is alive, and so is one product of each evaluation whose handlers have not run.
         #expect(alive == (1 + min(late, 6)) * page)
         #expect(synchronized == page)
         #expect(ledger.waits == 1)
-        // There are seven command buffers: one for each evaluation, and one for `synchronize`.
+        // Six evaluations and `synchronize` use one command buffer each.
         #expect(ledger.mostInFlight == min(max(late, 1), 7))
     }
 
@@ -340,11 +330,9 @@ struct LedgerTests {
             }.peakArrays
         }
         #expect(try peak(limited: false) == 88)
-        // The encoder waits for the two tasks of the first 42 products when x, w and one more product exceed the limit.
         #expect(try peak(limited: true) == 47)
     }
 
-    /// Each evaluation has a task and a buffer that ends it. Above ten tasks the wait commits one more buffer.
     @Test func elevenTasksAreLate() throws {
         let ledger = try count(rules(lateHandlers: .max)) {
             let x = floats(64, 64)
@@ -366,8 +354,7 @@ struct LedgerTests {
             Memory.memoryLimit = Memory.activeMemory + 25 * page
             products()
         }
-        // If the first buffer is committed after 21 products, the encoder can wait for it at the 24th. If it is committed after 41, all products are
-        // alive.
+        // After a first command buffer of 21 products, the encoder can wait for it at the 24th. After one of 41, it is too late.
         #expect(ledger.peakArrays == [3: 26, 2: 43, 1: 44][buffers])
     }
 
@@ -380,7 +367,7 @@ struct LedgerTests {
                 products()
             }
         }
-        // When memory is short, only one buffer runs, and the encoder polls until the 21 products of this buffer are complete.
+        // One buffer with 21 products runs when memory is short, so the encoder polls.
         let short = try ledger(pages: 30)
         #expect(short.spins == 1)
         #expect(short.spinning.kernels == 21)
@@ -388,7 +375,7 @@ struct LedgerTests {
         let time = LedgerTime()
         #expect(abs(short.secondsSpinning() - 21 * time.secondsPerKernel) < 23e-6)
         #expect(try ledger(pages: 60).spins == 0)
-        // With several buffers the encoder sleeps until memory is free.
+        // With several running buffers the encoder sleeps instead of polling.
         let limits = try count(
             LedgerRules(isMetal: true, operationsPerBuffer: 4, megaElementsPerBuffer: 40, runAhead: 10)
         ) {
@@ -509,7 +496,6 @@ struct LedgerTests {
         #expect(try kernels { [softmax(floats(8, 32).T, axis: -1)] } == ["copy": 1, "softmax": 1])
         #expect(try kernels { [logSumExp(floats(8, 32), axis: -1)] } == ["logsumexp": 1])
         #expect(try kernels { [argMax(floats(8, 32), axis: -1)] } == ["arg_reduce": 1])
-        // Each column has 32 partial results.
         #expect(try count { eval(floats(257, 5000).sum(axis: 0)) }.kinds["reduce"]?.writtenBytes == 4 * 33 * 5000)
     }
 
@@ -524,20 +510,18 @@ struct LedgerTests {
         #expect(try product(floats(1, 256), floats(256, 64)) == ["gemv": 1])
         #expect(try product(floats(64, 64).T, floats(128, 64).T) == ["gemm": 1])
         #expect(try product(floats(64, 128)[0..., .stride(by: 2)], floats(64, 128)) == ["copy": 1, "gemm": 1])
-        // Eight products of 16 rows with one matrix are one product of 128 rows, whose k is long enough to split. With eight matrices they are eight
-        // products.
+        // Eight products of 16 rows with one matrix become one product of 128 rows, whose k is split. Products with eight matrices stay separate.
         #expect(try product(floats(8, 16, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
         #expect(try product(floats(8, 16, 256), floats(8, 256, 64)) == ["gemm": 1])
         #expect(try kernels { [addMM(floats(64), floats(64, 64), floats(64, 128)[0..., ..<64])] } == ["gemm": 1])
-        // 256 / 16 iterations and 2 · 2 tiles of 32 give four parts in float32, which the kernel gemm writes.
+        // k is split into four parts. `gemm` writes all four in float32.
         let inParts = try count { eval(matmul(floats(64, 256), floats(256, 64))) }
         #expect(inParts.flop == 2 * 64 * 64 * 256)
         #expect(inParts.kinds["gemm"]?.writtenBytes == 65536)
-        // A product of two vectors has its parts, their sum and a copy.
         #expect(try product(floats(1, 64), floats(64, 1)) == ["gemv": 1, "reduce": 1, "copy": 1])
     }
 
-    /// From the 15th generation on, 2 to 15 rows of 16-bit numbers and a transposed matrix are multiplied as vectors.
+    /// From GPU generation 15 on, MLX computes 2 to 15 rows with a matrix–vector kernel, for 16-bit numbers and a transposed matrix.
     @Test func productsOfAFewRows() throws {
         func product(
             _ rows: Int, _ dtype: DType = .bfloat16, columns: Int = 256, transpose: Bool = true, generation: Int = 15,
@@ -590,7 +574,7 @@ struct LedgerTests {
             }
         }
         let w = [2048, 1024]
-        // 64 tiles of 32 × 32 give eight parts of k, and their sum.
+        // k is split into eight parts, which a second kernel adds.
         let inParts = try ledger([13, 1024], w)
         #expect(counts(inParts) == ["qmm": 1, "reduce": 1])
         #expect(inParts.kinds["qmm"]?.writtenBytes == Double(8 * 13 * 2048 * 4))
@@ -601,15 +585,14 @@ struct LedgerTests {
         // A product with more than 256 tiles is not split.
         #expect(counts(try ledger([160, 1024], w)) == ["qmm": 1])
         #expect(counts(try ledger([2, 32, 1024], [2] + w)) == ["qmm": 1])
-        // The first product has as many parts as a row has groups of 64. The second would have four parts, but four does not divide its ten groups,
-        // so it has two.
+        // The first product has 14 parts, one for each group of a row. The second has two, because four does not divide its ten groups.
         #expect(try ledger([256, 896], [128, 896]).kinds["qmm"]?.writtenBytes == Double(14 * 256 * 128 * 4))
         #expect(try ledger([256, 640], [448, 640]).kinds["qmm"]?.writtenBytes == Double(2 * 256 * 448 * 4))
         #expect(counts(try ledger([4, 2048], w, transpose: false)) == ["qmm": 1])
-        // k has eight parts, whose sum is a reduction of short columns.
+        // k is split into eight parts, which a second kernel adds.
         #expect(counts(try ledger([1, 2048], w, transpose: false)) == ["qvm": 1, "reduce": 1])
         #expect(counts(try ledger([3, 2048], [2048, 192], transpose: false)) == ["qvm": 1, "reduce": 1])
-        // A slice of columns needs copies of the words, the scales and the biases.
+        // MLX copies the words, scales and biases of a slice of columns.
         #expect(counts(try ledger([32, 512], w, slice: true)) == ["copy": 3, "qmm": 1, "reduce": 1])
         #expect(
             try kernels {
@@ -617,7 +600,6 @@ struct LedgerTests {
             } == ["copy": 1, "dequantize": 1])
     }
 
-    /// Other bits use the same kernels as 4 bits and read fewer bytes. Groups of 128 give fewer parts.
     @Test func quantizedProductsOfFewBits() throws {
         func ledger(
             _ x: [Int], bits: Int, groupSize: Int = 64, transpose: Bool = true, rows: Int = 2048
@@ -645,7 +627,7 @@ struct LedgerTests {
             }
             #expect(counts(try ledger(x, bits: 2, groupSize: 128, transpose: transpose)) == counts(four))
         }
-        // k has as many parts as a row has groups: 16 of 64, and eight of 128.
+        // The number of parts is the number of groups in a row.
         for (groupSize, parts) in [(64, 16), (128, 8)] {
             let inParts = try ledger([32, 1024], bits: 2, groupSize: groupSize, rows: 512)
             #expect(inParts.kinds["qmm"]?.writtenBytes == Double(parts * 32 * 512 * 4))
@@ -653,7 +635,7 @@ struct LedgerTests {
     }
 
     @Test func adoptedMemoryIsActiveButNotInThePeak() throws {
-        // As in HostMLX's MemoryTests, the pages follow a word with their length.
+        // On Linux MLX reads a buffer's size from the word before its data.
         let bytes = 64 * page
         let base = UnsafeMutableRawPointer.allocate(byteCount: 2 * page + bytes, alignment: page)
         let data = base + page
@@ -675,7 +657,6 @@ struct LedgerTests {
 
     private let eps = bytes(of: Float(1e-6))
 
-    /// Records a fused operation on evaluated inputs.
     private func fused(
         _ name: String, _ state: Data, _ inputs: @autoclosure () -> [MLXArray], _ shape: [Int]
     ) throws -> Ledger {
@@ -716,9 +697,8 @@ struct LedgerTests {
             counts(try fused("RoPE", state(dims), [x, MLXArray(Int32(0))], x.shape))
         }
         #expect(try rope(64, floats(1, 2, 16, 64)) == ["rope": 1])
-        // Arrays with heads and sequence exchanged are read without a copy.
         #expect(try rope(64, floats(1, 16, 2, 64).transposed(0, 2, 1, 3)) == ["rope": 1])
-        // For a part of the dimensions, or another layout, a copy is rotated.
+        // RoPE needs a copy of arrays with these layouts.
         #expect(try rope(32, floats(1, 2, 16, 64).transposed(0, 1, 2, 3)[0..., 0..., ..<8]) == ["copy": 1, "rope": 1])
         #expect(try rope(64, floats(2, 16, 64, 2).transposed(0, 3, 1, 2)) == ["copy": 1, "rope": 1])
     }
@@ -732,16 +712,16 @@ struct LedgerTests {
         }
         let full = try attention(floats(1, 4, 32, 64), floats(1, 2, 32, 64))
         #expect(counts(full) == ["attention": 1])
-        // Each of 32 rows of 4 heads attends to the keys up to its own: 528 pairs, in two products of 64.
+        // 528 query–key pairs · 4 heads · 2 products · 64 dimensions · 2 FLOP.
         #expect(full.flop == 540_672)
-        // q is copied only if its rows are not contiguous. Other transpositions are read in place.
+        // q is copied only if its rows are not contiguous.
         #expect(
             counts(try attention(floats(1, 32, 4, 64).transposed(0, 2, 1, 3), floats(1, 2, 32, 64)))
                 == ["attention": 1])
         #expect(
             counts(try attention(floats(1, 4, 64, 32).transposed(0, 1, 3, 2), floats(1, 2, 32, 64)))
                 == ["copy": 1, "attention": 1])
-        // A few rows need one kernel, or two if there are many keys for several heads.
+        // A few query rows take one kernel, or two kernels with many keys and fewer key heads than query heads.
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4095, 64))) == ["attention": 1])
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4096, 64))) == ["attention": 2])
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 4, 4096, 64))) == ["attention": 1])
@@ -752,8 +732,7 @@ struct LedgerTests {
 
 private func bytes<T>(of value: T) -> Data { withUnsafeBytes(of: value) { Data($0) } }
 
-/// Writes a file with a function of one primitive, as MLX does for a GPU (export.cpp:846). Without a GPU, MLX replaces these primitives by plain
-/// operations while tracing, and so cannot write the file.
+/// Writes a `.mlxfn` file with one primitive, as MLX does on a machine with a GPU (export.cpp:846).
 private func functionFile(_ name: String, _ state: Data, _ inputs: [MLXArray], _ shape: [Int]) throws -> URL {
     func list(_ items: [Data]) -> Data { items.reduce(bytes(of: UInt64(items.count)), +) }
     func text(_ text: String) -> Data { list(text.utf8.map { bytes(of: $0) }) }

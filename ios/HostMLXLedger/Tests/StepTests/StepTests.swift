@@ -7,12 +7,10 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPSelfCheck
 
-/// Compares the memory and the kernels of steps with the demo bundle for the GPU, by the ledger's strict rules.
 @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
 final class StepTests {
     private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
         .appendingPathComponent("../../../MeSPTrainer/Demo-GPU.mesp").standardizedFileURL
-    /// The demo bundle for the GPU without its functions.
     private let bare: URL
     private static let demoForTheCPU = demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp")
     private typealias Change = (inout RunSettings) -> Void
@@ -37,7 +35,6 @@ final class StepTests {
         return settings
     }
 
-    /// Records the second step.
     private func step(
         _ settings: RunSettings, _ rules: LedgerRules = .strictPhone, keepsCache: Bool = false
     ) throws -> (Ledger, Planner, Plan) {
@@ -77,7 +74,6 @@ final class StepTests {
         }
     }
 
-    /// Without functions, the formulas' forward pass takes less memory than a block's backward pass, which is the peak.
     @Test func aPlanWithoutFunctionsLacksTheirGraphsAlone() throws {
         let settings = try settings(256)
         let planners = try [Self.demo, bare].map { Planner(try ModelBundle(url: $0).manifest, settings) }
@@ -86,13 +82,12 @@ final class StepTests {
         #expect(planners[1].peak(plan) < planners[0].peak(plan))
     }
 
-    /// Waits for memory do not keep a core busy. With MLX's default command buffers a core would poll for most of the step.
+    /// With MLX's default command buffer sizes, `eval` would poll for most of the step.
     @Test func waitsForMemorySleep() throws {
         let (ledger, _, _) = try step(settings(256))
         #expect(ledger.secondsSpinning() < 0.01 * ledger.seconds())
     }
 
-    /// A step maps nothing, because a run maps each file and each array on disk only once.
     @Test(arguments: RunSettings.Offload.allCases) func aStepMapsNothing(_ offload: RunSettings.Offload) throws {
         let (ledger, _, _) = try step(settings { $0.offload = offload })
         #expect(ledger.mappings == 0)
@@ -110,7 +105,7 @@ final class StepTests {
         #expect(try mappings(tokens: 9) == mappings(tokens: 1))
     }
 
-    /// A token should need one evaluation, because a round trip to the GPU takes longer than a block's kernels.
+    /// A round trip to the GPU takes longer than a block's kernels, so a token should need only one evaluation.
     @Test(arguments: [0, 0.8] as [Float]) func aTokenIsOneEvaluation(_ temperature: Float) throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             var request = Generator.Request(prompt: [1, 2, 3])
@@ -137,7 +132,7 @@ final class StepTests {
         #expect(mapped.values.allSatisfy { $0 == 1 })
     }
 
-    /// No kernel gathers rows of the embedding, because Metal would then keep the whole file in memory.
+    /// Metal keeps a whole file in memory if a kernel reads any part of it.
     @Test func noKernelReadsTheEmbedding() throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let bundle = try ModelBundle(url: Self.demo)
@@ -153,7 +148,7 @@ final class StepTests {
         #expect(ledger.kernels == 0)
     }
 
-    /// A pause waits until a block or the head has compiled its kernels.
+    /// A training run can pause only at boundaries, so few kernels may be compiled between two of them.
     @Test(arguments: [true, false]) func theFirstStepCompilesFewKernelsBetweenBoundaries(_ hasFunctions: Bool) throws {
         let (ledger, _, _) = try step(settings { $0.bundle = (hasFunctions ? Self.demo : bare).path })
         #expect(ledger.firstKernels <= 80)
@@ -170,7 +165,7 @@ final class StepTests {
         #expect(ledger.firstKernels > 30 && ledger.mostFirstKernels <= 30)
     }
 
-    /// Products of a few rows copy nothing. MLX's kernel `qvm_split_k` takes up to three rows without a copy.
+    /// MLX's kernel `qvm_split_k` takes up to three rows without a copy.
     @Test(arguments: 1...4, [128, 96]) func productsOfFewRowsCopyNothing(_ rows: Int, _ columns: Int) throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
             let words = MLXArray.zeros([1024, columns / 8], dtype: .uint32)
@@ -183,11 +178,11 @@ final class StepTests {
             eval(dx)
             #expect(dx.shape == [rows, columns])
         }
-        // The kernels are three arrays of zeros, the product, and for few rows the sum of its parts.
+        // Three kernels fill arrays with zeros and one multiplies. Below four rows, one more adds the parts of the product.
         #expect(ledger.kernels == (rows < 4 ? 5 : 4))
     }
 
-    /// The prediction for a bundle for the CPU covers Apple's devices, where Metal's allocator allocates whole pages and keeps freed buffers.
+    /// The planner's prediction for a CPU bundle also holds on Apple devices, whose allocator rounds up to whole pages and caches buffers.
     @Test(arguments: [128, 256], RunSettings.Offload.allCases)
     func thePredictionOnACPUCoversMetalsAllocator(_ length: Int, _ offload: RunSettings.Offload) throws {
         let rules = LedgerRules(isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)

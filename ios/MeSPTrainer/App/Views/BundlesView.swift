@@ -2,7 +2,6 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The bundles on the phone, with the ways to add more.
 struct BundlesView: View {
     @Environment(AppModel.self) private var model
     @State private var choosesBundle = false
@@ -62,7 +61,7 @@ struct BundlesView: View {
     }
 }
 
-/// The download of a bundle or a model from the Hub, by its name. It shows the facts to know before the download.
+/// Looks up a bundle or a model on the Hub, and downloads it.
 private struct DownloadSection: View {
     @Environment(AppModel.self) private var model
 

@@ -1,7 +1,6 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The choices of the person: each chosen answer, with the rejected answer.
 struct ChoicesView: View {
     @Environment(AppModel.self) private var model
 

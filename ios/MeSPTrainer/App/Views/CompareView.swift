@@ -2,7 +2,7 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// Two comparisons: the base model with the fine-tuned model, and the measurements of MeSP, MeBP and MeZO on this phone with the paper's figures.
+/// Compares the base model with the fine-tuned model, and measurements on this phone with the paper's figures.
 struct CompareView: View {
     @Environment(AppModel.self) private var model
     @State private var steps = 5
@@ -67,7 +67,6 @@ private struct BenchmarkRow: View {
     var body: some View {
         VStack(alignment: .leading, spacing: 4) {
             Text(row.method.name).font(.headline)
-            // The three columns are used if the text size leaves room for them.
             ViewThatFits(in: .horizontal) {
                 Grid(alignment: .trailing, horizontalSpacing: 16) {
                     GridRow {
@@ -125,7 +124,6 @@ private struct BenchmarkRow: View {
     }
 }
 
-/// The rows of a benchmark as a file to share.
 private struct BenchmarkFile: Transferable {
     let rows: String
 

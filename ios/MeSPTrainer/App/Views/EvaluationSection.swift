@@ -1,7 +1,6 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The scores of the base model and the fine-tuned model on the records of a file.
 struct EvaluationSection: View {
     @Environment(AppModel.self) private var model
     @State private var runID: StoredRun.ID?
@@ -25,7 +24,7 @@ struct EvaluationSection: View {
             } else {
                 Button("Measure on a File", systemImage: "checklist") { choosesFile = true }
                     .disabled(!model.isFree || (run == nil && model.form.bundle == nil))
-                    // The modifier is on a button, because a section would apply it to each of its rows.
+                    // The modifier is on the button, because SwiftUI applies a section's modifier to each row.
                     .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) {
                         result in
                         switch result {

@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The screen to train a model together with other people. Each person's text stays on that person's device.
+/// The screen for federated training. Each person's text stays on that person's device.
 struct FederationView: View {
     @Environment(AppModel.self) private var model
     @State private var asks = false
@@ -53,7 +53,6 @@ struct FederationView: View {
     }
 }
 
-/// A round, with the bytes received and sent.
 private struct RoundRow: View {
     let round: Federation.Round
 

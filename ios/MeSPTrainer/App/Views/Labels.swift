@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// A sentence with a symbol. Only the symbol is tinted, so that the text stays legible.
+/// A label in which only the symbol has the tint.
 struct TintedLabel: View {
     let text: String
     let systemImage: String
@@ -20,7 +20,6 @@ struct TintedLabel: View {
     }
 }
 
-/// A problem that occurred, or that prevents an action.
 struct ProblemLabel: View {
     let text: String
 
@@ -29,7 +28,6 @@ struct ProblemLabel: View {
     var body: some View { TintedLabel(text, systemImage: "exclamationmark.triangle.fill", tint: .orange) }
 }
 
-/// Notices about a person's data, one row each.
 struct NoticeRows: View {
     let notices: [String]
 
@@ -77,17 +75,17 @@ extension StoredRun.Status {
 }
 
 extension Int {
-    /// The number of bytes as text, in decimal units.
+    /// The number of bytes as text in decimal units, such as “1.5 GB”.
     var bytes: String { formatted(.byteCount(style: .file)) }
 }
 
 extension Double {
-    /// The number as a multiple, such as “1.25×”.
+    /// The number as text, such as “1.25×”.
     var times: String { "\(formatted(.number.precision(.fractionLength(2))))×" }
 }
 
 extension URL {
-    /// Runs `body` with access to a file that the person chose outside of the app's folders.
+    /// Runs `body` with access to a file outside the app's sandbox.
     @MainActor func accessed(_ body: () async -> Void) async {
         let granted = startAccessingSecurityScopedResource()
         await body()

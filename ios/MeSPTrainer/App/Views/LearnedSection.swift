@@ -1,7 +1,7 @@
 import MeSPAppModel
 import SwiftUI
 
-/// Two examples of a run's effect, and the button that opens the tab *Try* with the run.
+/// Shows examples of what a run changed in the model.
 struct LearnedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun
@@ -20,7 +20,7 @@ struct LearnedSection: View {
                     Button("Show Two Examples", systemImage: "text.quote") { model.showExamples(of: run) }
                         .disabled(!model.isFree)
                 }
-                // The task is on one row, because a section's task would run once for each row.
+                // The task is on one row, because SwiftUI runs a section's task once for each row.
                 Button("Try It", systemImage: "text.bubble") { model.openChat(with: run) }
                     .task(id: run.id) { await examples.load(run) }
             } header: {

@@ -1,7 +1,6 @@
 import SwiftUI
 
 extension View {
-    /// Shows a number pad for typing, where the keyboard is on the screen.
     func numberPad() -> some View {
         #if os(iOS)
             keyboardType(.decimalPad)
@@ -10,7 +9,7 @@ extension View {
         #endif
     }
 
-    /// Adds a key that ends typing, because a number pad has no Return key.
+    /// Adds a Done button to the keyboard, because a number pad has no Return key.
     func doneKey(_ action: @escaping () -> Void) -> some View {
         #if os(iOS)
             toolbar {
@@ -24,7 +23,6 @@ extension View {
         #endif
     }
 
-    /// Disables autocorrection, which would change names.
     func plainWords() -> some View {
         #if os(iOS)
             autocorrectionDisabled().textInputAutocapitalization(.never)
@@ -33,7 +31,6 @@ extension View {
         #endif
     }
 
-    /// Shows a small title, where titles are large.
     func inlineTitle() -> some View {
         #if os(iOS)
             navigationBarTitleDisplayMode(.inline)
@@ -42,7 +39,6 @@ extension View {
         #endif
     }
 
-    /// Covers the whole screen.
     func coversScreen() -> some View {
         #if os(iOS)
             ignoresSafeArea().statusBarHidden()
@@ -51,7 +47,6 @@ extension View {
         #endif
     }
 
-    /// Keeps the device awake while `wanted` is true.
     func staysAwake(_ wanted: Bool) -> some View { modifier(Awake(wanted: wanted)) }
 }
 

@@ -2,7 +2,6 @@ import Charts
 import MeSPAppModel
 import SwiftUI
 
-/// The run in progress, or the last run.
 struct RunView: View {
     @Environment(AppModel.self) private var model
 
@@ -60,7 +59,6 @@ struct RunView: View {
     }
 }
 
-/// The curves, figures and events of a log, for a run in progress or one that has ended.
 struct LogSections: View {
     let log: LogSummary
 
@@ -137,7 +135,6 @@ struct LogSections: View {
     }
 }
 
-/// The state of the controller, as text with a symbol.
 struct StateLabel: View {
     let state: RunController.State
 
@@ -158,7 +155,6 @@ struct StateLabel: View {
     }
 }
 
-/// The dark screen of an overnight run. A tap restores the screen's brightness.
 struct NightView: View {
     @Environment(AppModel.self) private var model
     var body: some View {

@@ -1,10 +1,9 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The list of all runs, to open, continue, share and delete them.
 struct RunsView: View {
     @Environment(AppModel.self) private var model
-    /// The opened run; empty for the list.
+    /// The opened run, or empty while the list is shown.
     @State private var path: [StoredRun.ID] = []
 
     var body: some View {

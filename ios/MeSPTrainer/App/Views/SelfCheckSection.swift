@@ -1,7 +1,6 @@
 import MeSPAppModel
 import SwiftUI
 
-/// The self-check of this phone with the chosen model.
 struct SelfCheckSection: View {
     @Environment(AppModel.self) private var model
 

@@ -4,11 +4,10 @@ import SwiftUI
 import UniformTypeIdentifiers
 
 extension UTType {
-    /// The type of bundles, as Info.plist declares it.
+    /// The type of bundles, which Info.plist declares.
     static let mespBundle = UTType(exportedAs: "org.mesp.bundle")
 }
 
-/// A run to share, as a ZIP file of its log and adapters, or of the adapters only.
 struct Archive: Transferable {
     let run: StoredRun
     var adaptersOnly = false
@@ -29,7 +28,6 @@ struct Archive: Transferable {
     }
 }
 
-/// The reports of self-checks and the logs of runs, to share as a ZIP file.
 struct Measurements: Transferable {
     let folder: DocumentsFolder
 
@@ -46,8 +44,9 @@ struct Measurements: Transferable {
 }
 
 extension URL {
-    /// Returns a ZIP file of this folder, in the folder for temporary files. The file coordinator zips a folder that is read for uploading, and
-    /// deletes its file when the closure returns. So the file is copied.
+    /// Zips this folder into the temporary directory.
+    ///
+    /// A coordinated read with `.forUploading` creates a ZIP file, which exists only during the closure. The closure therefore copies it.
     fileprivate func zipped(as name: String) throws -> URL {
         let target = URL.temporaryDirectory.appending(path: "\(name).zip")
         var coordination: NSError?

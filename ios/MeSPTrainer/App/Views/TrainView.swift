@@ -2,7 +2,6 @@ import MeSPAppModel
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// The form for a new run, or the present or last run.
 struct TrainView: View {
     @Environment(AppModel.self) private var model
 
@@ -17,7 +16,7 @@ struct TrainView: View {
     }
 }
 
-/// Offers to resume the run during which the app was terminated.
+/// Offers to resume a run that ended because the app was terminated.
 private struct InterruptedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun
@@ -34,7 +33,6 @@ private struct InterruptedSection: View {
     }
 }
 
-/// A sentence about what a new run teaches the model, and the button that starts it.
 struct SetupView: View {
     @Environment(AppModel.self) private var model
 
@@ -70,7 +68,6 @@ struct SetupView: View {
     }
 }
 
-/// The first record as it will be trained, with notices about the data.
 private struct PreviewSection: View {
     let preview: TrainingPreview
 
@@ -94,7 +91,6 @@ private struct PreviewSection: View {
 }
 
 extension View {
-    /// Shows the button that starts a run at the bottom, always visible.
     fileprivate func startBar() -> some View { safeAreaInset(edge: .bottom) { StartBar() } }
 }
 
@@ -124,9 +120,7 @@ private struct StartBar: View {
     }
 }
 
-/// The settings of a new run that have good defaults: model, text, method and memory.
 private struct MoreView: View {
-    /// A field with keyboard focus.
     private enum Field: Hashable {
         case number(NumberField)
         case pasted

@@ -1,7 +1,6 @@
 import MeSPAppModel
 import SwiftUI
 
-/// A prompt or a conversation, answered by the base model and by the fine-tuned model.
 struct TryView: View {
     @Environment(AppModel.self) private var model
     @Environment(\.dynamicTypeSize) private var textSize
@@ -109,7 +108,6 @@ struct TryView: View {
         }
     }
 
-    /// Shows both answers, side by side if there is room for two columns.
     private func answers(_ turn: SideBySideChat.Turn, writing: SideBySideChat.Side?) -> some View {
         let layout =
             textSize.isAccessibilitySize || width == .compact
@@ -131,7 +129,7 @@ struct TryView: View {
         }
     }
 
-    /// Buttons to choose the better answer, or to correct it. The next run can train on the choice.
+    /// Shows buttons to prefer or correct an answer. The next run can train on these choices.
     @ViewBuilder private func choiceButtons(_ side: SideBySideChat.Side, _ answer: String, of turn: SideBySideChat.Turn)
         -> some View
     {
@@ -152,7 +150,6 @@ struct TryView: View {
     }
 }
 
-/// An answer that the person corrects.
 private struct Correction: Identifiable {
     let side: SideBySideChat.Side
     let turn: SideBySideChat.Turn.ID
@@ -187,10 +184,8 @@ private struct CorrectionView: View {
     }
 }
 
-/// The text that one model has written so far.
 private struct WrittenText: View {
     let title: LocalizedStringKey
-    /// The name of the bundle, or of the runs.
     let name: String
     let text: SideBySideChat.Text
     let isWriting: Bool

@@ -2,10 +2,8 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// A folder of token streams, which a run uses in place of its bundle's data. It has `data.json`, which lists the splits, and the files that
-/// `data.json` names.
+/// A folder of tokenized text, which a run uses in place of its bundle's data. Its `data.json` lists the splits and their files.
 package enum TokenFolder {
-    /// Returns the token files of a folder, by split.
     static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
         guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
             let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json),

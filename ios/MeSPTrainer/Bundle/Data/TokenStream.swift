@@ -1,22 +1,21 @@
 import Foundation
 import MeSPSentences
 
-/// One sequence of T inputs. Token i is the input at position i, and token i + 1 is its target.
+/// A sequence of T inputs. Token i + 1 is the target of token i.
 package struct Example: Sendable, Equatable {
-    /// T + 1 token ids, padded at the end.
+    /// The T + 1 token ids, with padding at the end.
     package let tokens: [Int32]
     /// The positions in `0 ..< T` whose targets are in the loss, ascending; not empty.
     package let counted: [Int]
-    /// The ranges of inputs of the records in a packed sequence, which together are `0 ..< T`; nil for a sequence of one record. A record's tokens do
-    /// not attend to other records, and its positions begin at 0.
+    /// The input ranges of the records in a packed sequence, or nil for a single record. Records do not attend to each other, and positions begin at
+    /// 0 in each.
     package let records: [Range<Int>]?
 
     package init(tokens: [Int32], counted: [Int], records: [Range<Int>]? = nil) {
         (self.tokens, self.counted, self.records) = (tokens, counted, records)
     }
 
-    /// Creates a sequence of a prompt and an answer. The tokens of the answer are in the loss. The sequence is padded to the next of `lengths`, which
-    /// are ascending, or cut to the longest.
+    /// Creates a sequence in which the answer's tokens are in the loss. Pads it to the next of the ascending `lengths`, or cuts it to the longest.
     package init(prompt: [Int32], answer: [Int32], lengths: [Int]) {
         let tokens = (prompt + answer).prefix((lengths.last ?? 0) + 1)
         let length = (lengths.first { tokens.count <= $0 + 1 } ?? tokens.count - 1) + 1
@@ -25,40 +24,38 @@ package struct Example: Sendable, Equatable {
             counted: Array(prompt.count - 1..<tokens.count - 1))
     }
 
-    /// T, the number of inputs.
     var length: Int { tokens.count - 1 }
     /// The tokens before the first target in the loss.
     package var prompt: [Int32] { Array(tokens.prefix((counted.first ?? 0) + 1)) }
     package var inputs: [Int32] { Array(tokens.dropLast()) }
     /// The targets in the loss.
     package var targets: [Int32] { counted.map { tokens[$0 + 1] } }
-    /// The number of inputs up to the last target in the loss. Later inputs, such as padding, affect nothing.
+    /// The number of inputs up to the last target in the loss. Later inputs do not affect the loss.
     package var inputCount: Int { (counted.last ?? -1) + 1 }
 }
 
-/// Token ids on disk, and the sequences that training and evaluation make of them.
+/// Token ids on disk, from which training and evaluation take sequences of T inputs.
 ///
-/// The sequences of a packed stream are windows: window `w` of length T is tokens `wT ... wT + T`. If `begin` is set, it replaces the first token of
-/// each window, because a model whose training texts all began with this token predicts badly without it. In other streams each example is one
-/// sequence, cut to its first T + 1 tokens. With `packsExamples`, several examples share a sequence, as records that do not attend to each other. An
-/// example's first token is never a target. Tokens after the last target in the loss change nothing, so a sequence has the shortest length that holds
-/// that target, and is padded to it.
+/// - A stream without examples is split into windows: window `w` has the tokens `wT ... wT + T`. `begin` replaces the first token of each window.
+/// - A stream with examples has one sequence per example, cut to T + 1 tokens. With `packsExamples`, several examples share a sequence without
+///   attending to each other.
+///
+/// The first token of an example is never a target.
 package struct TokenStream: Sendable {
-    /// Little-endian `uint32`, mapped.
+    /// The token ids as memory-mapped little-endian `uint32`.
     let tokens: Data
-    /// Pairs of little-endian `uint32`, mapped: the start of each example, and its length.
+    /// The start and length of each example as memory-mapped little-endian `uint32`, or nil for windows.
     let examples: Data?
-    /// One byte per token, mapped: 1 if the token's prediction is in the loss, otherwise 0; nil if all predictions are in the loss.
+    /// One byte per token: 1 if the token as a target is in the loss, else 0. If it is nil, all targets are in the loss.
     let mask: Data?
-    /// One `Label` per example, mapped; nil if there are none.
+    /// One `Label` per example, or nil without preference data.
     let labels: Data?
-    /// The token that replaces the first token of each window of a packed stream; nil for no replacement.
+    /// The token that replaces the first token of each window, if any.
     private(set) var begin: Int?
-    /// Whether short examples share a sequence.
+    /// Whether several examples may share a sequence.
     package let packsExamples: Bool
 
-    /// The label of an answer: good or bad, or, in a pair of answers to one prompt, chosen or rejected. The rejected answer of a pair directly
-    /// follows the chosen one.
+    /// The label of an answer in preference data. In a pair, the rejected answer directly follows the chosen one.
     package enum Label: UInt8 { case bad, good, rejected, chosen }
 
     package init(
@@ -74,8 +71,7 @@ package struct TokenStream: Sendable {
 
     func token(_ index: Int) -> Int { number(tokens, index) }
 
-    /// Throws if a token is not in `0 ..< vocabulary`, or an example is not within the stream. The messages continue a sentence that begins with
-    /// “it”.
+    /// Throws if a token id is not in `0 ..< vocabulary`, or if examples, mask or labels are invalid. The error messages continue “it …”.
     func check(vocabulary: Int) throws {
         guard mask.map({ $0.count == tokenCount }) ?? true else {
             throw MeSPError("has a mask that is not as long as its tokens")
@@ -103,8 +99,7 @@ package struct TokenStream: Sendable {
         }
     }
 
-    /// Returns the stream as consecutive examples of `length` inputs. The last example has the rest, which may be shorter. Evaluation uses this
-    /// function for a text that may be shorter than a sequence.
+    /// Returns the stream as consecutive examples of `length` inputs. The last example may be shorter.
     package func pieces(of length: Int) -> TokenStream {
         let bounds = stride(from: 0, to: max(0, tokenCount - 1), by: length).flatMap {
             [UInt32($0).littleEndian, UInt32(min(length + 1, tokenCount - $0)).littleEndian]
@@ -114,8 +109,7 @@ package struct TokenStream: Sendable {
         return pieces
     }
 
-    /// Whether each example is a whole record. In a packed stream no example is a whole record. Examples that split a record overlap or leave tokens
-    /// out.
+    /// Whether the examples directly follow each other and are not packed, so that each is a whole record.
     package var hasWholeRecords: Bool {
         examples != nil && !packsExamples
             && (1..<max(exampleCount, 1)).allSatisfy { index in
@@ -127,18 +121,18 @@ package struct TokenStream: Sendable {
     package var hasExamples: Bool { examples != nil }
     /// Whether the split is preference data.
     package var hasPreferences: Bool { labels != nil }
-    /// Whether the preference data has pairs of answers.
+    /// Whether the preference data consist of pairs of answers.
     package var hasPairs: Bool { (labels?.first).flatMap(Label.init)?.isOfPair ?? false }
 
     fileprivate func label(_ example: Int) -> Label? {
         labels.flatMap { Label(rawValue: $0[$0.startIndex + example]) }
     }
 
-    /// Returns the sequences, each with one of `lengths`, which are ascending. It leaves out a sequence that has no target in the loss after it is
-    /// cut. If such a sequence is an answer of a pair, it leaves out the other answer too.
+    /// Returns the sequences, each padded or cut to one of `lengths`. Sequences without a target in the loss are left out, and so is the other answer
+    /// of a pair.
     ///
     /// - Parameters:
-    ///   - lengths: the possible lengths in tokens, not empty.
+    ///   - lengths: the possible sequence lengths, ascending and not empty.
     ///   - packed: whether several examples share a sequence of the longest length.
     package func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
@@ -160,8 +154,8 @@ package struct TokenStream: Sendable {
             stream: self, lengths: lengths, count: sequences.count, usable: sequences.flatMap { $0 }, starts: starts)
     }
 
-    /// Assigns examples to sequences of at most `length` inputs. Each example goes into the first of the latest sequences that has room for all its
-    /// tokens, or begins a new sequence. The last token of a sequence is only a target, not an input.
+    /// Assigns examples to sequences of at most `length` inputs. Each example joins one of the last `openSequences` sequences if it fits, or begins a
+    /// new one.
     private func pack(_ examples: [Int], _ length: Int) -> [[Int]] {
         var (sequences, room) = ([[Int]](), [Int]())
         for example in examples {
@@ -178,7 +172,6 @@ package struct TokenStream: Sendable {
         return sequences
     }
 
-    /// The number of latest sequences that may take another example.
     private static let openSequences = 16
 
     private var exampleCount: Int { (examples?.count ?? 0) / 8 }
@@ -188,14 +181,13 @@ package struct TokenStream: Sendable {
         return (number(examples, 2 * example), number(examples, 2 * example + 1))
     }
 
-    /// Returns the start and the length of an example or window of T inputs, cut to T + 1 tokens.
     fileprivate func bounds(_ index: Int, _ length: Int) -> (start: Int, length: Int) {
         guard examples != nil else { return (index * length, length + 1) }
         let bounds = bounds(index)
         return (bounds.start, min(bounds.length, length + 1))
     }
 
-    /// Returns the positions, relative to the sequence's first input, whose targets are in the loss.
+    /// Returns the positions in the sequence whose targets are in the loss.
     fileprivate func counted(_ bounds: (start: Int, length: Int)) -> [Int] {
         let positions = 0..<bounds.length - 1
         guard let mask else { return Array(positions) }
@@ -212,12 +204,12 @@ package struct TokenStream: Sendable {
 
     package struct Sequences: Sendable {
         fileprivate let stream: TokenStream
-        /// The possible values of T, ascending.
+        /// The possible sequence lengths, ascending.
         package let lengths: [Int]
         package let count: Int
         /// The indices of the examples or windows in use; nil for all windows.
         fileprivate let usable: [Int]?
-        /// The examples of sequence i are `usable[starts[i] ..< starts[i + 1]]`. nil if each sequence has one example.
+        /// Sequence i consists of the examples `usable[starts[i] ..< starts[i + 1]]`. If it is nil, each sequence has one example.
         fileprivate let starts: [Int]?
 
         private func examples(_ index: Int) -> ArraySlice<Int> {
@@ -243,9 +235,9 @@ package struct TokenStream: Sendable {
             return Example(tokens: tokens + padding, counted: counted, records: starts == nil ? nil : records)
         }
 
-        /// Returns the sequence at a position of the training order, from 0. Its index is `(position · stride + seed) mod count`, where the stride is
-        /// near the golden ratio of the count and coprime to it. So each epoch visits every sequence once in a scattered order, and the position is
-        /// the whole state.
+        /// Returns the sequence at a position of the training order. Its index is `(position · stride + seed) mod count`.
+        ///
+        /// The stride is coprime to the count, so each epoch visits every sequence once. No state but the position is needed.
         package func training(_ position: Int, seed: UInt64) -> Example {
             self[Self.scattered(position, of: count, seed: seed)]
         }
@@ -259,7 +251,7 @@ package struct TokenStream: Sendable {
 
         var hasPairs: Bool { stream.hasPairs }
 
-        /// Returns the label of a sequence of one example, and the number of this example in the stream.
+        /// Returns the label of a sequence with one example, and that example's index in the stream.
         package func label(_ index: Int) -> (label: Label?, number: Int) {
             let number = usable?[index] ?? index
             return (stream.label(number), number)

@@ -1,21 +1,20 @@
 import Foundation
 import MeSPFiles
 
-/// The primitives that a function in a bundle may have, from exporter/mesp/block_function/allowed_primitives.json, which describes its fields. `json`
-/// in AllowedPrimitivesTable.swift is generated from it.
+/// The MLX primitives that a bundle's function may contain. exporter/mesp/block_function/allowed_primitives.json defines them, and `json` is
+/// generated from it.
 struct AllowedPrimitives: Decodable {
-    /// MLX's code of each type, and the size of an element in bytes.
+    /// For each element type, MLX's code and the size in bytes.
     let types: [ElementType: [Int]]
     let limits: Limits
-    /// The arrays that a block's function takes and returns, for each part of a block. See `FunctionSignature`.
+    /// The arrays that a block's function takes and returns (see `FunctionSignature`).
     let signature: Signature
-    /// Pairs of bits and group size that MLX supports, by MLX's code of the quantization mode.
+    /// The supported pairs of bits and group size, by MLX's code of the quantization mode.
     let quantizations: [String: [[Int]]]
-    /// The arrays for which MLX has an attention kernel.
+    /// The array shapes for which MLX has an attention kernel.
     let attention: Attention
     let primitives: [String: Primitive]
 
-    /// Returns the type for a pair of MLX's code and element size.
     func element(_ code: [Int]) -> ElementType? { types.first { $0.value == code }?.key }
 
     struct Limits: Decodable {

@@ -1,6 +1,6 @@
 import MLX
 
-/// The types of arrays in a bundle's files and functions. Each case has the name that the files use.
+/// The element types in a bundle's files and functions. Raw values are the names in the files.
 package enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
     case bool, uint8, uint32, uint64, int32, float32, bfloat16
 
@@ -21,7 +21,6 @@ struct ArrayType: Equatable {
     var shape: [Int]
     let element: ElementType
 
-    /// Returns the type with `sizes` in place of some dimensions.
     func replacing(_ dimensions: Range<Int>, with sizes: [Int]) -> ArrayType {
         var result = self
         result.shape.replaceSubrange(dimensions, with: sizes)

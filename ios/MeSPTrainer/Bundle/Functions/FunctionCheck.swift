@@ -1,18 +1,18 @@
 import Foundation
 import MeSPSentences
 
-/// Returns whether this version of MLX is known to use the layout of a bundle's function files. Another version can crash on a file.
+/// Returns whether this MLX version reads the layout of a bundle's function files. Other versions can crash on such a file.
 func hasFunctionLayout(mlx version: String) -> Bool {
     let numbers = version.split(separator: ".", omittingEmptySubsequences: false).map { Int($0) }
     guard numbers.count == 3, numbers[0] == 0, numbers[1] == 32, let patch = numbers[2] else { return false }
     return patch >= 2
 }
 
-/// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes only within the functions' arrays. MLX takes the
-/// shapes of a primitive's outputs from the file, and checks neither these shapes nor the indices of a `Gather`. The rules are the same as in
-/// exporter/mesp/block_function/check.py, and exporter/mesp/block_function/mlxfn.py describes the file's layout.
+/// Throws unless the functions in a file contain only primitives that `AllowedPrimitives` permits, with valid shapes and indices.
 ///
-/// - Parameter onGPU: whether all primitives must be on the GPU. Otherwise they must be on the CPU.
+/// MLX trusts the file's output shapes and `Gather` indices, so an invalid file could access memory outside the arrays.
+///
+/// - Parameter onGPU: whether the primitives must be on the GPU. Otherwise they must be on the CPU.
 /// - Returns: the inputs and outputs of each function.
 /// - Throws: `MeSPError` whose message is only the reason.
 func checkFunctions(_ file: Data, onGPU: Bool) throws -> [FunctionSignature] {
@@ -29,7 +29,7 @@ private let damaged = MeSPError("it is damaged")
 
 private struct Constant {
     let type: ArrayType
-    /// The greatest integer in the constant; nil if an integer is negative, or if the constant has no integers.
+    /// The largest integer in the constant, or nil if it has negative integers or none.
     let greatest: UInt64?
 }
 
@@ -37,7 +37,7 @@ private struct Primitive {
     let name: String
     let allowed: AllowedPrimitives.Primitive
     let device: Int32
-    /// The integers and Booleans of the primitive's state. `numbers` and `lists` are the other values of the state.
+    /// The integers and Booleans of the primitive's state.
     let integers: [Int]
     let numbers: [Double]
     let lists: [[Int]]
@@ -59,7 +59,7 @@ private struct FunctionReader {
     let file: Data
     let allowed: AllowedPrimitives
     var position = 0
-    /// The constants of all functions. MLX writes each constant once.
+    /// The constants of all functions in the file. MLX writes each constant only once.
     var constants = [UInt64: Constant]()
 
     mutating func functions() throws -> [Function] {
@@ -200,7 +200,7 @@ private struct FunctionReader {
         return items
     }
 
-    /// Reads the length of a list whose items have at least `itemBytes` bytes.
+    /// Reads an item count, and throws if that many items of `itemBytes` bytes cannot fit into the rest of the file.
     private mutating func count(itemBytes: Int) throws -> Int {
         let count = try integer(UInt64.self)
         guard count <= UInt64((file.count - position) / itemBytes) else { throw damaged }
@@ -239,7 +239,7 @@ private struct FunctionCheck {
     let allowed: AllowedPrimitives
     let device: Int32
     var known = [UInt64: ArrayType]()
-    /// The greatest value that each array of integers can have, if known.
+    /// An upper bound of the values of each integer array, if known.
     var greatest = [UInt64: UInt64]()
 
     mutating func check(_ function: Function) throws -> FunctionSignature {
@@ -274,7 +274,7 @@ private struct FunctionCheck {
             }
         }
         for (id, type) in primitive.outputs { try add(id, type) }
-        // `x & constant` is at most the constant. 0 is MLX's code of that operation.
+        // `x & c` is at most c. The integer 0 is MLX's code of bitwise AND.
         if primitive.name == "Broadcast" || primitive.name == "BitwiseBinary" && primitive.integers == [0],
             let top = primitive.inputs.compactMap({ greatest[$0] }).min()
         {
@@ -293,8 +293,7 @@ private struct FunctionCheck {
         }
     }
 
-    /// Returns the types of a primitive's outputs for `inputs`, by its rule in `AllowedPrimitives`; nil if the inputs or the primitive's state break
-    /// the rule.
+    /// Returns the output types of a primitive, or nil if its inputs or its state break its rule.
     private func results(of primitive: Primitive, _ inputs: [ArrayType]) -> [ArrayType]? {
         let (integers, lists) = (primitive.integers, primitive.lists)
         let counts =
@@ -462,7 +461,7 @@ private struct FunctionCheck {
         return [x.replacing((x.shape.count - 1)..<x.shape.count, with: [w[0]])]
     }
 
-    /// - Parameter others: MLX's flags for attention sinks and for a second output, log-sum-exp. Both must be 0.
+    /// - Parameter others: MLX's flags for attention sinks and for the log-sum-exp output. Both must be 0.
     private func attention(_ inputs: [ArrayType], isCausal: Bool, others: ArraySlice<Int>) -> [ArrayType]? {
         let (q, k) = (inputs[0].shape, inputs[1].shape)
         guard others.allSatisfy({ $0 == 0 }), q.count == 4, k.count == 4, k[0] == q[0], k[3] == q[3],

@@ -1,6 +1,5 @@
 import MeSPSentences
 
-/// The shapes and types of the arrays that a function takes and returns.
 struct FunctionSignature: Equatable {
     let inputs, outputs: [ArrayType]
 
@@ -8,16 +7,16 @@ struct FunctionSignature: Equatable {
 }
 
 extension FunctionSignature {
-    /// Creates the signature of a block's function, from the list in `AllowedPrimitives`.
+    /// Creates the signature that the function of a block must have.
     ///
     /// - Parameters:
     ///   - dtype: the manifest's dtype.
-    ///   - words: the length of the block's file in 32-bit words.
-    ///   - length: the number of tokens.
-    ///   - packed: whether the function takes sequences of several records.
+    ///   - words: the length of the block's weight file in 32-bit words.
+    ///   - length: the sequence length in tokens.
+    ///   - packed: whether the function takes packed sequences of several records.
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
-        // The elements of A and B of all linear layers.
+        // The number of LoRA parameters A and B of all linear layers.
         let lora = block.modules.map(block.dimensions).reduce(0) { $0 + rank * ($1.inputs + $1.outputs) }
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,

@@ -1,14 +1,13 @@
 import MLX
 
 extension BlockwiseModel {
-    /// Computes a block's derivative by automatic differentiation, from the block's input (MeBP). It differentiates the block's plain function, whose
-    /// operations MLX does not fuse.
+    /// Computes a block's gradients from the block's input by automatic differentiation (MeBP).
     ///
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - dShared: see `Block.structuredBackward`
-    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and d are evaluated.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and `d` are evaluated.
     func automaticGradient(
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
@@ -42,8 +41,7 @@ extension BlockwiseModel {
             if let failure { throw failure }
             return gradients
         }
-        // A GPU compiles kernels in the first evaluation. If outputs are evaluated one at a time, it compiles only some of the kernels between two
-        // pauses.
+        // The first evaluation compiles GPU kernels. Evaluating one output at a time allows pauses between compilations.
         if !isWarm, differentiated.insert(ObjectIdentifier(plain)).inserted {
             let pass = plain(call, layout, scale: scale)
             for index in try 1..<pass.outputs(x).list.count {

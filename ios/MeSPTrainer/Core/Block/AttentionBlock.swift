@@ -10,7 +10,6 @@ extension Block {
     ) -> MixerResult {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
         if mixer.keysOf != nil { return attentionOverShared(mixer, mixerIn, sequences, &states) }
-        // Generation, one token at a time, takes a shorter path. Training never takes that path, as its sequences have no earlier tokens.
         if sequences.allSatisfy({ $0.count == 1 }), states.allSatisfy({ $0.count > 0 }) {
             return attentionOfOne(mixer, attention, mixerIn, &states)
         }
@@ -43,8 +42,7 @@ extension Block {
         )
     }
 
-    /// Computes attention for one token of each sequence, in fewer operations. The time for so few tokens depends mostly on the number of
-    /// operations.
+    /// Computes attention for one token of each sequence, in fewer operations.
     private func attentionOfOne(
         _ mixer: AttentionMixer, _ attention: Attention, _ mixerIn: MLXArray, _ states: inout [MixerState]
     ) -> MixerResult {
@@ -70,7 +68,7 @@ extension Block {
         return (.attention(q: qAndGate, k: k, v: v, attnOut: attnOut), linear(.o)(gated, machine: machine))
     }
 
-    /// Computes o(attention(q, k̂, v̂)) with the keys and values of another block. That block has already read the same tokens.
+    /// Computes o(attention(q, k̂, v̂)) with the keys and values of another block.
     private func attentionOverShared(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
@@ -94,9 +92,8 @@ extension Block {
         )
     }
 
-    /// Returns the keys and values of a whole sequence x `[1, T, hidden]` in the bundle's dtype, for other blocks that attend to them.
-    /// Positions continue from record to record, as in a block function. This changes no score, as scores depend only on differences of
-    /// positions.
+    /// Returns the keys and values of a whole sequence x `[1, T, hidden]` in the bundle's dtype, for other blocks that attend to them. Positions
+    /// count from the start of the sequence, also in packed records. Scores depend only on differences of positions.
     func keysAndValues(_ x: MLXArray) -> MixerState.KeyValues {
         guard case .attention(let mixer) = weights.shape.mixer else { preconditionFailure("no attention") }
         let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))

@@ -7,24 +7,22 @@ import MeSPBundle
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// A block may have a mixture of experts instead of the MLP or in addition to it. Each projection is a `LoRALinear`. In a block with post-norms, the
-/// outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of `Intermediates` have the
-/// bundle's dtype. All arrays between these are float32.
+/// A block may have a mixture of experts instead of the MLP or in addition to the MLP. Each projection is a `LoRALinear`. In a block with post-norms,
+/// the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of `Intermediates` have
+/// the bundle's dtype. Arrays between them are float32.
 ///
-/// BlockForward.swift and StructuredBackward.swift contain the two passes. AttentionBlock.swift, GatedDeltaNetBlock.swift,
-/// ShortConvolutionBlock.swift and Mamba2Block.swift contain both passes of one mixer each. ExpertsBlock.swift contains both passes of a mixture of
-/// experts. PerLayerBlock.swift contains both passes of the term that embeddings for each layer add to y.
+/// BlockForward.swift and StructuredBackward.swift contain the two passes. Each mixer, the mixture of experts and the per-layer embeddings have their
+/// own file with both passes.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
-    /// DoRA's formulas, which compute A, B̃ and G from `lora`; nil without DoRA, or if `lora` already contains A, B̃ and G.
+    /// Computes the scaled matrices from `lora`, for DoRA.
     var dora: DoRA?
     let layout: LoRALayout
     /// The factor s of the adapters' output, see `BlockwiseModel.scale`.
     let scale: Float
     var machine: Machine
-    /// The linear layers that a generating model keeps from token to token; nil if it keeps none, and in training.
     var keptLayers: [Projection: LoRALinear]?
     let side: SideInputs
     /// The position of the block's first token in the sequence, on which dropout's masks depend.
@@ -40,18 +38,16 @@ package struct Block {
         self.side = side
     }
 
-    /// Returns the rows of each record in a sequence of T tokens. The mixer takes each record separately. No other part of a block relates tokens to
-    /// each other.
+    /// Returns the row range of each record in a sequence of `length` tokens. The mixer processes each record separately.
     func records(_ length: Int) -> [Range<Int>] { side.records ?? [0..<length] }
 
-    /// Returns the segments that the mixer takes one at a time, with at most `Machine.mixerTokens` tokens each. Returns an empty list for a sequence
-    /// of at most that many tokens, for packed records, and for a mixer that takes no segments.
+    /// Returns the segments of a long sequence, which the mixer processes one at a time. Each segment has at most `Machine.mixerTokens` tokens.
+    /// Returns an empty list if the mixer processes the sequence at once.
     func segments(_ length: Int) -> [Range<Int>] {
         guard side.records == nil, length > machine.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
         return tiles(of: length, size: machine.mixerTokens)
     }
 
-    /// Returns the matrices of a projection's adapter; nil if the projection has no adapter.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
         if let dora { return dora.scaled(projection) }
         return lora.flatMap { layout.matrices(projection, in: $0) }
@@ -65,8 +61,6 @@ package struct Block {
                 dropout: dropoutKey(projection).map { Dropout(key: $0, firstToken: firstToken) })
     }
 
-    /// Returns the dropout key of a projection's layer; nil without dropout. The key follows from the layer's index among the block's trainable
-    /// layers.
     private func dropoutKey(_ projection: Projection) -> DropoutKey? {
         guard let key = side.dropout else { return nil }
         let module = layout.block.place(projection).module
@@ -82,7 +76,7 @@ package struct Block {
         return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 
-    /// Returns this block for the tokens from position `token` on, counted from this block's first token.
+    /// Returns a copy of this block that starts `token` tokens later in the sequence.
     func from(_ token: Int) -> Block {
         var block = self
         block.firstToken += token
@@ -91,8 +85,7 @@ package struct Block {
 }
 
 extension Mixer {
-    /// Whether the mixer takes a long sequence in segments. A short convolution does not, as it has few arrays. Mamba-2 does not, as it has no
-    /// backward pass by segments.
+    /// Whether the mixer processes a long sequence in segments.
     var goesBySegments: Bool {
         switch self {
         case .attention, .gatedDeltaNet: true
@@ -104,11 +97,9 @@ extension Mixer {
 /// The inputs of a block's forward and backward pass for one sequence, besides x.
 package struct BlockCall {
     package let index: Int
-    /// The block's weights, mapped.
     let weights: BlockWeights
     /// The LoRA parameters `[P]`.
     var lora: MLXArray
-    /// DoRA's formulas; nil without DoRA.
     var dora: DoRA?
     package var side: SideInputs
 
@@ -117,13 +108,13 @@ package struct BlockCall {
     }
 }
 
-/// The inputs of a block besides the output of the block before. One value holds all of them, so that a block that runs again gets the same inputs.
+/// The inputs of a block other than x.
 package struct SideInputs {
     /// The rows of each record, see `Example.records`; nil for one record.
     var records: [Range<Int>]?
-    /// p `[T, size]`, the tokens' embeddings for this layer; nil if the model has no embeddings for each layer.
+    /// p `[T, size]`, the tokens' embeddings for this layer; nil for a model without per-layer embeddings.
     var perLayer: MLXArray?
-    /// The keys and values of the other block that this block attends to; nil if this block has its own, and in generation (`Block.sharedStates`).
+    /// The keys and values that this block takes from another block. Generation uses `Block.sharedStates` instead.
     var shared: MixerState.KeyValues?
     /// The dropout key of the block, for one sequence in a step; nil without dropout.
     package var dropout: DropoutKey?
@@ -134,7 +125,7 @@ package struct SideInputs {
         (self.records, self.perLayer, self.shared, self.dropout) = (records, perLayer, shared, dropout)
     }
 
-    /// The arrays in the order of the block function's arguments. A block function has no argument for dropout.
+    /// The arrays in the order of the block function's arguments, without dropout.
     var arrays: [MLXArray] {
         let starts = records.map { records in
             MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
@@ -148,7 +139,7 @@ package struct SideInputs {
 package protocol BlockForward {
     /// Returns y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray
-    /// Returns the arrays that the backward pass reads, without gate and up.
+    /// Returns the arrays that the backward pass reads, except gate and up.
     func intermediates(_ x: MLXArray) throws -> Intermediates
     func outputs(_ x: MLXArray) throws -> BlockOutputs
 }

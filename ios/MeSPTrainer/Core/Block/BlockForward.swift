@@ -1,8 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// The forward pass by formulas. Training uses the formulas on a CPU, with dropout or DoRA, and for blocks without a function. Generation uses them
-/// on every device.
+/// The forward pass by MLX operations, without the bundle's block function. Generation uses these operations on every device. Training uses them on a
+/// CPU, with dropout or DoRA, and for blocks without a function.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self
@@ -13,7 +13,7 @@ extension Block: BlockForward {
     /// Returns y of some tokens, which may follow earlier tokens.
     ///
     /// - Parameters:
-    ///   - x: `[n, hidden]`, the tokens of one or several sequences, concatenated
+    ///   - x: the tokens of one or several sequences, concatenated, `[n, hidden]`
     ///   - sequences: the rows of each sequence
     ///   - states: each sequence's state before these tokens, replaced by the state after them
     /// - Returns: y `[n, hidden]`.
@@ -23,7 +23,7 @@ extension Block: BlockForward {
     }
 
     package func output(_ x: MLXArray) -> MLXArray {
-        // This array begins as x_mid. Then the rows of y replace the rows of x_mid, some tokens at a time.
+        // `y` holds x_mid at first. The rows of y then replace the rows of x_mid, some tokens at a time.
         var y = {
             let x = x.squeezed(axis: 0)
             let cut = segments(x.dim(0))
@@ -59,7 +59,6 @@ extension Block: BlockForward {
         return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
     }
 
-    /// Computes the first half of the block, from x `[T, hidden]` to x_mid.
     private func toXMid(_ x: MLXArray) -> Intermediates {
         let cut = segments(x.dim(0))
         guard cut.isEmpty else { return bySegments(x, cut, keeps: true) }
@@ -74,8 +73,7 @@ extension Block: BlockForward {
             }())
     }
 
-    /// Computes the first half of the block in segments of a long sequence. Inside the mixer, only attention's keys, values and output then contain
-    /// all tokens of the sequence.
+    /// Computes x_mid of a long sequence in segments.
     ///
     /// - Parameter keeps: whether to keep the arrays that the backward pass reads.
     private func bySegments(_ x: MLXArray, _ rows: [Range<Int>], keeps: Bool) -> Intermediates {
@@ -84,8 +82,8 @@ extension Block: BlockForward {
         var segments = [Intermediates.Segment]()
         var (xMid, mixerOut) = (MLXArray.zeros(x.shape, dtype: x.dtype), MLXArray.zeros(x.shape, dtype: x.dtype))
         for rows in rows {
-            // At the end, each segment of attention gets the state after the last segment, which contains the keys of all positions. Until then the
-            // segment has `start`.
+            // A recurrent mixer's segment keeps the state before the segment. Attention's segments get the state after the last segment, with the
+            // keys of all positions.
             let before = start.isRecurrent ? states[0] : start
             let x = x[rows]
             let mixer = from(rows.lowerBound).inForwardPass.mixer(x, [0..<rows.count], &states)
@@ -124,29 +122,25 @@ extension Block: BlockForward {
         records(x.dim(0)).map { _ in MixerState(weights, dtype: x.dtype) }
     }
 
-    /// Returns the block's output from x_mid and the MLP's output, in x_mid's dtype.
     private func addMLP(to xMid: MLXArray, _ mlpOut: MLXArray, _ p: MLXArray?) -> MLXArray {
         let h = sumInFloat32(xMid, weights.mlpPostNorm, mlpOut)
         return (p.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
     }
 
-    /// Returns x + norm(output), or x + output without a norm, in x's dtype. With a norm, the output is first rounded to x's dtype, in which the
-    /// backward pass reads it.
+    /// Returns x + norm(output), or x + output without a norm, in x's dtype.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         sumInFloat32(x, norm, output).asType(x.dtype)
     }
 
-    /// Returns `sum` in float32.
+    /// Returns x + norm(output) in float32. The output is first rounded to x's dtype, in which the backward pass reads the output.
     private func sumInFloat32(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)
     }
 
     // MARK: - The mixer
 
-    /// A mixer's intermediates, and its output `[n, hidden]` in float32.
     typealias MixerResult = (intermediates: MixerIntermediates, out: MLXArray)
 
-    /// Applies the mixer to RMSNorm(x). `output(_:sequences:_:)` describes the parameters.
     private func mixer(_ x: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> MixerResult {
         let mixerIn = weights.mixerNorm(x)
         return switch weights.shape.mixer {
@@ -157,7 +151,7 @@ extension Block: BlockForward {
         }
     }
 
-    /// Returns a projection of mixer_in in mixer_in's dtype, in which the backward pass reads it.
+    /// Returns a projection of mixer_in, in mixer_in's dtype.
     func project(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
         machine.part(linear(name)(mixerIn, machine: machine).asType(mixerIn.dtype))
     }
@@ -172,8 +166,7 @@ extension Block: BlockForward {
 
     // MARK: - The MLP
 
-    /// Returns the sum of the outputs of the gated MLP and of the mixture of experts, in float32. If the block has only one of these, returns its
-    /// output.
+    /// Returns the sum of the outputs of the gated MLP and of the mixture of experts, in float32. A block may have only one of the two.
     ///
     /// - Parameter inner: gate and up of the MLP; nil to compute them.
     private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {
@@ -187,12 +180,11 @@ extension Block: BlockForward {
         return mixture + factor(g, mlpIn) * output(addedTo: nil)
     }
 
-    /// Returns the output of `mlp`, and the MLP's gate and up as they are stored. gate and up are nil without an MLP. They are also nil with DoRA, as
-    /// the derivative with DoRA does not read them.
+    /// Returns the output of `mlp`, and the MLP's gate and up in the dtype of mlp_in. gate and up are nil without an MLP and with DoRA.
     private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
         let shape = weights.shape.mlp
         let hasInner = !shape.modules.isEmpty && !layout.hasMagnitudes
-        // With experts the tokens are not cut here, as `mixtureOfExperts` cuts them into the same parts as the derivative.
+        // With experts, `mixtureOfExperts` splits the tokens.
         let tokens = tiles(of: mlpIn.dim(0), size: shape.experts == nil ? machine.mlpTileTokens : .max)
         var inputs = [mlpIn]
         let parts = machine.reduce(tokens, [[MLXArray]](), reading: &inputs) { parts, tokens, inputs in

@@ -2,11 +2,10 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The function `f(x, lora, scale, weights)` in a bundle's file. It returns y, mixer_in, the arrays of `MixerIntermediates`, x_mid, gate,
-/// up and, with post-norms, mixer_out and mlp_out.
+/// The block function `f(x, lora, scale, weights)` from a file of the bundle. It returns y, mixer_in, the arrays of `MixerIntermediates`, x_mid,
+/// gate, up and, with post-norms, mixer_out and mlp_out.
 ///
-/// Further arguments are the arrays of `SideInputs`. With packed records, the last argument contains the position at which each token's record
-/// begins.
+/// Further arguments are the arrays of `SideInputs`. With packed records, the last argument is the position at which each token's record begins.
 package final class BlockFunction {
     /// The outputs that a caller evaluates.
     fileprivate enum Selection {
@@ -22,12 +21,11 @@ package final class BlockFunction {
     }
 
     private let function: ImportedFunction
-    /// Whether MLX fuses the operations between products into kernels, as a GPU needs. Outputs that no caller asked for would prevent some
-    /// fusions.
+    /// Whether MLX compiles the function and fuses its elementwise operations, as on a GPU.
     private let isFused: Bool
     private var fused = [Selection: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
-    /// The selections for which a GPU has compiled the kernels. The fused kernels depend on the selection.
+    /// The selections whose kernels a GPU has compiled.
     private var compiled = Set<Selection>()
 
     init(_ function: ImportedFunction, isFused: Bool) {
@@ -39,7 +37,7 @@ package final class BlockFunction {
     /// - Parameters:
     ///   - call: has records only if this is the function for packed records
     ///   - layout: the layout of the call's parameters
-    ///   - pause: called after the evaluation of each output; nil once a GPU has compiled the kernels
+    ///   - pause: called after the evaluation of each output while a GPU compiles the kernels; otherwise nil
     package func callAsFunction(
         _ call: BlockCall, _ layout: LoRALayout, scale: Float, pause: (() -> Void)? = nil
     ) -> some BlockForward {
@@ -49,24 +47,22 @@ package final class BlockFunction {
             pause: pause)
     }
 
-    /// Returns the selected outputs, not evaluated. Other arrays are not held: each is freed as soon as the selected outputs no longer need
-    /// it.
+    /// Returns the selected outputs, not evaluated.
     fileprivate func outputs(_ selection: Selection, _ arguments: [MLXArray]) throws -> [MLXArray] {
         guard isFused else { return selection.of(try call(arguments)) }
         error = nil
         let result = kernels(selection)(arguments)
-        // If an argument could not be created, there is no result.
         try MLXErrors.check()
         if let error {
-            // After the error, the traced function is empty. It is removed, so that MLX traces the function again.
+            // A trace that failed is removed, so that MLX traces the function again.
             fused[selection] = nil
             throw error
         }
         return result
     }
 
-    /// Makes a GPU compile the kernels for these outputs, once. To do so, this function evaluates the outputs one after the other, and calls `pause`
-    /// after each. If y is the only output, the intermediates are evaluated first, as they share kernels with y.
+    /// Makes a GPU compile the kernels for these outputs, once. Evaluates one output at a time and calls `pause` after each. For y, the intermediates
+    /// are evaluated first, as they share kernels with y.
     fileprivate func compileKernels(_ selection: Selection, _ arguments: [MLXArray], pause: () -> Void) throws {
         for selection in selection == .output ? [.intermediates, .output] : [selection]
         where compiled.insert(selection).inserted {
@@ -78,7 +74,7 @@ package final class BlockFunction {
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {
-        // Swift accepts equal keywords only in a literal, so each number of arguments has a literal.
+        // A dictionary literal is the only way to pass several arguments with an empty keyword.
         switch a.count {
         case 4: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
         case 5: try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4]])
@@ -111,7 +107,6 @@ package final class BlockFunction {
     }
 }
 
-/// A block function with parameters and weights.
 private struct Call: BlockForward {
     let function: BlockFunction
     let mixer: Mixer
@@ -146,6 +141,6 @@ private struct Call: BlockForward {
 }
 
 extension MLXArray {
-    /// The array without the axis of the batch: a view, whereas an index would copy.
+    /// The array without the batch axis, as a view. An index would copy the array.
     fileprivate var unbatched: MLXArray { squeezed(axis: 0) }
 }

@@ -2,12 +2,12 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A block's frozen weights, and the formulas that use them.
+/// A block's frozen weights and its layers.
 package struct BlockWeights {
     let shape: BlockShape
     var packed: PackedWeights
 
-    /// These weights, for the formulas of a CPU.
+    /// These weights, for operations on the CPU.
     package var onCPU: BlockWeights { BlockWeights(shape: shape, packed: packed.onCPU) }
 
     private var architecture: Architecture { shape.architecture }
@@ -19,7 +19,7 @@ package struct BlockWeights {
         return matrix(module).rows(outputs)
     }
 
-    /// Returns W of a module: the matrices of its projections, stacked.
+    /// Returns W of a module, which stacks the matrices of the module's projections.
     func matrix(_ module: Module) -> QuantizedMatrix {
         packed.matrix(module.name + ".", inputs: shape.dimensions(module).inputs)
     }
@@ -56,12 +56,10 @@ package struct BlockWeights {
         return architecture.biases.contains(module.name) ? packed[module.name + ".bias"][outputs] : nil
     }
 
-    /// The norm of the block's input.
     var mixerNorm: RMSNorm { norm("input_layernorm") }
-    /// The norm of x_mid. Its name is `post_attention_layernorm`, as in Llama. In a block with post-norms, the mixer's post-norm has that name, so
-    /// this norm has another.
+    /// The norm of x_mid. In a block with post-norms, the name `post_attention_layernorm` belongs to the mixer's post-norm.
     var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
-    /// The norms of the mixer's and the MLP's outputs; nil without post-norms.
+    /// The norms of the mixer's and the MLP's outputs; nil in a block without post-norms.
     var mixerPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }
     var mlpPostNorm: RMSNorm? { architecture.postNorms ? norm("post_feedforward_layernorm") : nil }
 
@@ -73,7 +71,7 @@ package struct BlockWeights {
                 ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil)
     }
 
-    /// The factor `[1]` of y in a block with embeddings for each layer. `perLayerNorm` is the norm of the term that these embeddings add to y.
+    /// The factor `[1]` of y in a block with per-layer embeddings.
     var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
     var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
 
@@ -109,8 +107,8 @@ package struct BlockWeights {
 }
 
 extension ModelBundle {
-    /// Calls `body` with the weights of block `index`. Their file is mapped at least as long as `body` runs. Arrays that `body` returns
-    /// must be evaluated.
+    /// Calls `body` with the weights of block `index`. The weights' file stays mapped while `body` runs. Arrays that `body` returns must be
+    /// evaluated.
     package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         try withWeights(file(ofBlock: index)) {
             try body(BlockWeights(shape: architecture.block(index), packed: $0))

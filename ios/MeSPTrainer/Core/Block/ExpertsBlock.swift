@@ -2,14 +2,14 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with w from Router.swift.
+/// The mixture of experts: y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)) over a token's experts, with the router's weights w.
 ///
-/// The pairs of a token and one of its experts are sorted by expert. So an expert's matrices are read once, or a few times if many tokens chose the
-/// expert. The matrices of an expert that no token chose are not read. A token's terms are summed in the order of the experts.
+/// Tokens are grouped by expert. An expert's matrices are read once for each group of at most `most` tokens. The matrices of an expert that no token
+/// chose are not read.
 extension Block {
     /// Returns the mixture for each token, `[n, hidden]` in float32.
     func mixtureOfExperts(_ experts: Experts, _ mlpIn: MLXArray) -> MLXArray {
-        // The derivative cuts the tokens into the same parts, so that the router chooses the same experts.
+        // The backward pass uses the same tiles, so that the router chooses the same experts.
         let parts = tiles(of: mlpIn.dim(0), size: machine.mlpTokens).map { rows in
             let (x, block) = (mlpIn[rows].asType(.float32), from(rows.lowerBound))
             let routed = Routed(experts, weights, x, most: most(rows.count), machine)
@@ -23,7 +23,7 @@ extension Block {
         return concatenated(parts)
     }
 
-    /// Computes the derivative through each expert and through the router. The router, whose matrix is R, adds dz R to dx.
+    /// Computes the gradients through each expert and through the router.
     ///
     /// - Parameters:
     ///   - mlpIn: `[n, hidden]`
@@ -60,31 +60,28 @@ extension Block {
             names: (.expertGate, .expertUp, .expertDown), activation: weights.activation)
     }
 
-    /// Returns the largest number of tokens that an expert takes at a time: a quarter of all tokens, but at least 64. So memory does not depend on
-    /// the router's choice. If the router spreads the tokens evenly, no expert has more tokens than this number.
+    /// Returns the largest number of tokens that an expert takes at a time: a quarter of all tokens, but at least 64. The limit bounds the memory if
+    /// the router sends most tokens to one expert.
     private func most(_ tokens: Int) -> Int { max(64, (tokens + 3) / 4) }
 
-    /// Returns the number of an expert's features to compute at a time. An expert's tile has fewer tokens than a tile of the MLP, so it may have more
-    /// features.
+    /// Returns the number of an expert's features to compute at a time. Fewer tokens allow more features.
     private func features(_ experts: Experts, of pairs: Routed.Pairs) -> Int {
         min(machine.features, experts.intermediateSize) * max(1, machine.mlpTokens / pairs.count)
     }
 }
 
-/// Some tokens, grouped by the experts that they chose.
 private struct Routed {
-    /// Some tokens of one expert.
+    /// Some of the tokens that chose one expert. A pair is a token and one of its experts.
     struct Pairs {
         let expert: Int
-        /// The rows of the tokens.
         let positions: [Int]
-        /// The rows of the tokens, and the places of the pairs among all pairs `[T · k]`; `[count]` each.
+        /// The rows of the tokens `[count]`, and the indices of the pairs among all `T · k` pairs `[count]`.
         let tokens, places: MLXArray
 
         var count: Int { positions.count }
     }
 
-    /// The pairs in the order of the experts. An expert with many tokens has several elements, and one without tokens has none.
+    /// The pairs in the order of the experts. An expert with many tokens has several elements.
     let byExpert: [Pairs]
     /// The experts of each token, the router's outputs for them, and their weights, `[T, k]` each.
     private let chosen, z, w: MLXArray
@@ -92,7 +89,7 @@ private struct Routed {
 
     /// - Parameters:
     ///   - x: `[T, hidden]`, in float32
-    ///   - most: the most tokens in an element of `byExpert`
+    ///   - most: the maximum number of tokens in an element of `byExpert`
     init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int, _ machine: Machine) {
         self.experts = experts
         let all = weights.router(experts).apply(x)
@@ -100,7 +97,7 @@ private struct Routed {
         let z = takeAlong(all, chosen, axis: -1)
         (self.chosen, self.z, w) = machine.part(chosen, z, experts.weights(z))
         var places = [[Int32]](repeating: [], count: experts.numExperts)
-        // After an error of MLX any experts will do, as no result of the block is used then.
+        // After an MLX error the numbers cannot be read. Arbitrary experts then do, as the block's result is discarded.
         let numbers = (try? chosen.numbers(Int32.self)) ?? (0..<chosen.size).map { Int32($0 % experts.numExperts) }
         for (place, expert) in numbers.enumerated() { places[Int(expert)].append(Int32(place)) }
         let perToken = Int32(experts.numExpertsPerTok)

@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The gated delta net mixer:  x_mid − x = out(norm(o) ∘ silu(z)), where o is the gated delta rule of qkv, b and a.
+/// The gated delta net mixer:  x_mid − x = out(norm(o) ∘ silu(z)), where o is the output of the gated delta rule for qkv, b and a.
 extension Block {
     func gatedDeltaNet(
         _ mixer: GatedDeltaNetMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
@@ -46,11 +46,12 @@ extension Block {
         return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
     }
 
-    /// Computes the derivative of out(f(o, z)), where f is the gated norm of a recurrent mixer, for some tokens at a time.
+    /// Computes the gradients of o and z for out(f(o, z)), some tokens at a time.
     ///
     /// - Parameters:
     ///   - inputs: returns o and z from the intermediates
-    ///   - f, derivative: the gated norm, and its derivative, which returns the gradients of o and z
+    ///   - f: the gated norm of a recurrent mixer
+    ///   - derivative: returns the gradients of o and z from the gradient of f(o, z)
     /// - Returns: the gradients of o and z, with an element for each range of tokens.
     func gatedOutput(
         _ intermediates: consuming Intermediates, _ inputs: (Intermediates) -> (o: MLXArray, z: MLXArray),

@@ -1,9 +1,9 @@
 import MLX
 import MeSPBundle
 
-/// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
+/// The arrays of a block's forward pass that the backward pass reads, without the batch axis.
 package struct Intermediates: Arrays {
-    /// The mixer's arrays; nil for a long sequence, as the backward pass recomputes them for each segment.
+    /// The mixer's arrays; nil for a long sequence, whose backward pass recomputes them for each segment.
     var mixer: MixerIntermediates?
     let xMid: MLXArray
     /// gate and up `[T, intermediate_size]`; nil if the backward pass recomputes them, tile by tile.
@@ -11,15 +11,13 @@ package struct Intermediates: Arrays {
     /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
     var mixerOut, mlpOut: MLXArray?
     var segments = [Segment]()
-    /// The segment that these arrays belong to; nil for a whole sequence.
     var segment: Segment?
 
-    /// Consecutive tokens of a long sequence.
     struct Segment {
         let rows: Range<Int>
-        /// The state before the segment; for attention, the state after the last segment, with the keys and values of the whole sequence.
+        /// The state before the segment. For attention, the keys and values of the whole sequence.
         var state: MixerState
-        /// The output of attention, which would take longest to recompute; nil for other mixers.
+        /// The output of attention, kept because recomputing it takes longest; nil for other mixers.
         let attnOut: MLXArray?
     }
 
@@ -29,7 +27,7 @@ package struct Intermediates: Arrays {
     }
 }
 
-/// The outputs of a mixer's projections `[T, features]`, and the result of the mixer's formula before the gate or the norm of the output.
+/// The outputs `[T, features]` of a mixer's projections, and the mixer's result before the output's gate or norm.
 package enum MixerIntermediates: Arrays {
     /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. If the mixer has gates, the gate of each head follows the head's query
     /// in q.
@@ -73,7 +71,6 @@ package enum MixerIntermediates: Arrays {
     }
 }
 
-/// The arrays of `mixer`. Each of these properties requires a mixer of its kind.
 extension Intermediates {
     var attention: (q: MLXArray, k: MLXArray, v: MLXArray, attnOut: MLXArray) {
         guard case .attention(let q, let k, let v, let attnOut)? = mixer else { preconditionFailure("another mixer") }
@@ -98,7 +95,7 @@ extension Intermediates {
     }
 }
 
-/// Everything that the exported block function returns.
+/// The outputs of the exported block function.
 package struct BlockOutputs {
     /// `[1, T, hidden]`
     package let y: MLXArray
@@ -118,10 +115,9 @@ package struct BlockOutputs {
     }
 }
 
-/// The gradients that later segments of a sequence pass to earlier segments.
+/// The gradients that a segment of a sequence passes to the segment before it.
 struct CarriedGradients {
-    /// The gradients of attention's k̂ and v̂ at the last n positions before a segment, `[kv_heads, d, n]`; nil if there are none.
+    /// The gradients of attention's k̂ and v̂ at the last n positions before a segment, `[kv_heads, d, n]`.
     var keyValues: MixerState.KeyValues?
-    /// The gradients of a gated delta net; nil for other mixers, and without segments.
     var net: GatedDeltaNet.CarriedGradients?
 }

@@ -2,13 +2,13 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The Mamba-2 mixer:  x_mid − x = out(norm(o ∘ silu(z))), where o is the state space model of xBC and dt.
+/// The Mamba-2 mixer:  x_mid − x = out(norm(o ∘ silu(z))), where o is the output of the state space model for xBC and dt.
 extension Block {
     func mamba2(
         _ mixer: Mamba2Mixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> MixerResult {
         let mamba = weights.mamba2(mixer)
-        // Each part has its own product. If the parts were views of one product, each would keep all three alive.
+        // z, xBC and dt are separate products. As views of one product, each would keep the whole product alive.
         func part(_ start: Int, _ count: Int) -> MLXArray {
             linear(.in).outputs(start..<start + count)(mixerIn, machine: machine).asType(mixerIn.dtype)
         }
@@ -24,7 +24,7 @@ extension Block {
         return (.mamba2(z: z, xBC: xBC, dt: dt, o: o), linear(.out)(mamba.gatedNorm(o: o, z: z), machine: machine))
     }
 
-    /// Returns the gradient of z, xBC and dt, the output of the projection `in`, from the gradient of the mixer's output `[T, hidden]`.
+    /// Returns the gradient of the output of the projection `in` (z, xBC and dt), from the gradient of the mixer's output `[T, hidden]`.
     func mamba2Backward(
         _ mixer: Mamba2Mixer, _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> ProjectionGradients {

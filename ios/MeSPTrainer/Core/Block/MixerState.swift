@@ -1,17 +1,16 @@
 import MLX
 import MeSPBundle
 
-/// A block's state after some tokens, for the tokens that follow.
+/// A mixer's state after some tokens, from which the mixer continues with the next tokens.
 package enum MixerState {
     case attention(KeyValues)
-    /// The state of a gated delta net or of Mamba-2.
     case recurrent(Recurrent, count: Int)
-    /// b ∘ u of the last K − 1 tokens.
+    /// b ∘ u of the last K − 1 tokens, for a convolution over K tokens.
     case shortConvolution(tail: MLXArray, count: Int)
-    /// The state of attention to another block's keys and values. The other block keeps the keys and values.
+    /// The state of a block that attends to another block's keys and values.
     case shared(count: Int)
 
-    /// A recurrence's state, and the last inputs of the convolution before it.
+    /// The state of a gated delta net or of Mamba-2.
     package struct Recurrent: Arrays {
         /// The convolution's input for the last K − 1 tokens, `[K − 1, F]`.
         var tail: MLXArray
@@ -21,12 +20,12 @@ package enum MixerState {
         var arrays: [MLXArray] { [tail, memory] }
     }
 
-    /// Keys after RoPE, and values, `[kv_heads, room, head_dim]` each. `count` of the `room` rows are in use.
+    /// Keys after RoPE, and values, `[kv_heads, capacity, head_dim]` each. The first `count` of the `capacity` tokens are in use.
     package struct KeyValues: Arrays {
         private(set) var keys: MLXArray
         private(set) var values: MLXArray
         private(set) var count = 0
-        /// The number of tokens by which the room grows.
+        /// The number of tokens by which the capacity grows.
         static let room = 16
 
         init(_ mixer: AttentionMixer, dtype: DType) {
@@ -36,15 +35,14 @@ package enum MixerState {
 
         var arrays: [MLXArray] { [keys, values] }
 
-        /// The size of the tokens' keys and values in bytes, without the room.
+        /// The size in bytes of the keys and values in use.
         var size: Int { count == 0 ? 0 : (keys.nbytes + values.nbytes) / keys.dim(1) * count }
 
-        /// Adds keys and values, `[kv_heads, n, head_dim]` each. The keys and values of a single token go into the room if there is any. They are
-        /// written in place unless something else refers to the arrays.
+        /// Appends keys and values, `[kv_heads, n, head_dim]` each. A single token is written in place if there is free capacity.
         mutating func append(_ newKeys: MLXArray, _ newValues: MLXArray) {
             let n = newKeys.dim(1)
             if n == 1, count < keys.dim(1) {
-                // These are new array objects, as other code may refer to the old ones.
+                // These are new array objects, because other code may hold the old ones.
                 (keys, values) = (keys.view(dtype: keys.dtype), values.view(dtype: values.dtype))
                 keys[0..., count..<count + 1] = newKeys
                 values[0..., count..<count + 1] = newValues
@@ -58,7 +56,7 @@ package enum MixerState {
             count += n
         }
 
-        /// Keeps copies of the first `count` tokens' keys and values. Views would keep the keys and values of all tokens alive.
+        /// Keeps copies of the first `count` tokens' keys and values. Views would keep the whole arrays alive.
         mutating func cut(to count: Int) {
             (keys, values) = (contiguous(keys[0..., 0..<count]), contiguous(values[0..., 0..<count]))
             eval(keys, values)
@@ -67,13 +65,11 @@ package enum MixerState {
 
         init(keys: MLXArray, values: MLXArray) { (self.keys, self.values, count) = (keys, values, keys.dim(1)) }
 
-        /// The keys and values of some positions.
         subscript(rows: Range<Int>) -> KeyValues {
             KeyValues(keys: keys[0..., rows], values: values[0..., rows])
         }
     }
 
-    /// Makes the state before the first token.
     init(_ weights: BlockWeights, dtype: DType) {
         switch weights.shape.mixer {
         case .attention(let mixer):
@@ -86,7 +82,6 @@ package enum MixerState {
         }
     }
 
-    /// The number of tokens so far.
     var count: Int {
         switch self {
         case .attention(let cache): cache.count
@@ -102,8 +97,7 @@ package enum MixerState {
         }
     }
 
-    /// Adds the keys and values of some tokens; see `KeyValues`.
-    /// - Returns: the keys and values of all tokens.
+    /// Appends the keys and values of some tokens, and returns those of all tokens.
     mutating func append(keys: MLXArray, values: MLXArray) -> KeyValues {
         guard case .attention(var cache) = self else { preconditionFailure("another mixer's state") }
         cache.append(keys, values)
@@ -111,12 +105,12 @@ package enum MixerState {
         return cache
     }
 
-    /// The keys and values of attention; nil for other mixers, and for attention to another block's keys and values.
+    /// The keys and values of a block that computes its own; otherwise nil.
     var keysAndValues: KeyValues? {
         if case .attention(let cache) = self { cache } else { nil }
     }
 
-    /// The arrays of the state, without the room for more tokens.
+    /// The arrays of the state, without free capacity.
     package var arrays: [MLXArray] {
         switch self {
         case .attention(let cache): [cache.keys, cache.values].map { $0[0..., 0..<cache.count] }
@@ -134,7 +128,6 @@ package enum MixerState {
     /// Returns whether the state after the first `count` tokens can be restored.
     func canBeCut(to count: Int) -> Bool { isRecurrent ? count == self.count : count <= self.count }
 
-    /// Restores the state after the first `count` tokens.
     mutating func cut(to count: Int) {
         if case .shared = self { self = .shared(count: min(count, self.count)) }
         guard case .attention(var cache) = self, count < self.count else { return }

@@ -23,7 +23,7 @@ extension Block {
         )
     }
 
-    /// Returns the gradient of b, c and u, the output of the projection `in`, from the gradient of the mixer's output `[T, hidden]`.
+    /// Returns the gradient of the output of the projection `in` (b, c and u), from the gradient of the mixer's output `[T, hidden]`.
     func shortConvolutionBackward(
         _ intermediates: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> ProjectionGradients {

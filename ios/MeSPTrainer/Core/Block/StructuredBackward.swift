@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The structured backward pass. From x, the intermediates and dy it computes dx and the gradients of the LoRA matrices, and nothing else.
+/// The structured backward pass: the gradients of x and of the LoRA matrices, from x, the intermediates and dy.
 extension Block {
     /// Returns the gradient of the trained LoRA parameters, and replaces dy by dx.
     ///
@@ -10,11 +10,10 @@ extension Block {
     ///   - x: `[1, T, hidden]`
     ///   - intermediates: consumed, so that each array is freed after its last use
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    ///   - wantsDx: false for the first trained block, as nothing reads dx of that block; d is d_x_mid afterwards
-    ///   - dShared: the sum of the gradients by shared keys and values, `[kv_heads, T, head_dim]` each. A block that attends to another block's keys
-    ///     and values adds to the sum. The block that has these keys and values adds the sum to its own gradients. The sum is nil at first, and for
-    ///     blocks without shared keys and values.
-    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and d are evaluated.
+    ///   - wantsDx: whether to compute dx. If false, `d` is d_x_mid afterwards.
+    ///   - dShared: the sum of the gradients of shared keys and values, `[kv_heads, T, head_dim]` each. A block that attends to another block's keys
+    ///     and values adds to the sum. The block that computes these keys and values adds the sum to its own gradients.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and `d` are evaluated.
     package func structuredBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
         dShared: inout MixerState.KeyValues?
@@ -34,7 +33,7 @@ extension Block {
 
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = w down(act(gate(mlp_in)) ∘ up(mlp_in)) + mixture(mlp_in),  mlp_in = RMSNorm(x_mid)
 
-    /// Computes the MLP's derivative for some tokens at a time, as a token's derivative depends on no other token.
+    /// Computes the gradients of the MLP, some tokens at a time.
     ///
     /// - Parameter d: dy `[T, hidden]`, replaced by d_x_mid
     private func mlpBackward(
@@ -49,7 +48,6 @@ extension Block {
         }
     }
 
-    /// Returns d_x_mid of the `rows` from dy of these rows.
     private func mlpBackward(
         _ intermediates: Intermediates, _ rows: Range<Int>, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
@@ -82,7 +80,7 @@ extension Block {
         return weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
     }
 
-    /// Returns the gradient of the input of a post-norm; dy without a post-norm.
+    /// Returns the gradient of the input of a post-norm. Without a post-norm, returns dy.
     private func postNormBackward(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         return machine.phase(norm.backward(output, dy: dy))
@@ -90,9 +88,9 @@ extension Block {
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
-    /// Computes the mixer's derivative. A long sequence is taken in segments, the last first. Each segment passes gradients to the segment before it.
+    /// Computes the gradients of the mixer. A long sequence is processed in segments, from the last to the first.
     ///
-    /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx if dx is wanted
+    /// - Parameter d: d_x_mid `[T, hidden]`, replaced by dx if `wantsDx`
     private func mixerBackward(
         x: MLXArray, _ intermediates: consuming Intermediates, d: inout MLXArray, wantsDx: Bool,
         _ gradients: inout LoRAGradients, dShared: inout MixerState.KeyValues?
@@ -157,8 +155,7 @@ extension Block {
         }
     }
 
-    /// Computes the derivative of an output projection, such as o of attention.
-    /// - Returns: the gradient of the projection's input `[T, features]`.
+    /// Returns the gradient `[T, features]` of the input of an output projection, such as o of attention.
     func outputProjectionBackward(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
@@ -167,7 +164,7 @@ extension Block {
         return dInput
     }
 
-    /// Computes the derivative of one projection of `input`, and returns the gradient of `input`; see `LoRALinear.backward`.
+    /// Returns the gradient of a projection's input, and adds the gradients of the projection's adapter; see `LoRALinear.backward`.
     func linearBackward(
         _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsDx: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients

@@ -3,9 +3,9 @@ import MeSPAdapters
 import MeSPBundle
 
 extension BlockWeights {
-    /// Returns ‖w‖² of each row w of the matrices W of all modules with magnitudes, `[layout.magnitudes]`, evaluated.
+    /// Returns ‖w‖² `[layout.magnitudes]` of each row w of the weight matrices of the modules with magnitudes, evaluated.
     ///
-    /// - Parameter bytes: the size of the rows of W that are dequantized at a time, in bytes.
+    /// - Parameter bytes: the maximum size in bytes of the rows that are dequantized at a time.
     func squaredNorms(_ layout: LoRALayout, bytes: Int = 1 << 20) -> MLXArray {
         let parts = layout.modules.filter { !$0.isStacked }.flatMap { module in
             let w = matrix(module)

@@ -4,8 +4,7 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// A scorer of texts. It returns log-likelihoods by a bundle's model, with or without adapters. Weights are mapped block by block, as in a
-/// `Generator`.
+/// Computes log-likelihoods of texts by a bundle's model, with or without adapters.
 ///
 ///     let evaluator = try Evaluator(bundle, adapters: [.init(folder)])
 ///     let scores = try evaluator.scores(of: [yes, no], after: question)
@@ -26,15 +25,14 @@ package struct Evaluator {
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - adapters: adapters that the model adds up; none for the base model.
+    ///   - adapters: adapters whose outputs the model adds; none for the base model.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
     }
 
     init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }
 
-    /// Returns the scores of several continuations of a prompt. The prompt goes through the model once, and again for each continuation that is
-    /// longer than a chunk.
+    /// Returns the scores of several continuations of a prompt.
     ///
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
@@ -76,8 +74,7 @@ package struct Evaluator {
     /// Returns the sum of log p of a text's tokens except the first, in nats. Each token is predicted from at least one and at most `window` tokens
     /// before it.
     ///
-    /// A long text is taken in windows of `window` tokens. Each window begins with the last token before the tokens that it predicts. The last window
-    /// reaches back until it has `window` tokens. This is the rolling log-likelihood of lm-evaluation-harness.
+    /// A long text is split into windows of `window` tokens, as in the rolling log-likelihood of lm-evaluation-harness.
     ///
     /// - Parameters:
     ///   - text: token ids, at least two.
@@ -98,7 +95,7 @@ package struct Evaluator {
 
     // MARK: - Scores
 
-    /// Calls `body` on the model's device, and again from the start if a GPU fails.
+    /// Calls `body` on the model's device, and calls it again after a GPU failure.
     private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
         try model.bundle.withDevice {
             try MLXErrors.repeating(
@@ -115,7 +112,7 @@ package struct Evaluator {
             var score = Score()
             var cache = PromptCache()
             try model.forward(tokens.dropLast(), &cache, atBlock) { range, y in
-                // The last token before `first` predicts the first token that counts.
+                // The token at `first - 1` predicts the first scored token.
                 let counted = range.clamped(to: first - 1..<tokens.count)
                 guard !counted.isEmpty else { return }
                 let targets = tokens[counted.lowerBound + 1...counted.upperBound]
@@ -125,7 +122,7 @@ package struct Evaluator {
         }
     }
 
-    /// Returns the score of each continuation. Together the continuations are at most a chunk long.
+    /// Returns the score of each continuation. The continuations together have at most `model.chunk` tokens.
     ///
     /// - Parameters:
     ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first token of each continuation.
@@ -153,7 +150,7 @@ package struct Evaluator {
         }
     }
 
-    /// Returns log p of each of n targets from the rows of y `[n, hidden]`, and whether no token is likelier than that target.
+    /// Returns log p of each of n targets from the rows of y `[n, hidden]`, and whether the target is the likeliest token.
     private func scores(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
         -> [(logProbability: Float, isGreedy: Bool)]
     {
@@ -179,7 +176,7 @@ package struct Evaluator {
 
 extension Evaluator.Score {
     /// Adds the scores of some tokens.
-    /// - Throws: `MeSPError` if a log-likelihood is not finite, as with adapters whose training diverged.
+    /// - Throws: `MeSPError` if a log-likelihood is not finite.
     fileprivate mutating func add(_ tokens: ArraySlice<(logProbability: Float, isGreedy: Bool)>) throws {
         for token in tokens {
             logLikelihood += Double(token.logProbability)

@@ -1,11 +1,9 @@
 import MLX
 import MeSPBundle
 
-/// Causal grouped-query attention, computed for one tile of query rows at a time over the keys that these rows see:
+/// Causal grouped-query attention, computed for one tile of query rows at a time:
 ///
 ///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v̂
-///
-/// A block that attends to another block's keys and values takes them as k̂ and v̂.
 struct Attention {
     typealias KeyValues = MixerState.KeyValues
 
@@ -23,12 +21,12 @@ struct Attention {
     ///   - place: the positions of the rows of q
     func query(_ q: MLXArray, at place: Positions) -> MLXArray { positioned(q, qNorm, place) }
 
-    /// Returns k̂ = RoPE(norm(k)), in float32, for k in the layout of q. Another block's keys are k̂ already.
+    /// Returns k̂ = RoPE(norm(k)), in float32, for k in the layout of q. Keys taken from another block are k̂ already.
     func key(_ k: MLXArray, at place: Positions) -> MLXArray {
         hasOwnKeys ? positioned(k, kNorm, place) : k.asType(.float32)
     }
 
-    /// Returns v̂ = norm(v), in float32. Another block's values are v̂ already.
+    /// Returns v̂ = norm(v), in float32. Values taken from another block are v̂ already.
     func value(_ v: MLXArray) -> MLXArray {
         let v = v.asType(.float32)
         return hasOwnKeys ? vNorm.map { $0(v) } ?? v : v
@@ -49,19 +47,18 @@ struct Attention {
 
     /// Returns attn_out `[n, heads·d]`, in float32.
     /// - Parameters:
-    ///   - q: q̂ `[heads, n, d]`, the last n of N positions
+    ///   - q: q̂ `[heads, n, d]` at the last n of N positions
     ///   - k, v: k̂ and v̂ `[kv_heads, N, d]`
     func callAsFunction(q: MLXArray, k: MLXArray, v: MLXArray, machine: Machine) -> MLXArray {
         machine.attention(self, q: q.asType(.float32), k: k.asType(.float32), v: v.asType(.float32))
     }
 
-    /// Returns attn_out of one query, at the last position in the cache.
+    /// Returns attn_out of one query at the last position in the cache.
     func ofOne(q: MLXArray, _ cache: KeyValues, machine: Machine) -> MLXArray {
         let keys = seen(by: cache.count - 1..<cache.count)
         return self(q: q, k: cache.keys[0..., keys], v: cache.values[0..., keys], machine: machine)
     }
 
-    /// Computes attention in float32 for one tile of query rows and of heads at a time.
     func byTiles(q: MLXArray, k: MLXArray, v: MLXArray, machine: Machine) -> MLXArray {
         let (length, perGroup) = (q.dim(1), q.dim(0) / k.dim(0))
         let start = k.dim(1) - length
@@ -80,8 +77,8 @@ struct Attention {
 
     /// Returns attn_out `[heads, n, d]`, computed by MLX's attention operation.
     /// - Parameters:
-    ///   - q: q̂ · scale `[heads, n, d]`, the last n positions
-    ///   - k, v: k̂ and v̂ of the positions that these queries see, `[kv_heads, keys, d]`
+    ///   - q: q̂ · scale `[heads, n, d]` at the last n positions
+    ///   - k, v: k̂ and v̂ at the positions visible to these queries, `[kv_heads, keys, d]`
     func whole(_ q: MLXArray, _ k: MLXArray, _ v: MLXArray) -> MLXArray {
         var mask = MLXFast.ScaledDotProductAttentionMaskMode.causal
         if let window = mixer.slidingWindow, k.dim(1) > window {
@@ -93,18 +90,18 @@ struct Attention {
         ).squeezed(axis: 0)
     }
 
-    /// Returns some rows of x `[heads, n, d]` as `[groups, m, d]`. The query heads that share one of the key-value heads `groups` are
-    /// stacked along the second axis, so that a matrix product sums over them.
+    /// Returns the given rows of the query heads of some key-value heads, `[groups, m, d]`, from x `[heads, n, d]`. The query heads of a key-value
+    /// head are stacked along the second axis.
     private func stacked(_ x: MLXArray, _ groups: Range<Int>, _ perGroup: Int, _ rows: Range<Int>) -> MLXArray {
         x[groups.lowerBound * perGroup..<groups.upperBound * perGroup, rows].reshaped([groups.count, -1, x.dim(2)])
     }
 
-    /// Returns the positions that at least one query at a position of `rows` sees.
+    /// Returns the key positions that are visible to at least one query in `rows`.
     func seen(by rows: Range<Int>) -> Range<Int> {
         max(0, rows.lowerBound + 1 - (mixer.slidingWindow ?? rows.upperBound))..<rows.upperBound
     }
 
-    /// Returns whether each query at a position of `rows` sees each of the `keys`, `[rows, keys]`.
+    /// Returns the causal mask `[rows, keys]`, limited to the sliding window if there is one.
     private func visible(from rows: Range<Int>, _ keys: Range<Int>) -> MLXArray {
         let (queries, positions) = (
             MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],
@@ -114,7 +111,7 @@ struct Attention {
         return mixer.slidingWindow.map { logicalAnd(isBefore, queries .< positions + $0) } ?? isBefore
     }
 
-    /// Returns P of the queries at positions `rows` over the `keys`, and cap′ of their scores.
+    /// Returns P of the queries at positions `rows` over the `keys`, and the derivative cap′ of the soft cap.
     /// - Parameters:
     ///   - q: q̂ · scale `[kv_heads, m, d]`; the query heads that share a key-value head are stacked
     ///   - k: k̂ `[kv_heads, keys, d]`
@@ -133,25 +130,21 @@ struct Attention {
 
     // MARK: - Backward
 
-    /// Returns the derivative from the arrays that the forward pass kept. It takes one tile of query rows at a time, the last first:
+    /// Returns the gradients of q, k and v. Processes one tile of query rows at a time, from the last to the first:
     ///
     ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
-    /// P is recomputed for each tile and never kept. dq̂ and dk̂ go back through RoPE and the norms. The cheaper rowsum(dO ∘ O) would equal rowsum(P
-    /// ∘ dP) if O were not rounded. With rowsum(dO ∘ O) and an O in bfloat16, a row of dS would not add up to 0. A term that all keys share, such as
-    /// a large bias of k, would then change dq̂.
-    ///
-    /// For a segment of the positions, the caller passes k̂ and v̂ up to the segment's end, and the gradients from later segments. On
-    /// Linux, HostMLX's attention operation computes the derivative of the scores; see `Machine.attentionBackward`.
+    /// P is recomputed for each tile. rowsum(P ∘ dP) equals the cheaper rowsum(dO ∘ O) only in exact arithmetic. With an O rounded to bfloat16, the
+    /// rows of dS would not add up to 0.
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
     ///   - start: the position of the first row
     ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil to compute them from k and v
-    ///   - sum: the gradients by k̂ and v̂ from the other blocks that attend to them; this block's gradients are added
-    ///   - carried: see `CarriedGradients.keyValues`; replaced by the gradients for the segment before
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32. If k̂ and v̂ are another block's, dk and dv are the sums
-    ///   `[kv_heads, T, d]` of the gradients by k̂ and v̂ instead.
+    ///   - sum: the gradients of k̂ and v̂ from the other blocks that attend to them
+    ///   - carried: the gradients from later segments, see `CarriedGradients.keyValues`; replaced by the gradients for the segment before
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32. If k̂ and v̂ come from another block, dk and dv are the gradients of k̂
+    ///   and v̂ `[kv_heads, T, d]`, added to `sum`.
     func backward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, start: Int = 0, seen: KeyValues? = nil,
         addedTo sum: KeyValues? = nil, carried: inout KeyValues?, machine: Machine
@@ -159,13 +152,13 @@ struct Attention {
         let (kHat, vHat) = (seen?.keys ?? key(k, at: .from(start)), seen?.values ?? value(v))
         var parts = machine.attentionBackward(
             self, q: query(q, at: .from(start)) * scale, k: kHat, v: vHat, dOut: dOut, carried: &carried)
-        /// Joins the rows of all tiles, and adds the gradients from other blocks.
+        /// Concatenates the rows of all tiles and adds `sum`.
         func join(_ parts: inout [MLXArray], _ sum: MLXArray? = nil) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
             parts = []
             return sum.map { $0 + whole } ?? whole
         }
-        /// Joins the tiles, applies `backward` to some heads at a time, and returns a row for each token.
+        /// Concatenates the tiles, applies `backward` to some heads at a time, and returns a row for each token.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = join(&parts)
             let byHead = machine.rows(of: whole) { backward(whole[$0], $0) }
@@ -184,7 +177,7 @@ struct Attention {
         return (dq, dk, dv)
     }
 
-    /// Returns dq̂ / scale, dk̂ and dv̂ by the derivative of MLX's attention operation.
+    /// Returns dq̂ / scale, dk̂ and dv̂, computed by automatic differentiation of MLX's attention operation.
     /// - Parameter q: q̂ · scale
     func wholeBackward(
         _ q: MLXArray, _ k: MLXArray, _ v: MLXArray, _ dOut: MLXArray, carried: inout KeyValues?
@@ -194,7 +187,7 @@ struct Attention {
             { [whole($0[0], $0[1], $0[2])] },
             primals: [q, k[0..., keys].asType(.float32), v[0..., keys].asType(.float32)], cotangents: [dOut])
         let own = k.dim(1) - q.dim(1) - keys.lowerBound  // the index of the segment's first position in `keys`
-        /// Adds the gradients from later segments. Returns the part for the segment's own positions, and the part for earlier positions.
+        /// Adds the gradients from later segments. Returns the gradients at the segment's own positions and at earlier positions.
         func parted(_ d: MLXArray, _ later: MLXArray?) -> (own: MLXArray, before: MLXArray) {
             var d = d
             if let later = later?.swappedAxes(1, 2) {
@@ -202,33 +195,29 @@ struct Attention {
                 let sum = d[0..., missing...] + later
                 d = missing > 0 ? concatenated([d[0..., ..<missing], sum], axis: 1) : sum
             }
-            // The segment's own part is copied, as a view would keep the part for earlier positions alive.
+            // A view would keep the gradients at earlier positions alive.
             return (contiguous(d[0..., own...]), d[0..., ..<own].swappedAxes(1, 2))
         }
-        // `removeLast` leaves no other reference to an array, so that the sum in `parted` reuses its buffer.
+        // `removeLast` drops the other reference to the array, so that the sum in `parted` can reuse the array's buffer.
         let (dv, dk) = (parted(d.removeLast(), carried?.values), parted(d.removeLast(), carried?.keys))
         carried = own > 0 ? KeyValues(keys: dk.before, values: dv.before) : nil
         return (d[0], dk.own, dv.own)
     }
 
-    /// P (dP − rowsum(P ∘ dP))
     private static let scoresGradient = Fused { $0[0] * ($0[1] - ($0[0] * $0[1]).sum(axis: -1, keepDims: true)) }
 
-    /// The tiles of the derivative so far.
     private struct Tiles: Arrays {
-        /// dq̂ / scale, dk̂ and dv̂ of each tile's own positions, `[…heads, n, d]`, the last first.
+        /// dq̂ / scale, dk̂ and dv̂ of each tile, `[…heads, n, d]`, from the last tile to the first.
         var dq = [MLXArray]()
         var dk = [MLXArray]()
         var dv = [MLXArray]()
-        /// The gradients of the keys and values before the last tile's rows, transposed, for each tile of heads; nil if no keys are
-        /// before them.
+        /// The gradients of the keys and values before the last tile's rows, transposed, for each tile of heads.
         var sums: [KeyValues?]
 
-        /// The arrays of the last tile.
         var arrays: [MLXArray] { sums.arrays + [dq, dk, dv].compactMap(\.last) }
     }
 
-    /// Returns the tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, the last first.
+    /// Returns the tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, from the last to the first.
     /// - Parameter q: q̂ · scale
     func tilesBackward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, carried: inout KeyValues?, machine: Machine
@@ -246,16 +235,14 @@ struct Attention {
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)
-            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`. `sum` covers only the last of the `keys`. aᵀ b is Pᵀ dO or dSᵀ q̂. BLAS computes (aᵀ b)ᵀ = bᵀ a
-            /// 1.5 times as fast as aᵀ b, as it then reads the wide matrix a untransposed.
+            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`, where `sum` covers only the last of the `keys`. BLAS computes bᵀ a 1.5 times as fast as aᵀ b.
             func added(_ sum: MLXArray?, to a: MLXArray, _ b: MLXArray) -> MLXArray {
                 guard let sum else { return matmul(b.swappedAxes(-1, -2), a) }
                 let missing = keys.count - sum.dim(2)
                 let zeros = missing > 0 ? [MLXArray.zeros([sum.dim(0), d, missing])] : []
                 return addMM(concatenated(zeros + [sum], axis: 2), b.swappedAxes(-1, -2), a)
             }
-            /// Returns dq̂ / scale, and dk̂ᵀ and dv̂ᵀ of the `keys` with the terms of later tiles. The scores are freed when the function
-            /// returns.
+            /// Returns dq̂ / scale, and the sums of dk̂ᵀ and dv̂ᵀ over this tile and later tiles.
             func scoresBackward(_ groups: Range<Int>, _ sum: KeyValues?) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
                 let (kTile, vTile) = (k[groups, keys], v[groups, keys])
                 let (qTile, dO) = (stacked(q, groups, perGroup, rows), stacked(dOut, groups, perGroup, rows))
@@ -279,7 +266,7 @@ struct Attention {
                     ? KeyValues(keys: new.dk[.ellipsis, 0..<own], values: new.dv[.ellipsis, 0..<own]) : nil
             }
             all.dq.append(concatenated(dqs))
-            // The tile's own parts are copied, as a view would also keep the parts before them alive.
+            // A view would keep the whole gradients alive.
             all.dk.append(contiguous(concatenated(dks)))
             all.dv.append(contiguous(concatenated(dvs)))
         }

@@ -20,13 +20,13 @@ struct CausalConvolution {
         sum(of: concatenated([tail, x]), weights)
     }
 
-    /// Returns the tail for the tokens after x. It is a view of at most 2 (K − 1) rows: a view of x would keep all of x alive.
+    /// Returns the tail for the tokens after x. The tail refers to a copy of at most 2 (K − 1) rows, so that x can be freed.
     func tail(after x: MLXArray, tail: MLXArray) -> MLXArray {
         concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...]
     }
 
     /// Returns dx `[n, F]` from dy, in float32.
-    /// - Parameter carried: dy of the next K − 1 tokens, `[K − 1, F]`; nil for zeros, if no tokens follow
+    /// - Parameter carried: dy of the next K − 1 tokens, `[K − 1, F]`; nil if no tokens follow
     func backward(dy: MLXArray, carried: MLXArray? = nil) -> MLXArray {
         sum(of: concatenated([dy, carried ?? start(dtype: dy.dtype)]), weights.reversed())
     }
@@ -34,7 +34,7 @@ struct CausalConvolution {
     /// w_0 … w_{K−1}, `[F]` each.
     private var weights: [MLXArray] { (0..<weight.dim(1)).map { weight[0..., $0] } }
 
-    /// Returns Σ_j w_j x_{t+j} for t = 0 … n − K, where n is the number of x's rows.
+    /// Returns Σ_j w_j x_{t+j} for t = 0 … n − K, where n is the number of rows of x.
     private func sum(of x: MLXArray, _ weights: [MLXArray]) -> MLXArray {
         let count = x.dim(0) - weights.count + 1
         return Self.weightedSum(weights + weights.indices.map { x[$0..<$0 + count] })

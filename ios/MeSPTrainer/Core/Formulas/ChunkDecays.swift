@@ -1,27 +1,26 @@
 import MLX
 
-/// The decay of a recurrent mixer's state within a chunk of C tokens, from the logarithm κ ≤ 0 of each token's decay:
+/// The decay of a recurrent mixer's state within a chunk of C tokens. κ ≤ 0 is the logarithm of a token's decay:
 ///
 ///     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0        γ_i = exp(κ_1 + … + κ_i)        δ_j = Γ_Cj
 package struct ChunkDecays: Arrays {
     /// Γ `[…, C, C]`
     let gamma: MLXArray
-    /// γ (`start`) and δ (`end`) `[…, C, 1]`, and γ_C (`whole`) `[…, 1, 1]`.
+    /// γ (`start`) `[…, C, 1]`, δ (`end`) `[…, C, 1]` and γ_C (`whole`) `[…, 1, 1]`.
     let start, end, whole: MLXArray
-    /// A mask `[C, C]` that is 1 below the diagonal, and 0 on and above it.
+    /// A mask `[C, C]` that is 1 below the diagonal and 0 elsewhere.
     let below: MLXArray
 
     var arrays: [MLXArray] { [gamma, start] }
 
-    /// The largest C. For fewer tokens, C is the smallest power of two that is not below their number.
+    /// The largest chunk size C. Shorter sequences use the smallest power of two that is at least their length.
     package static let chunk = 64
 
     /// - Parameter logDecay: κ `[…, C, 1]`, in float32
     init(_ logDecay: MLXArray) {
         let last = logDecay.dim(-2) - 1
         below = mask(last + 1) { i, j in i > j }
-        // Each sum κ_{j+1} + … + κ_i is added up term by term. In a difference of two running sums, rounding would lose a weak decay after a strong
-        // one.
+        // Each sum κ_{j+1} + … + κ_i is computed directly. A difference of two running sums would lose small terms to rounding.
         gamma = Self.expMasked([cumsum(logDecay * below, axis: -2), mask(last + 1) { i, j in i >= j }])
         start = exp(cumsum(logDecay, axis: -2))
         end = gamma[.ellipsis, last..., 0...].swappedAxes(-1, -2)
@@ -30,7 +29,7 @@ package struct ChunkDecays: Arrays {
 
     private static let expMasked = Fused { exp($0[0]) * $0[1] }
 
-    /// Returns dκ `[…, C, 1]`. κ_m occurs in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C:
+    /// Returns dκ `[…, C, 1]`:
     ///
     ///     dκ_m = Σ_{j < m ≤ i} (Γ ∘ dΓ)_ij + Σ_{i ≥ m} (γ dγ)_i + Σ_{j < m} (δ dδ)_j + γ_C dγ_C
     ///
@@ -43,7 +42,7 @@ package struct ChunkDecays: Arrays {
         return between + cumsum(inStart, axis: -2, reverse: true) + cumsum(inEnd, axis: -2, inclusive: false) + inWhole
     }
 
-    /// Reshapes `[n, …]` to `[chunks, C, …]`. The zeros that it appends change no state.
+    /// Reshapes `[n, …]` to `[chunks, C, …]`, padded with zeros.
     static func chunked(_ x: MLXArray) -> MLXArray {
         let (length, others) = (x.dim(0), Array(x.shape[1...]))
         var rows = 1
@@ -55,7 +54,7 @@ package struct ChunkDecays: Arrays {
     }
 }
 
-/// Returns a mask `[C, C]` that is 1 if `contains` is true of a row and a column, and 0 otherwise.
+/// Returns a mask `[C, C]` that is 1 where `contains` is true, and 0 elsewhere.
 func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
     MLXArray((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
 }

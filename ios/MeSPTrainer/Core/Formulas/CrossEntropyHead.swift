@@ -1,18 +1,15 @@
 import MLX
 import MeSPBundle
 
-/// Cross-entropy of the output projection and its gradient, in one pass over the vocabulary:
+/// The cross-entropy of the output projection, and its gradient, in one pass over the vocabulary:
 ///
 ///     h = RMSNorm(y),   z = cap(h Wᵀ),   ℒ = Σ (logsumexp(z) − z[target])
 ///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
 ///
-/// All of this is in float32. z[target] is an element of the z that is summed in logsumexp, so that no loss is negative.
+/// The computation is in float32. If the model caps its logits, cap(s) = c tanh(s / c) and cap′ = 1 − (z / c)². Otherwise cap(s) = s and cap′ = 1.
 ///
-/// If the model caps its logits, cap(s) = c tanh(s / c) and cap′ = 1 − (z / c)². Otherwise cap(s) = s and cap′ = 1.
-///
-/// The sum `softmax(z) W` has the form of attention with K = V = W, so it is computed as in flash attention: a tile of W at a time, with a
-/// running maximum m, a running sum s = Σ exp(z − m) and a running sum a = Σ exp(z − m) cap′ W. s and a are rescaled when m grows. The
-/// logits `[T, vocabulary]` never exist as a whole. Each tile of tokens reads W once.
+/// `softmax(z) W` is computed as in flash attention, one tile of W at a time. A running maximum m, a running sum s = Σ exp(z − m) and a running sum a
+/// = Σ exp(z − m) cap′ W are kept. s and a are rescaled when m grows. The logits `[T, vocabulary]` are never stored as a whole.
 package struct CrossEntropyHead {
     let weights: PackedWeights
     let architecture: Architecture
@@ -29,7 +26,6 @@ package struct CrossEntropyHead {
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
 
-    /// Returns cap(z).
     private func capped(_ z: MLXArray) -> MLXArray { architecture.finalLogitSoftcapping.map { softCap(z, $0) } ?? z }
 
     /// Returns p cap′, from the capped logits z.
@@ -49,8 +45,8 @@ package struct CrossEntropyHead {
     /// - Parameters:
     ///   - y: `[n, hidden]`
     ///   - targets: token ids, `[n]` int32
-    ///   - atBoundary: see `loss`
-    /// - Returns: the losses in nats, float32 `[n]`, and whether no logit is larger than the target's, bool `[n]`.
+    ///   - atBoundary: called between tiles; it may wait, or throw
+    /// - Returns: the losses in nats, float32 `[n]`, and whether the target has the largest logit, bool `[n]`.
     package func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
     {
@@ -65,24 +61,30 @@ package struct CrossEntropyHead {
     ///
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
-    ///   - targets: token ids of the positions that count, `[n]` int32
-    ///   - counted: the n positions that count, in `0 ..< T` and ascending; other rows of y are not read
+    ///   - targets: token ids of the counted positions, `[n]` int32
+    ///   - counted: the n positions with a loss, in `0 ..< T` and ascending
     ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats, a float32 scalar.
     func loss(_ y: MLXArray, targets: MLXArray, counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
         try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }
 
-    /// Returns the loss and its gradient. `loss` describes the other parameters.
+    /// Returns the loss and its gradient.
     ///
-    /// - Parameter scale: the factor of the gradient. The gradient of positions that do not count is zero.
-    /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype.
+    /// - Parameters:
+    ///   - y: the last block's output, `[1, T, hidden]`
+    ///   - targets: token ids of the counted positions, `[n]` int32
+    ///   - counted: the n positions with a loss, in `0 ..< T` and ascending
+    ///   - scale: the factor of the gradient
+    ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw
+    /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype. dy is 0 at positions that
+    ///   are not counted.
     package func lossAndGradient(
         _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         var (loss, dy) = try lossAndRows(rows(counted, of: y), targets, scale: scale, atBoundary)
         if counted.count < y.dim(1) {
-            // For each position, the index of its row in dy. Positions that do not count take the last row, which is appended and zero.
+            // `rows` maps each position to its row of dy. Positions that are not counted map to an appended row of zeros.
             var rows = [Int32](repeating: Int32(counted.count), count: y.dim(1))
             for (row, position) in counted.enumerated() { rows[position] = Int32(row) }
             dy = concatenated([dy, MLXArray.zeros([1, y.dim(2)], dtype: dy.dtype)])[MLXArray(rows)]
@@ -96,8 +98,7 @@ package struct CrossEntropyHead {
         return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
-    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed, and the second result is
-    /// the loss too.
+    /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed and must not be used.
     private func lossAndRows(
         _ y: MLXArray, _ targets: MLXArray, scale: Float?, _ atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
@@ -118,17 +119,16 @@ package struct CrossEntropyHead {
         return (loss, scale == nil ? loss : concatenated(parts.map { $0[1] }))
     }
 
-    /// The running sums over the vocabulary for some tokens.
     private struct Sums: Arrays {
-        /// m, s and the target's logit, `[t, 1]` each.
+        /// m, s and the target's logit of some tokens, `[t, 1]` each.
         var m, expSum, zTarget: MLXArray
-        /// a `[t, hidden]`; nil without a gradient.
+        /// a `[t, hidden]`; nil if no gradient is wanted.
         var weighted: MLXArray?
 
         var arrays: [MLXArray] { [m, expSum, zTarget] + weighted.arrays }
     }
 
-    /// The losses of some tokens and whether no logit is larger than the target's, `[t, 1]` each, and the tokens' rows of dh `[t, hidden]`.
+    /// The losses `[t, 1]` of some tokens, whether the target has the largest logit `[t, 1]`, and dh `[t, hidden]`.
     private struct Scores: Arrays {
         let losses, isLargest: MLXArray
         var dh: MLXArray?
@@ -136,11 +136,11 @@ package struct CrossEntropyHead {
         var arrays: [MLXArray] { [losses, isLargest] + dh.arrays }
     }
 
-    /// Returns the scores of the tokens t.
+    /// Returns the scores of the tokens `t`.
     ///
     /// - Parameters:
     ///   - h: one array, RMSNorm(y) of all tokens, `[n, hidden]`
-    ///   - work: the number of multiplications since the last boundary
+    ///   - work: the number of multiplications since the last call of `atBoundary`
     private func overVocabulary(
         _ h: inout [MLXArray], _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
         _ atBoundary: () throws -> Void
@@ -168,7 +168,7 @@ package struct CrossEntropyHead {
             }
             sums.m = m
         }
-        // s ≥ 1, as the largest logit adds exp(0) = 1 to it.
+        // s ≥ 1, because the largest logit adds exp(0) = 1.
         var scores = Scores(losses: sums.m + log(sums.expSum) - sums.zTarget, isLargest: sums.zTarget .>= sums.m)
         guard let weighted = sums.weighted else { return scores }
         let wTarget = machine.part(w.take(targets), scores.losses).0

@@ -2,11 +2,12 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// DoRA of a block's modules. ‖M‖ `[out]` stands for the norms of the rows of M. A layer computes
+/// DoRA of a block's modules. A layer computes
 ///
 ///     y = g ∘ (x Wᵀ + s (x A) B) + b        g = m / n        n = ‖W + s (A B)ᵀ‖
 ///
-/// `LoRALinear` computes y from A, B̃ = B ∘ g and G = g. As in the paper, the derivative treats n as a constant.
+/// where n `[out]` holds the norms of the matrix's rows. `LoRALinear` computes y from A, B̃ = B ∘ g and G = g. As in the paper, the gradient treats n
+/// as a constant.
 struct DoRA {
     private let layout: LoRALayout
     /// A, B and m `[P]`.
@@ -16,7 +17,7 @@ struct DoRA {
 
     /// - Parameters:
     ///   - squares: the squared norms of the rows of W of all modules, from `BlockWeights.squaredNorms`
-    ///   - machine: limits the rows of W that are taken at a time
+    ///   - machine: limits the number of rows of W that are processed at a time
     init(
         _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, squares: MLXArray,
         machine: Machine
@@ -52,7 +53,7 @@ struct DoRA {
         return LoRAMatrices(a: matrices.a, b: matrices.b * (m / n), m: m / n)
     }
 
-    /// Turns the gradients by A, B̃ and G into the gradients by A, B and m:
+    /// Replaces the gradients of A, B̃ and G by the gradients of A, B and m:
     ///
     ///     dB = dB̃ ∘ g        dm = (dG + Σ B ∘ dB̃) / n
     func turn(_ gradients: inout LoRAGradients) {

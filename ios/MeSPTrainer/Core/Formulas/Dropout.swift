@@ -1,9 +1,9 @@
 import MLX
 
-/// A key from which dropout masks are computed, and the probability p. A subscript derives the key of a step, a sequence, a block, a layer or an
-/// expert. No mask is stored: each use recomputes the mask.
+/// A key from which dropout masks are computed, and the dropout probability p. Subscripts derive further keys, such as those of a step, a block or a
+/// layer. Masks are not stored; each use recomputes them.
 package struct DropoutKey {
-    /// The probability p that an input is left out; above 0.
+    /// The dropout probability p, above 0.
     let rate: Float
     private let number: UInt64
 
@@ -25,18 +25,16 @@ package struct DropoutKey {
 ///
 ///     K[t, j] = 1 where r[t] c[j] mod 2³² ≥ p 2³²,     r[t] = hash(t + k₀),     c[j] = hash(j + k₁) | 1
 ///
-/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j is the index of an input. K does not depend on the tiles. As
-/// each c[j] is odd, the products r[t] c[j] of a column j are as uniform and as independent as the numbers r[t]. This is multiply-shift hashing
-/// (Dietzfelbinger et al. 1997).
+/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j is the index of an input. K does not depend on the tiles. This
+/// is multiply-shift hashing (Dietzfelbinger et al. 1997).
 struct Dropout {
     let key: DropoutKey
-    /// The positions of x's rows: `tokens`, or consecutive positions that begin with `firstToken`.
+    /// The position of x's first row. `tokens` replaces it if the rows are not consecutive positions.
     var firstToken = 0
     var tokens: [Int]?
     /// The index of x's first column among the layer's inputs.
     var firstInput = 0
 
-    /// Returns x ∘ K.
     func callAsFunction(_ x: MLXArray) -> MLXArray {
         let (k0, k1) = key.halves
         let positions = tokens ?? Array(firstToken..<firstToken + x.dim(0))

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// Returns the embeddings `[1, T, hidden]` of token ids `[T]` in `dtype`, evaluated. It reads only the rows of these tokens.
+/// Returns the embeddings `[1, T, hidden]` of token ids `[T]` in `dtype`, evaluated.
 func embed(_ tokens: [Int32], _ embedding: PackedWeights, _ architecture: Architecture, dtype: DType) -> MLXArray {
     readRows {
         let rows = embedding.matrix("", inputs: architecture.hiddenSize).take(MLXArray(tokens)).asType(dtype)

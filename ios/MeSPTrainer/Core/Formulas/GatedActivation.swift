@@ -9,7 +9,8 @@ extension Activation {
     /// Returns act = f(gate) up,  d_gate = d_act up f′(gate)  and  d_up = d_act f(gate), in float32.
     ///
     /// - Parameters:
-    ///   - gate, up: the terms whose sums are gate and up; in float32 or in the dtype of a product
+    ///   - gate: terms whose sum is gate
+    ///   - up: terms whose sum is up
     ///   - factors: the factors of the first terms of gate and up; nil for 1
     func gatedBackward(
         gate: [MLXArray], up: [MLXArray], factors: (gate: MLXArray?, up: MLXArray?) = (nil, nil), dAct: MLXArray

@@ -7,19 +7,19 @@ import MeSPBundle
 ///     κ = −exp(A_log) softplus(a + dt_bias)        β = σ(b)        o = the gated delta rule of q̂, k̂, v, κ, β
 ///     y = RMSNorm(o) ∘ silu(z)
 ///
-/// Each key head serves value_heads / key_heads consecutive value heads.
+/// r_q and r_k are r of x = q and x = k. Each key head serves value_heads / key_heads consecutive value heads.
 package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
-    /// The dimensions of a head's keys and values: key_dim and value_dim in shapes.
+    /// The dimensions key_dim and value_dim of a head's keys and values.
     let keyDim, valueDim: Int
     /// The convolution of q, k and v, with F = 2 · key_heads · key_dim + value_heads · value_dim features.
     let convolution: CausalConvolution
     /// A_log and dt_bias, `[value_heads]` each.
     let aLog, dtBias: MLXArray
-    /// The norm of each head of o. Its weight is `[value_dim]`.
+    /// The norm of each head of o, with a weight `[value_dim]`.
     let norm: RMSNorm
 
-    /// The terms of the gradient that later tokens pass to earlier tokens.
+    /// The gradients that later tokens pass to earlier tokens.
     struct CarriedGradients: Arrays {
         /// The gradient of S, `[value_heads, key_dim, value_dim]`.
         var memory: MLXArray
@@ -29,7 +29,7 @@ package struct GatedDeltaNet {
         var arrays: [MLXArray] { [memory, convolved] }
     }
 
-    /// The carried gradients if no tokens follow: zeros.
+    /// Zeros: the carried gradients at the end of a sequence.
     var noCarriedGradients: CarriedGradients {
         CarriedGradients(
             memory: MLXArray.zeros([valueHeads, keyDim, valueDim]), convolved: convolution.start(dtype: .float32))
@@ -41,13 +41,12 @@ package struct GatedDeltaNet {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// Returns the number of key heads to take at a time.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the bytes that one key head counts against `Machine.bytes`: three times the size of its largest array. The size itself would be too
-    /// little, as this derivative holds about 25 arrays with a row for each token, and attention's derivative only about 6.
+    /// Returns the memory in bytes that one key head takes: three times the size of its largest array. The factor 3 is an estimate, as the backward
+    /// pass holds about 25 arrays.
     func bytesOfHead(_ length: Int) -> Int {
         3
             * Self.arrayBytes(
@@ -94,7 +93,6 @@ package struct GatedDeltaNet {
         return heads.lowerBound * each..<heads.upperBound * each
     }
 
-    /// Returns the terms of κ: a, dt_bias and A_log, `[…, values]`.
     private func decay(_ heads: Range<Int>, _ a: MLXArray) -> [MLXArray] {
         let values = valueHeads(of: heads)
         return [a[0..., values], dtBias[values], aLog[values]].map { $0.asType(.float32) }
@@ -126,7 +124,6 @@ package struct GatedDeltaNet {
 
     /// q, k or v of some heads:  norm(silu(conv(x))). v has no norm.
     private struct Input {
-        /// The features of qkv that the input consists of.
         let features: Range<Int>
         let dim: Int
         let convolution: CausalConvolution
@@ -139,7 +136,7 @@ package struct GatedDeltaNet {
         }
 
         /// Returns the gradient of the input's features of qkv, in float32.
-        /// - Parameter carried: these features of `CarriedGradients.convolved`; replaced by the gradient for the tokens before
+        /// - Parameter carried: the input's features of `CarriedGradients.convolved`; replaced by the gradient for the tokens before
         func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, carried: inout MLXArray) -> MLXArray {
             let convolved = convolution(qkv[0..., features], tail: tail[0..., features])
             let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy
@@ -158,15 +155,14 @@ package struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// Returns the derivative of o, for a whole sequence or a segment. It recomputes the intermediates of o for some key heads at a time.
-    /// qkv and dO are consumed, so that they are freed after their last use, before the gradients are joined.
+    /// Returns the gradients of qkv, b and a, for a whole sequence or a segment. Recomputes the intermediates for some key heads at a time:
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dκ
     ///
     /// - Parameters:
-    ///   - qkv: `[T, F]`
+    ///   - qkv: `[T, F]`, freed after its last use
     ///   - b, a: `[T, value_heads]`
-    ///   - dO: `[T, value_heads · value_dim]`, in float32
+    ///   - dO: `[T, value_heads · value_dim]`, in float32; freed after its last use
     ///   - records: the rows of each record, which has its own state; nil for one record
     ///   - before: the state before a segment of one record; nil for the start of a sequence
     ///   - carried: the gradients from the next segment, replaced by the gradients for the segment before; nil without segments
@@ -205,7 +201,6 @@ package struct GatedDeltaNet {
         return machine.part(whole(0..<3), whole(3..<4), whole(4..<5))
     }
 
-    /// The gradients of q, k, v, b and a for each tile of heads and, with segments, the carried gradients.
     private struct HeadGradients: Arrays {
         var (gradients, carried) = ([[MLXArray]](), [[MLXArray]]())
         var arrays: [MLXArray] { (gradients.last ?? []) + (carried.last ?? []) }

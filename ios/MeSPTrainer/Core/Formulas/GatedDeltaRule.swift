@@ -1,18 +1,18 @@
 import MLX
 
-/// The gated delta rule of some heads ([Yang et al.](https://arxiv.org/abs/2412.06464)). Each token decays a state S
-/// `[key_dim, value_dim]`, corrects the state's answer to the key k towards the value v, and reads the state with the query q:
+/// The gated delta rule of some heads ([Yang et al.](https://arxiv.org/abs/2412.06464)). For each token, a state S `[key_dim, value_dim]` is updated
+/// with the key k and the value v, and read with the query q:
 ///
 ///     S ← exp(κ) S        d = β (v − Sᵀ k)        S ← S + k dᵀ        o = Sᵀ q
 ///
-/// It is computed in chunks of C tokens, which are the rows of Q, K, V, D and O. S is the state before a chunk, and S₊ the state after it:
+/// The rule is computed in chunks of C tokens, which are the rows of Q, K, V, D and O. S is the state before a chunk, and S₊ the state after it:
 ///
 ///     Γ_ij = exp(κ_{j+1} + … + κ_i) for i ≥ j, else 0        γ_i = exp(κ_1 + … + κ_i)        δ_j = Γ_Cj
 ///     A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
 ///     U = M β V        W = M β γ K        D = U − W S        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
 ///
-/// β, γ and δ are columns. Only D and S₊ depend on the chunk before. A key head has one or several value heads. Arrays are
-/// `[chunks, key_heads, value heads of each, …]`. The third axis has size 1 if the value heads of a key head share an array.
+/// β, γ and δ are columns. A key head has one or several value heads. Arrays are `[chunks, key_heads, value heads of each, …]`. The third axis has
+/// size 1 if the value heads of a key head share an array.
 package struct GatedDeltaRule {
     /// Q and K, `[…, C, key_dim]` each.
     private let q, k: MLXArray
@@ -50,7 +50,6 @@ package struct GatedDeltaRule {
         return byToken(o)
     }
 
-    /// Applies the rule to one token.
     private func step(_ s: inout MLXArray) -> MLXArray {
         s = exp(logDecay) * s
         let d = beta * (v - matmul(k, s))
@@ -64,7 +63,7 @@ package struct GatedDeltaRule {
         return addMM(c.start * matmul(q, states), c.gamma * c.qk, d)
     }
 
-    /// Returns D, and S before each chunk. `s` becomes the state after the last chunk.
+    /// Returns D, and S before each chunk. Replaces `s` by the state after the last chunk.
     private func corrections(_ c: Chunks, w: MLXArray, _ s: inout MLXArray) -> (d: MLXArray, states: MLXArray) {
         let (u, w, kEnd, whole) = (each(matmul(c.m, beta * v)), each(w), each(transposed(c.end * k)), each(c.whole))
         var (d, states) = ([MLXArray](), [MLXArray]())
@@ -78,7 +77,7 @@ package struct GatedDeltaRule {
 
     // MARK: - Backward
 
-    /// Returns the derivative for a sequence that began with the state S. From the last chunk to the first, it computes
+    /// Returns the gradients of q, k, v, κ and β. From the last chunk to the first, it computes
     ///
     ///     dD = Pᵀ dO + δ K dS₊        dS = γ_C dS₊ + (γ Q)ᵀ dO − Wᵀ dD
     ///
@@ -130,7 +129,7 @@ package struct GatedDeltaRule {
 
     private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
 
-    /// Returns ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`, without the array S ∘ dS₊.
+    /// Returns ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`, as a matrix product, which needs no array S ∘ dS₊.
     private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
         let shape = Array(x.shape[..<3])
         return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
@@ -173,7 +172,7 @@ package struct GatedDeltaRule {
 
     // MARK: - Chunks
 
-    /// The products between the tokens of a chunk. They need no state.
+    /// The products between the tokens of a chunk, which do not depend on the state.
     private struct Chunks {
         let decays: ChunkDecays
         /// Q Kᵀ and K Kᵀ
@@ -209,7 +208,6 @@ package struct GatedDeltaRule {
         state.reshaped([1, k.dim(1), -1, state.dim(1), state.dim(2)])
     }
 
-    /// Returns the chunks, `[1, …]` each.
     private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)) }
 
     /// Reshapes `[chunks, key_heads, value heads of each, C, d]` to `[n, heads, d]`.
@@ -220,11 +218,10 @@ package struct GatedDeltaRule {
 
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
 
-/// Returns (I + E)⁻¹ for E `[…, C, C]` with zeros on and above the diagonal, where C is a power of two.
+/// Returns (I + E)⁻¹ for a strictly lower triangular E `[…, C, C]`, where C is a power of two.
 ///
 /// Let M₁ and M₂ be the inverses of the two diagonal blocks of I + E, M = [[M₁, 0], [0, M₂]], and E₂₁ the lower left block of E. Then the inverse is
-/// [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M. Each step computes this for all diagonal blocks of one size. The product (I − E)(I + E²)(I + E⁴) …
-/// would take the same number of steps, but its factors are huge if keys are close to each other.
+/// [[M₁, 0], [−M₂ E₂₁ M₁, M₂]] = M − M E₂₁ M. Each step doubles the size of the diagonal blocks.
 private func inverse(_ e: MLXArray) -> MLXArray {
     let c = e.dim(-1)
     func lowerLeft(_ half: Int) -> MLXArray { e * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }

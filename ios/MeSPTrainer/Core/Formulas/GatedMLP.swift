@@ -4,11 +4,9 @@ import MeSPBundle
 
 /// A gated MLP or an expert:  y = w down(H),  H = act(gate(x)) ∘ up(x),  where w is a factor for each token, or 1.
 ///
-/// It is computed in tiles of tokens and of the features of H. The features of a tile are multiplied by their columns of down's weight, and the
-/// products of all tiles add up.
+/// y is computed in tiles of tokens and of the features of H. The products of the tiles of features are summed.
 struct GatedMLP {
     let gate, up, down: LoRALinear
-    /// The names of gate, up and down among the block's projections.
     let names: (gate: Projection, up: Projection, down: Projection)
     let activation: Activation
 
@@ -48,12 +46,11 @@ struct GatedMLP {
     /// Returns gate and up of all features, in float32.
     func inner(_ x: MLXArray) -> (gate: MLXArray, up: MLXArray) { (gate(x), up(x)) }
 
-    /// Returns sum + down(H) from gate and up of all features.
     func applyDown(_ gate: MLXArray, _ up: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         biased(applyDown(gate, up, 0..<self.gate.weight.rows, addedTo: sum))
     }
 
-    /// Returns sum + G ∘ (H Wdᵀ) + s Ĥ Ad Bd, for the features `f`.
+    /// Returns sum + down(H) for the features `f` of H, without the bias.
     private func applyDown(_ gate: MLXArray, _ up: MLXArray, _ f: Range<Int>, addedTo sum: MLXArray?) -> MLXArray {
         let y = down.inputs(f)(activation.gated(gate: gate, up: up))
         return sum.map { $0 + y } ?? y
@@ -64,7 +61,7 @@ struct GatedMLP {
         return down.bias.map { y + $0 } ?? y
     }
 
-    /// The derivative's sums over the features, for a tile of tokens.
+    /// The backward pass's sums over the features, for a tile of tokens.
     private struct TokenSums: Arrays {
         /// dx; H A with down's A; d_gate Bᵀ with gate's B, and d_up Bᵀ with up's B; rowsum(Q ∘ H).
         var dx, hDown, dGateBT, dUpBT, dw: MLXArray?
@@ -72,7 +69,7 @@ struct GatedMLP {
         var arrays: [MLXArray] { [dx, hDown, dGateBT, dUpBT, dw].arrays }
     }
 
-    /// The derivative's sums over the tokens, for a tile of features.
+    /// The backward pass's sums over the tokens, for a tile of features.
     private struct FeatureSums: Arrays {
         var dADown, dBGate, dBUp, dGGate, dGUp: MLXArray?
 
@@ -82,22 +79,18 @@ struct GatedMLP {
     private struct Sums: Arrays {
         var tokens: [TokenSums]
         var features: [FeatureSums]
-        /// The dG of down, summed over all tiles.
         var dGDown: MLXArray?
-        /// The indices of the last tile.
         var last = (t: 0, f: 0)
 
         var arrays: [MLXArray] { tokens[last.t].arrays + features[last.f].arrays + dGDown.arrays }
     }
 
-    /// Returns the derivative:
+    /// Returns the gradients:
     ///
     ///     Q = (G ∘ dy) Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
     ///     d_gate, d_up from dH by the activation        dx = gate's dx from d_gate + up's dx from d_up
     ///
-    /// Only with DoRA, the product H Wdᵀ is recomputed, as dG of down needs it. The adapters' gradients are computed as in `LoRALinear.backward`, but
-    /// as sums over tiles. The gradient of down's output is w ∘ dy. gate and up of a tile are recomputed from x if they were not kept, or if dG needs
-    /// x Wᵀ.
+    /// The adapters' gradients are computed as in `LoRALinear.backward`, but as sums over tiles. The gradient of down's output is w ∘ dy.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`
@@ -209,7 +202,7 @@ struct GatedMLP {
     }
 }
 
-/// Returns a + b. If one of them is nil, returns the other; nil if both are nil.
+/// Returns a + b. A nil counts as 0; the result is nil if both are nil.
 private func joined(_ a: MLXArray?, _ b: MLXArray?) -> MLXArray? {
     guard let a, let b else { return a ?? b }
     return a + b

@@ -1,15 +1,14 @@
 import MLX
 import MeSPBundle
 
-/// The embeddings of a sequence's tokens for each layer:
+/// The per-layer embeddings of a sequence's tokens:
 ///
 ///     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 ///
-/// x₀ is the first block's input. e is a part of the table of all layers: the rows of the tokens and the columns of the layer. W consists of the
-/// layer's rows of the projection's matrix. None of these weights is trained. The table's rows stay quantized, and p is computed for one layer at a
-/// time.
+/// x₀ is the first block's input. e holds the tokens' rows of the embedding table, at the layer's columns. W holds the layer's rows of the
+/// projection's matrix. These weights are frozen. p is computed for one layer at a time.
 package struct LayerEmbeddings {
-    /// The tokens' rows of the table.
+    /// The tokens' rows of the embedding table.
     private let rows: QuantizedMatrix
     /// The first block's input `[T, hidden]`.
     private let x0: MLXArray
@@ -35,7 +34,7 @@ package struct LayerEmbeddings {
 }
 
 extension ModelBundle {
-    /// Returns the embeddings of some tokens for each layer; nil if the model has no such embeddings.
+    /// Returns the per-layer embeddings of some tokens; nil if the model has none.
     ///
     /// - Parameter x0: the first block's input `[T, hidden]`.
     func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
@@ -45,7 +44,7 @@ extension ModelBundle {
         }
     }
 
-    /// Returns a layer's p `[T, size]`, evaluated; nil if the model has no embeddings for each layer.
+    /// Returns a layer's p `[T, size]`, evaluated; nil if the model has no per-layer embeddings.
     func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
         guard let embeddings, let file = manifest.perLayerProjection else { return nil }
         return try computed(with: file) { embeddings(layer, projection: $0, eps: architecture.rmsNormEps) }

@@ -1,14 +1,13 @@
 import MLX
 import MeSPAdapters
 
-/// A linear layer with an optional adapter:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the factor s of `BlockwiseModel.scale`. x̂ is x without dropout,
-/// and x ∘ K / (1 − p) with dropout. G is 1 without DoRA, and the adapter's m `[out]` with DoRA. See `Dropout` and `DoRA`.
+/// A linear layer with an optional adapter:  y = G ∘ (x Wᵀ) + s (x̂ A) B + b,  with the adapter's scale s. x̂ is x ∘ K / (1 − p) with dropout, and x
+/// without. G `[out]` is m / n with DoRA, and 1 without. See `Dropout` and `DoRA`.
 struct LoRALinear {
     private(set) var weight: QuantizedMatrix
     private(set) var bias: MLXArray?
     private(set) var lora: LoRAMatrices?
     private let scale: Float
-    /// The dropout of the adapter's input; nil without dropout.
     private var dropout: Dropout?
 
     init(weight: QuantizedMatrix, bias: MLXArray?, lora: LoRAMatrices?, scale: Float, dropout: Dropout? = nil) {
@@ -22,7 +21,7 @@ struct LoRALinear {
 
     /// Returns y `[T, out]` of x `[T, in]`, in float32.
     ///
-    /// - Parameter machine: limits the number of rows of W that are taken at a time; with nil, all rows are taken at once.
+    /// - Parameter machine: limits the number of rows of W that are processed at a time; nil for no limit.
     func callAsFunction(_ x: MLXArray, machine: Machine? = nil) -> MLXArray {
         let h = h(x)
         if let machine, machine.projectionRows < weight.rows {
@@ -42,10 +41,10 @@ struct LoRALinear {
     /// Returns s x̂ A `[T, rank]`, in float32; nil without an adapter.
     func h(_ x: MLXArray) -> MLXArray? { products(x, nil).xA.map { $0 * factor } }
 
-    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. With `sums`, each product is added to the sum of the
-    /// same name. Both results are nil without an adapter.
+    /// Returns (x ∘ K) A `[T, rank]`, and (x ∘ K)ᵀ g `[in, rank]` if there is a g `[T, rank]`. Each product is added to its sum in `sums`. Both
+    /// results are nil without an adapter.
     ///
-    /// - Parameter machine: with dropout, limits the number of rows of x ∘ K that are taken at a time; with nil, all rows are taken at once.
+    /// - Parameter machine: limits the number of rows of x ∘ K that are computed at a time; nil for no limit.
     func products(
         _ x: MLXArray, _ g: MLXArray?, addedTo sums: (xA: MLXArray?, xTg: MLXArray?) = (nil, nil),
         machine: Machine? = nil
@@ -75,8 +74,7 @@ struct LoRALinear {
         return part
     }
 
-    /// Returns the layer for some of its inputs, without its bias. The bounds are multiples of the group size. Results for ranges that
-    /// cover all inputs add up to the layer's result without bias.
+    /// Returns the layer for some of its inputs, without its bias. The bounds of `range` are multiples of the quantization group size.
     func inputs(_ range: Range<Int>) -> LoRALinear {
         var part = self
         (part.weight, part.bias) = (weight.columns(range), nil)
@@ -93,13 +91,13 @@ struct LoRALinear {
 }
 
 extension LoRALinear {
-    /// Returns the derivative of the layer, without a gradient of its bias. `h = s x̂ A` is recomputed, never stored. M is K / (1 − p) with
-    /// `Dropout`, and 1 without:
+    /// Returns the gradients of x, A, B and G. M is K / (1 − p) with dropout, and 1 without:
     ///
+    ///     h = s x̂ A
     ///     dx = (G ∘ dy) W + s (dy Bᵀ) Aᵀ ∘ M        dA = s x̂ᵀ (dy Bᵀ)        dB = hᵀ dy        dG = Σₜ dy ∘ (x Wᵀ)
     ///
-    /// W is taken some rows at a time, which limits how much of it is dequantized at once.
     /// - Parameters:
+    ///   - machine: limits the number of rows of W that are processed at a time
     ///   - wantsA: whether dA is wanted
     ///   - wantsDx: whether dx is wanted
     /// - Returns: dx `[T, in]`, added to the sum if there is one, and the gradients of A, B and G. A result that is not computed is nil.
@@ -133,9 +131,9 @@ extension LoRALinear {
     /// Returns s dy Bᵀ `[T, rank]`, divided by 1 − p with dropout; nil without an adapter.
     func dyBT(_ dy: MLXArray) -> MLXArray? { lora.map { matmul(dy, $0.b.T) * factor } }
 
-    /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]` from `dyBT`; the sum alone if `dyBT` is nil.
+    /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]`, where `dyBT` contains s dy Bᵀ. Returns the sum if `dyBT` is nil.
     ///
-    /// - Parameter machine: limits the number of rows that are taken at a time; with nil, all rows are taken at once.
+    /// - Parameter machine: limits the number of rows that are processed at a time; nil for no limit.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {
         guard hasDropout, let dyBT, let a = lora?.a else { return product(dyBT, lora?.a.T, addedTo: sum) }
         var dx = sum ?? MLXArray.zeros([dyBT.dim(0), a.dim(0)])
@@ -146,7 +144,7 @@ extension LoRALinear {
     }
 }
 
-/// Returns sum + a b. Without a sum, returns a b. If a or b is nil, returns the sum, which may be nil.
+/// Returns sum + a b. A nil sum counts as 0. Returns the sum if a or b is nil.
 func product(_ a: MLXArray?, _ b: MLXArray?, addedTo sum: MLXArray? = nil) -> MLXArray? {
     guard let a, let b else { return sum }
     return sum.map { addMM($0, a, b) } ?? matmul(a, b)

@@ -4,7 +4,7 @@ import MeSPBundle
 /// Mamba-2 as in Granite 4.0-H. It computes y from the parts z, xBC and dt of its projection, for each head:
 ///
 ///     x, B, C = silu(conv(xBC) + bias)        Δ = softplus(dt + dt_bias)        κ = a Δ,  a = −exp(A_log)
-///     o = the state space of u = Δ x, κ, B and C, + D x
+///     o = (the state space model's output for u = Δ x, κ, B and C) + D x
 ///     y = RMSNorm(o ∘ silu(z))
 ///
 /// The norm is over all heads. A group consists of heads / groups consecutive heads, which share B and C.
@@ -14,11 +14,10 @@ package struct Mamba2 {
     let headDim, stateSize: Int
     /// The convolution of x, B and C, with F = heads · P + 2 · groups · N features.
     let convolution: CausalConvolution
-    /// The bias of the convolution, `[F]`.
     let bias: MLXArray
     /// dt_bias, A_log and D, `[heads]` each.
     let dtBias, aLog, d: MLXArray
-    /// The norm of o ∘ silu(z). Its weight is `[heads · P]`.
+    /// The norm of o ∘ silu(z), with a weight `[heads · P]`.
     let norm: RMSNorm
 
     /// Returns the state before the first token.
@@ -27,13 +26,12 @@ package struct Mamba2 {
         .init(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
 
-    /// Returns the number of a group's heads to take at a time.
     private func headsAtOnce(_ length: Int, _ machine: Machine) -> Int {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the bytes that one head counts against `Machine.bytes`: twice the size of its largest array. The size itself would be too little, as
-    /// this derivative holds about 13 arrays with a row for each token or a state for each chunk, and attention's derivative only about 6.
+    /// Returns the memory in bytes that one head takes: twice the size of its largest array. The factor 2 is an estimate, as the backward pass holds
+    /// about 13 arrays.
     func bytesOfHead(_ length: Int) -> Int {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
     }
@@ -69,17 +67,16 @@ package struct Mamba2 {
         return concatenated(parts.map { $0[0] }, axis: -1)
     }
 
-    /// Returns the derivative of o, for a whole sequence. It recomputes the intermediates of o for some heads at a time. xBC and dO are consumed, so
-    /// that they are freed after their last use, before the gradients are joined.
+    /// Returns the gradients of xBC and dt for a whole sequence. Recomputes the intermediates for some heads at a time:
     ///
     ///     dx = Δ du + D do        dΔ = rowsum(du ∘ x) + a dκ        d_dt = dΔ σ(dt + dt_bias)
     ///
     /// dB and dC are summed over the heads of a group.
     ///
     /// - Parameters:
-    ///   - xBC: `[T, F]`
+    ///   - xBC: `[T, F]`, freed after its last use
     ///   - dt: `[T, heads]`
-    ///   - dO: `[T, heads · P]`, in float32
+    ///   - dO: `[T, heads · P]`, in float32; freed after its last use
     ///   - records: the rows of each record, which has its own state; nil for one record
     /// - Returns: the gradients of xBC and dt, in float32.
     func backward(
@@ -116,7 +113,6 @@ package struct Mamba2 {
         return machine.part(concatenated(dx + dB + dC, axis: -1), concatenated(dDt, axis: -1))
     }
 
-    /// The gradients of x and dt for each tile of a group's heads, and the sums of the gradients of B and C.
     private struct HeadGradients: Arrays {
         var (dx, dDt, sums) = ([MLXArray](), [MLXArray](), [MLXArray]())
         var arrays: [MLXArray] { dx.suffix(1) + dDt.suffix(1) + sums }
@@ -149,7 +145,6 @@ package struct Mamba2 {
         return StateSpace(u: column(step) * x, logDecay: -exp(aLog[heads]) * step, b: b, c: c, machine: machine)
     }
 
-    /// Returns dt + dt_bias `[n, heads]`.
     private func shifted(_ heads: Range<Int>, _ dt: MLXArray) -> MLXArray {
         dt[0..., heads].asType(.float32) + dtBias[heads].asType(.float32)
     }
@@ -229,6 +224,5 @@ package struct Mamba2 {
     /// Reshapes `[n, heads · P]` to `[n, heads, P]`.
     private func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([x.dim(0), -1, headDim]) }
 
-    /// Appends an axis, so that a number for each head multiplies the P elements of that head.
     private func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }
 }

@@ -8,8 +8,8 @@ struct OutputGate {
     /// Returns y for x `[T, heads·d]`, in float32.
     func callAsFunction(_ x: MLXArray) -> MLXArray { Self.y([byHead(x), g]).reshaped(x.shape) }
 
-    /// Returns dx `[T, heads·d]` = dy σ(g), and dg = dy x σ(g) (1 − σ(g)) in the shape of g, in float32. If a head has one gate, dg of that gate is a
-    /// sum over the head's elements.
+    /// Returns dx `[T, heads·d]` = dy σ(g), and dg = dy x σ(g) (1 − σ(g)) in the shape of g, in float32. If a head has one gate, dg is summed over
+    /// the head's elements.
     func backward(_ x: MLXArray, dy: MLXArray) -> (dx: MLXArray, dg: MLXArray) {
         let dg = Self.dg([byHead(x), byHead(dy), g])
         return (self(dy), g.dim(-1) == 1 ? dg.sum(axis: -1, keepDims: true) : dg)

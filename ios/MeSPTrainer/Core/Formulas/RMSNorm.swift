@@ -11,7 +11,7 @@ struct RMSNorm {
         MLXFast.rmsNorm(x, weight: weight.asType(x.dtype), eps: eps)
     }
 
-    /// Returns dx = r (dy w − x r² mean(dy w x)), in dy's dtype; sum + dx if there is a sum.
+    /// Returns dx = r (dy w − x r² mean(dy w x)), in dy's dtype. If `sum` is given, returns sum + dx.
     func backward(_ x: MLXArray, dy: MLXArray, addedTo sum: MLXArray? = nil) -> MLXArray {
         let r = Self.r([Self.square([x]).mean(axis: -1, keepDims: true), MLXArray(eps)])
         let projection = Self.product([dy, weight, x]).mean(axis: -1, keepDims: true)

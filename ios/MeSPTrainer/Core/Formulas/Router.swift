@@ -5,9 +5,9 @@ import MeSPBundle
 ///
 ///     K = the k experts with the highest p + b        w = c p / (Σ_K p + ε)        p = σ(z) or exp(z)
 ///
-/// k is `numExpertsPerTok`, and c is `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise. The choice has no gradient.
+/// k is `numExpertsPerTok`, and c is `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise.
 extension Experts {
-    /// Returns the experts of each token `[T, k]`, the highest score first. If scores are equal, the expert with the lower index comes first.
+    /// Returns the experts of each token `[T, k]`, the highest score first.
     ///
     /// - Parameter bias: b `[E]`; nil for 0.
     func chosen(_ z: MLXArray, bias: MLXArray?) -> MLXArray {
@@ -15,7 +15,7 @@ extension Experts {
         return argSort(-(bias.map { p + $0 } ?? p), axis: -1)[0..., 0..<numExpertsPerTok]
     }
 
-    /// Returns w `[T, k]` from z of the chosen experts alone.
+    /// Returns w `[T, k]` from z `[T, k]` of the chosen experts.
     func weights(_ z: MLXArray) -> MLXArray { parts(z).w }
 
     /// Returns dz of the chosen experts `[T, k]` from dw:
@@ -28,7 +28,7 @@ extension Experts {
     }
 
     private func parts(_ z: MLXArray) -> (w: MLXArray, p: MLXArray, total: MLXArray) {
-        // exp(z) is divided by its largest value, which does not change w.
+        // Dividing exp(z) by its largest value does not change w and avoids an overflow.
         let p = scores == .sigmoid ? sigmoid(z) : exp(z - z.max(axis: -1, keepDims: true))
         let total = p.sum(axis: -1, keepDims: true) + Float(scores == .sigmoid ? 1e-6 : 0)
         return (scaling * p / total, p, total)

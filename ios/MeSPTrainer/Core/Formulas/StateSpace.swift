@@ -1,16 +1,16 @@
 import MLX
 
-/// The state space model of some heads of a group ([Dao & Gu](https://arxiv.org/abs/2405.21060)). Each token decays a head's state S
-/// `[P, N]`, writes u into it along B, and reads it along C. The heads share B and C:
+/// The state space model of some heads of a group ([Dao & Gu](https://arxiv.org/abs/2405.21060)). Each token updates a head's state S `[P, N]` with u
+/// and B, and reads it with C. The heads share B and C:
 ///
 ///     S ← exp(κ) S + u Bᵀ        y = S C
 ///
-/// It is computed in chunks of tokens, which are the rows of U, B, C and Y. S is the state before a chunk, S₊ is the state after it, and
+/// The model is computed in chunks of tokens, which are the rows of U, B, C and Y. S is the state before a chunk, S₊ is the state after it, and
 /// `ChunkDecays` defines Γ, γ and δ:
 ///
 ///     Π = Γ ∘ C Bᵀ        Y = γ (C Sᵀ) + Π U        S₊ = γ_last S + (δ U)ᵀ B
 ///
-/// γ and δ are columns. Only S₊ depends on the chunk before. The rows of S of all heads are stacked, so that one product serves all heads.
+/// γ and δ are columns.
 package struct StateSpace {
     /// U `[chunks, rows, heads, P]`
     private let u: MLXArray
@@ -44,7 +44,7 @@ package struct StateSpace {
         return byToken(swapped(decays.start) * read + swapped(matmul(decays.gamma * cb, swapped(u))))
     }
 
-    /// Returns S before each chunk `[chunks, heads, P, N]`. `s` becomes the state after the last chunk.
+    /// Returns S before each chunk `[chunks, heads, P, N]`. Replaces `s` by the state after the last chunk.
     private func chunkStates(_ s: inout MLXArray) -> MLXArray {
         let (written, whole) = (each(matmul(transposed(wide(swapped(decays.end) * u)), b)), each(decays.whole))
         var states = [MLXArray]()
@@ -57,7 +57,7 @@ package struct StateSpace {
 
     // MARK: - Backward
 
-    /// Returns the derivative for a sequence that began with S = 0. From the last chunk to the first, it computes
+    /// Returns the gradients of u, κ, B and C for a sequence that began with S = 0. From the last chunk to the first, it computes
     ///
     ///     dS = γ_last dS₊ + (γ dY)ᵀ C
     ///
@@ -113,7 +113,7 @@ package struct StateSpace {
 
     private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
 
-    /// Returns ⟨S, dS₊⟩ of each chunk and head, `[chunks, heads, 1, 1]`, without the array S ∘ dS₊.
+    /// Returns ⟨S, dS₊⟩ of each chunk and head, `[chunks, heads, 1, 1]`, as a matrix product, which needs no array S ∘ dS₊.
     private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
         let shape = Array(x.shape[..<2])
         return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
@@ -121,7 +121,6 @@ package struct StateSpace {
 
     // MARK: - Shapes
 
-    /// Returns the chunks, without the first axis.
     private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)).map { $0.squeezed(axis: 0) } }
 
     /// Reshapes `[chunks, rows, heads, P]` to `[chunks, rows, heads·P]`.

@@ -3,27 +3,28 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A bundle's model, with or without adapters, that reads a text in parts. It runs block by block. A cache holds each block's state after the tokens
-/// so far. Weights stay mapped from one token to the next if memory holds them. Otherwise they are mapped only while their block runs.
+/// A bundle's model, with or without adapters, with a cache of each block's state, for generation and scoring. It runs block by block.
+///
+/// Weights stay mapped from one token to the next if they fit in memory. Otherwise each block's weights are mapped only while the block runs.
 package struct CachedModel {
     package let bundle: ModelBundle
-    /// The most tokens of a text that go through the blocks together.
+    /// The maximum number of a text's tokens that go through the blocks together.
     let chunk: Int
     private var adapters: LoadedAdapters?
-    /// The adapters' folders; nil for a run's adapters in memory.
+    /// The adapters' folders; nil for adapters in memory.
     private(set) var selection: AdapterSelection?
     private var kept: Kept
     private let isRecurrent: Bool
-    /// The manifest's `featureGroup`, cached, as the manifest searches for it each time.
+    /// The manifest's `featureGroup`, cached because computing it takes a search.
     private let featureGroup: Int
-    /// The size of temporary arrays, in bytes.
+    /// The size limit of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20
-    /// The most texts that run together.
+    /// The maximum number of texts that are generated together.
     static let mostTexts = 16
 
-    /// The views and layers of each block, kept from token to token. They take almost no memory.
+    /// The views and layers of each block, kept from token to token.
     private final class Kept: MapHolder {
-        /// The bit lengths of numbers of tokens. For a pass over such a number of tokens, all kernels exist.
+        /// The bit lengths of the token counts for which a GPU has compiled the kernels.
         var compiled: Set<Int>
         private var views = [Int: PackedWeights.Views]()
         private var layers = [Int: [Projection: LoRALinear]]()
@@ -46,14 +47,13 @@ package struct CachedModel {
 
         init(compiled: Set<Int>) { self.compiled = compiled }
 
-        /// Returns a copy with the views and without the layers, for other adapters.
         func withoutLayers() -> Kept {
             let other = Kept(compiled: compiled)
             other.views = views
             return other
         }
 
-        /// A block's output that may not be evaluated yet. Until it is evaluated, the weights must stay mapped.
+        /// A block's output that may not be evaluated yet. Its evaluation reads mapped weights.
         var pending: MLXArray?
 
         func releaseArrays() {
@@ -64,7 +64,10 @@ package struct CachedModel {
         func forget() { (pending, views, layers) = (nil, [:], [:]) }
     }
 
-    /// - Parameter adapters: adapters that the model adds up; none for the base model.
+    /// - Parameters:
+    ///   - bundle: the model.
+    ///   - adapters: adapters whose outputs the model adds; none for the base model.
+    ///   - chunk: the maximum number of a text's tokens that go through the blocks together.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = [], chunk: Int = 256) throws {
         self.init(bundle, with: nil, chunk: chunk)
         try use(adapters)
@@ -79,7 +82,7 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Replaces the adapters. Weights stay mapped. If loading fails, the model keeps its present adapters.
+    /// Replaces the adapters. If loading fails, the model keeps its current adapters.
     mutating func use(_ adapters: [WeightedAdapters]) throws {
         let selection = AdapterSelection(adapters)
         self.adapters = try bundle.withDevice {
@@ -92,7 +95,7 @@ package struct CachedModel {
         bundle.maps.add(kept)
     }
 
-    /// Calls `body` with the last block's output for `tokens`, which follow the tokens in the cache and are added to the cache.
+    /// Calls `body` with the last block's output for `tokens`. The tokens continue the text in the cache and are added to the cache.
     ///
     /// - Parameter body: called with up to `chunk` tokens at a time: their range in `tokens`, and y `[n, hidden]`, evaluated.
     package func forward(
@@ -120,14 +123,12 @@ package struct CachedModel {
         }
     }
 
-    /// Returns the last block's output for one token of each of several texts, and adds each token to the cache of its text. The tokens go through
-    /// the blocks together. If weights stay mapped, the blocks are one graph, as a round trip to a GPU takes longer than a block's kernels.
+    /// Returns the last block's output for one token of each of several texts, and adds each token to the cache of its text.
     ///
     /// - Parameters:
     ///   - tokens: the next token of each text, at most `mostTexts`.
     ///   - caches: the cache of each text, not empty.
-    /// - Returns: y `[n, hidden]`, not confirmed (`MLXErrors`). If weights stay mapped, y and the states in the caches may still have to be computed.
-    ///   Otherwise they are evaluated.
+    /// - Returns: y `[n, hidden]`, which may not be evaluated yet.
     func forward(
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
@@ -151,21 +152,19 @@ package struct CachedModel {
 
     var adapterBytes: Int { adapters?.bytes ?? 0 }
 
-    /// Frees the views and layers of the weights. After an error of MLX, they may not be valid.
+    /// Frees the views and layers of the weights. They may be invalid after an MLX error.
     func forget() { kept.forget() }
 
     /// Returns the size of a cache after `tokens` tokens, in bytes.
     ///
-    /// - Parameter cache: the cache of any text, which gives the size of recurrent states; nil to leave out recurrent states.
+    /// - Parameter cache: a cache of another text, from which the size of recurrent states is taken; nil to leave out recurrent states.
     func cacheSize(tokens: Int, like cache: PromptCache?) -> Int {
         bundle.architecture.cacheSize(tokens: tokens, itemSize: bundle.dtype.size) + (cache?.recurrentSize ?? 0)
     }
 
-    /// Returns the last block's output for several sequences, each of which continues the cache's text. The sequences go through the blocks together,
-    /// and the cache does not change.
+    /// Returns the last block's output for several sequences, each of which continues the text in `cache`. The cache does not change.
     ///
-    /// - Parameter sequences: the tokens of each sequence. The sequences share the keys and values in the cache, and each continues from the cache's
-    ///   recurrent states.
+    /// - Parameter sequences: the tokens of each sequence.
     /// - Returns: y `[n, hidden]` of all sequences, concatenated and evaluated.
     func forward(branches sequences: [[Int]], after cache: PromptCache, _ atBlock: () throws -> Void) throws
         -> MLXArray
@@ -178,7 +177,6 @@ package struct CachedModel {
         let tokens = sequences.flatMap { $0 }
         var x = try embedded(tokens[...])
         let embeddings = try layerEmbeddings(tokens[...], x)
-        // The keys and values of the blocks that other blocks attend to.
         let owners = bundle.architecture.owners
         var kept = [Int: [MixerState.KeyValues]]()
         try pass(rows: tokens.count, atBlock) { block, pause in
@@ -193,9 +191,9 @@ package struct CachedModel {
         return x
     }
 
-    /// Returns the machine for `rows` tokens of sequences that are `length` tokens long, including the tokens before.
+    /// Returns the machine for `rows` tokens of sequences with `length` tokens in total.
     ///
-    /// - Parameter uncut: the most rows for which arrays are not cut into tiles.
+    /// - Parameter uncut: the maximum number of rows for which arrays are not split into tiles.
     func machine(
         rows: Int, length: Int, uncut: Int = QuantizedMatrix.fewRows, pause: (() -> Void)? = nil
     ) -> Machine {
@@ -204,12 +202,11 @@ package struct CachedModel {
             bytes: rows <= uncut ? Machine.uncut : Self.tileBytes, processor: bundle.processor, pause: pause)
     }
 
-    /// Calls `body` for each block, and `atBlock` before each.
+    /// Calls `body` for each block, and `atBlock` before each block.
     ///
     /// - Parameters:
     ///   - rows: the number of tokens that go through the blocks together.
-    ///   - body: gets the function for `Machine.pause`, or nil once a GPU has compiled the kernels for about this number of tokens. An error that
-    ///     `atBlock` throws within a block is thrown after the block.
+    ///   - body: gets the function for `Machine.pause`, or nil once a GPU has compiled the kernels.
     private func pass(
         rows: Int, _ atBlock: () throws -> Void, _ body: (_ block: Int, _ pause: (() -> Void)?) throws -> Void
     ) throws {
@@ -240,7 +237,7 @@ package struct CachedModel {
         try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
     }
 
-    /// Returns, for each text, the keys and values of the other block that `block` attends to; an empty list if there is no such block.
+    /// Returns the shared keys and values that `block` attends to, for each text. Returns an empty list for a block with its own keys and values.
     private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
         guard let owner = bundle.architecture.keysOf(block) else { return [] }
         return caches.compactMap { $0.blocks[owner]?.keysAndValues }
@@ -249,7 +246,7 @@ package struct CachedModel {
     /// Returns the output of one block.
     ///
     /// - Parameters:
-    ///   - states: nil before the first token; see `Block.output`.
+    ///   - states: the state of each sequence; nil before the first token.
     ///   - keepsStates: whether to return the states after the tokens; otherwise `states` is nil afterwards.
     ///   - isDeferred: whether the evaluation may be deferred; see `Machine.leave`.
     private func forward(
@@ -274,7 +271,7 @@ package struct CachedModel {
             block.sharedStates = shared
             if bundle.maps.areKept { block.keptLayers = bundle.processor.kept { kept.layers(index, block) } }
             let y = block.output(x, sequences: sequences, &known)
-            // The evaluation of y includes attention's keys and values, so only recurrent states are added.
+            // Evaluating y also evaluates attention's keys and values, but not the recurrent states.
             let states = keepsStates ? known.filter(\.isRecurrent).flatMap(\.arrays) : []
             if block.machine.leave([y] + states, isDeferred: isDeferred) { kept.pending = y }
             return y
@@ -283,7 +280,7 @@ package struct CachedModel {
 }
 
 extension Architecture {
-    /// Returns the bytes of the keys and values of all blocks for `tokens` tokens, with the room for more.
+    /// Returns the size in bytes of the keys and values of all blocks for `tokens` tokens, with spare capacity.
     func cacheSize(tokens: Int, itemSize: Int) -> Int {
         layers.indices.reduce(0) { sum, index in
             guard case .attention(let mixer) = block(index).mixer, mixer.keysOf == nil else { return sum }

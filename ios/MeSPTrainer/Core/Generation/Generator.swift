@@ -4,8 +4,7 @@ import MeSPAdapters
 import MeSPBundle
 import MeSPSentences
 
-/// A generator of text that continues a prompt, with a bundle's model and optional adapters. Weights are mapped, so the footprint consists of the
-/// adapters, the keys and values of the tokens so far, and one block's activations.
+/// A generator of text that continues a prompt, with a bundle's model and optional adapters.
 ///
 ///     var generator = try Generator(bundle, adapters: [.init(folder)])
 ///     try generator.generate(.init(prompt: tokens), atBlock: Task.checkCancellation) { show($0) }
@@ -13,16 +12,17 @@ import MeSPSentences
 ///
 /// A generator must not be used from several threads at once.
 public struct Generator {
-    /// A prompt, and the choice of the tokens that follow it.
+    /// A prompt, and the parameters of sampling.
     package struct Request: Codable, Sendable, Equatable {
         /// The token ids of the prompt, at least one.
         package var prompt: [Int]
         package var maxTokens = 256
-        /// The temperature. At 0 the likeliest token is taken. Otherwise tokens are drawn from softmax(logits / temperature).
+        /// The temperature. At 0 decoding is greedy. Otherwise tokens are sampled from softmax(logits / temperature).
         package var temperature: Float = 0
-        /// The next token is drawn from the fewest tokens whose probabilities add up to at least this number, before the temperature is applied.
+        /// The threshold of nucleus sampling. The next token is sampled from the smallest set of likeliest tokens whose probability is at least this
+        /// number. The probabilities are those at temperature 1.
         package var topP: Float = 1
-        /// The seed of the draws. Equal seeds draw equal tokens.
+        /// The seed of the sampling.
         package var seed: UInt64 = 0
         /// The tokens that end the text; they are not part of it.
         package var stop: [Int] = []
@@ -34,9 +34,9 @@ public struct Generator {
     public struct Summary: Codable, Sendable, Equatable {
         package let reason: Reason
         public let tokens: Int
-        /// The time in seconds from the text's beginning until its first token could be chosen.
+        /// The time in seconds until the first token could be chosen.
         package let promptSeconds: Double
-        /// The time in seconds after `promptSeconds`, until the text ended.
+        /// The time in seconds after `promptSeconds` until the text ended.
         public let seconds: Double
         package let footprintPeakBytes: Int
         /// The size of the adapters' matrices, in bytes.
@@ -52,7 +52,7 @@ public struct Generator {
 
     /// - Parameters:
     ///   - bundle: the model.
-    ///   - adapters: adapters that the model adds up; none for the base model.
+    ///   - adapters: adapters whose outputs the model adds; none for the base model.
     /// - Throws: `MeSPError` if adapters do not fit the model, or a weight is out of range.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
@@ -60,18 +60,18 @@ public struct Generator {
 
     init(_ model: CachedModel) { self.model = model }
 
-    /// Replaces the adapters, for the next texts. Weights stay mapped. A `PromptCache` drops the tokens that were read with other adapters.
+    /// Replaces the adapters for the next texts.
     ///
-    /// - Parameter adapters: adapters that the model adds up; none for the base model.
+    /// - Parameter adapters: adapters whose outputs the model adds; none for the base model.
     /// - Throws: the errors of `init`; the generator then keeps its adapters.
     package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
-    /// Writes a text, and calls `onToken` with each token as it is chosen.
+    /// Generates a text, and calls `onToken` with each token as it is chosen.
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
-    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
-    ///     or from `onToken`, ends the text as `stopped`.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
+    ///     `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: the number of tokens, the times, and the reason why the text ended.
     /// - Throws: `MeSPError`, and the errors of `onToken`.
@@ -83,13 +83,13 @@ public struct Generator {
         return try generate(request, continuing: &cache, atBlock: atBlock, onToken: onToken)
     }
 
-    /// Writes a text as ``generate(_:atBlock:onToken:)`` does, but reads only the part of the prompt that is not in `cache`.
+    /// Generates a text as ``generate(_:atBlock:onToken:)`` does, but reads only the part of the prompt that is not in `cache`.
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
     ///   - cache: a cache of the same model, or an empty one. Afterwards it contains this prompt and its text, without the last token.
-    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it,
-    ///     or from `onToken`, ends the text as `stopped`.
+    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
+    ///     `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: the number of tokens, the times, and the reason why the text ended.
     /// - Throws: `MeSPError`, and the errors of `onToken`.
@@ -117,13 +117,12 @@ public struct Generator {
         }
     }
 
-    /// Writes several texts. Up to `atOnce` of them go through the model together. Each text is equal to the text that its request alone would give.
+    /// Generates several texts, up to `atOnce` of them in one batch.
     ///
     /// - Parameters:
     ///   - requests: the prompts, and how the tokens of each are chosen.
-    ///   - atOnce: the number of texts that run together, from 1 to 16. When one ends, the next begins.
-    ///   - cacheLimit: the most bytes that the caches of the running texts may take together. If the caches would take more, fewer texts run
-    ///     together.
+    ///   - atOnce: the maximum batch size, from 1 to 16. When one text ends, the next begins.
+    ///   - cacheLimit: the maximum size of the running texts' caches, in bytes. If their caches would be larger, fewer texts run together.
     ///   - atBlock: called as for one text; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and the summary of its text, in the order in which texts end.
@@ -155,11 +154,11 @@ public struct Generator {
         let request: Request
         var cache: PromptCache
         private(set) var random: MLXRandom.RandomState
-        /// The times at which the text was begun and at which the first token could be chosen.
+        /// The times when the text began and when its first token could be chosen.
         var begin, first: ContinuousClock.Instant?
-        /// The tokens that the caller has got.
+        /// The tokens passed to the caller so far.
         private(set) var written = [Int]()
-        /// The number of tokens chosen since the text was begun, or begun again.
+        /// The number of tokens chosen since the text was begun or restarted.
         private var count = 0
         /// The last token, which is not in the cache yet.
         var last = 0
@@ -169,7 +168,7 @@ public struct Generator {
             random = MLXRandom.RandomState(seed: request.seed)
         }
 
-        /// Returns the text with an empty cache, to be read again from the start up to the last token that the caller has got.
+        /// Returns the text with an empty cache, to be regenerated after a failure up to its last written token.
         func begunAgain() -> Text {
             var text = self
             (text.cache, text.count) = (cache.emptied(), 0)
@@ -177,13 +176,13 @@ public struct Generator {
             return text
         }
 
-        /// The next token if the caller got it before the text was begun again; nil otherwise.
+        /// The next token, if it was already written before a restart.
         var known: Int? { count < written.count ? written[count] : nil }
 
         /// Takes the next token.
         ///
-        /// - Parameter tell: called with the token unless the caller has got it before.
-        /// - Returns: the reason why the text ends with the token; nil if it continues.
+        /// - Parameter tell: called with the token unless it was already written.
+        /// - Returns: the reason why the text ends with the token; nil if the text continues.
         mutating func take(_ token: Int, tell: (Int, Int) throws -> Void) throws -> Summary.Reason? {
             last = token
             if request.stop.contains(token) { return .stop }
@@ -212,9 +211,9 @@ public struct Generator {
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())
-        // The prompt of the text that was begun last, and the cache and the logits after this prompt; nil unless the next text has the same prompt.
+        // The last prompt, and the cache and the logits after this prompt. The next text reuses them if it has the same prompt.
         var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
-        /// Begins the texts that there is room for, and adds a token to each.
+        /// Starts waiting texts while there is room, and adds a token to each text.
         func addTokens() throws {
             while texts.count < atOnce, let next = waiting.first, hasRoom(for: next, beside: texts, cacheLimit) {
                 waiting.removeFirst()
@@ -236,15 +235,13 @@ public struct Generator {
                 if let reason = try texts[i].take(token, tell: onToken) { try end(texts.removeLast(), reason) }
             }
             guard !texts.isEmpty else { return }
-            // All tokens are chosen before the caller gets any of them.
             let tokens = try nextTokens(&texts, atBlock)
             let reasons = try texts.indices.map { try texts[$0].take(tokens[$0], tell: onToken) }
             let ended = zip(texts, reasons)
             texts = ended.filter { $0.1 == nil }.map(\.0)
             for (text, reason) in ended { if let reason { try end(text, reason) } }
         }
-        /// Puts the texts in progress back among the waiting texts, to be read again from the start. Keys and values are written in place, so the
-        /// states from before the token are lost if the GPU fails.
+        /// Restarts the texts in progress after a failure of the GPU.
         func beginAgain() throws {
             waiting = texts.map { $0.begunAgain() } + waiting
             (texts, read) = ([], nil)
@@ -258,10 +255,9 @@ public struct Generator {
         }
     }
 
-    /// Returns the token that follows each text's last one, confirmed (`MLXErrors`). If the weights stay mapped on a GPU, this takes one evaluation.
     private func nextTokens(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> [Int] {
         var caches = texts.map(\.cache)
-        // The texts give up their caches, as keys and values are written in place only if nothing else refers to them.
+        // The texts give up their caches, because keys and values are written in place only if no other reference exists.
         for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
         let logits = try project(model.forward(next: texts.map(\.last), &caches, atBlock))
@@ -274,18 +270,17 @@ public struct Generator {
                 texts.enumerated().map { i, text in
                     drawn(logits[i], text.request, text.random)?.asType(Int.dtype) ?? likeliest[i]
                 })
-        // The evaluation of y includes attention's keys and values, but not a recurrence's last state.
+        // Evaluating y also evaluates attention's keys and values, but not the last recurrent states.
         eval([tokens] + caches.flatMap(\.recurrentStates))
         let chosen = try tokens.numbers(Int.self)
         Memory.clearCache()
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
 
-    /// Returns whether there is room for a text's cache at its longest in addition to the caches of the texts in progress. A single text is never
-    /// refused.
+    /// Returns whether the caches of the texts in progress and of `next` fit in `limit` at their longest. Returns true if no text is in progress.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         guard !texts.isEmpty else { return true }
-        // No text has this many tokens, and the size of a cache for this many does not overflow.
+        // The bound avoids an overflow of the cache's size.
         let longest = 1 << 32
         let sizes = (texts + [next]).map {
             model.cacheSize(
@@ -294,7 +289,6 @@ public struct Generator {
         return sizes.reduce(0, +) <= limit
     }
 
-    /// Returns a text's next token, confirmed.
     private func choose(_ logits: MLXArray, _ text: Text) throws -> Int {
         let token = try choose(logits, text.request, text.random)
         return text.known ?? token
@@ -302,7 +296,7 @@ public struct Generator {
 
     // MARK: - Forward
 
-    /// Returns the logits `[vocabulary]` (float32, evaluated) of the token after `tokens`. `tokens` follow the tokens in the cache and are added to
+    /// Returns the logits `[vocabulary]` (float32, evaluated) of the token after `tokens`. The tokens continue the text in the cache and are added to
     /// the cache.
     func logits(
         _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void
@@ -327,13 +321,13 @@ public struct Generator {
 
     // MARK: - Choice
 
-    /// Returns the likeliest token, or one drawn from those that `topP` leaves. mlx-lm's `make_sampler` draws the same token with the same seed,
-    /// because both add the noise in the vocabulary's order.
+    /// Returns the likeliest token, or a token sampled from the tokens that `topP` leaves. With the same seed, mlx-lm's `make_sampler` samples the
+    /// same token.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
         try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
     }
 
-    /// Returns the token that is drawn, not evaluated; nil at temperature 0, at which the likeliest token is taken.
+    /// Returns the sampled token, not evaluated; nil at temperature 0.
     private func drawn(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> MLXArray? {
         guard request.temperature > 0 else { return nil }
         var logits = logits - logits.max()  // the likeliest token's logit stays 0 at every temperature

@@ -1,43 +1,39 @@
 import MLX
 import MeSPAdapters
 
-/// The tokens of a text that a model has read, and the state after them in each block. For a text that begins with the same tokens, such as
-/// the next turn of a conversation, a model reads only the rest.
+/// The tokens that a model has read, and each block's state after them. A model reuses the cache for a text with the same first tokens, such as the
+/// next turn of a conversation.
 ///
 ///     var cache = PromptCache(limit: 1 << 26)
 ///     try generator.generate(turn, continuing: &cache) { show($0) }
 ///
-/// A cache is for one bundle's model. When the model gets other adapters, the cache is emptied. Attention leaves the keys and values of each token,
-/// even of those before a block's window, so the text can be cut back to any beginning. A recurrent block leaves one state. With such a block, the
-/// cache keeps the states of two beginnings: the whole text, and a mark shortly before the end of the last prompt. A conversation continues from the
-/// mark if its template writes a finished answer differently from an answer that has just been opened. A text that differs earlier is read from the
-/// start.
+/// A cache is for one bundle's model. The cache is emptied when the model gets other adapters. The state of attention can be cut back to any number
+/// of tokens. A recurrent state cannot. For recurrent blocks the cache also keeps the states shortly before the end of the last prompt. A text that
+/// differs earlier is read from the start.
 package struct PromptCache {
     private(set) var tokens = [Int]()
     /// The state of each block; nil before the first token.
     package var blocks = [MixerState?]()
     let limit: Int
-    /// The adapters of the model that read the text; nil for a run's adapters in memory.
+    /// The adapters of the model that read the text; nil for adapters in memory.
     private var adapters: AdapterSelection?
-    /// The beginning of the text that recurrent blocks can go back to: the number of its tokens, and the recurrent blocks' states after these, with
-    /// nil for other blocks.
+    /// A number of tokens to which the text can be cut back, and the recurrent blocks' states after these tokens.
     private var mark: (count: Int, states: [MixerState?])?
-    /// The number of tokens before the next mark.
+    /// The number of tokens at which the next mark is set.
     private var nextMark = 0
-    /// The number of tokens from a mark to the prompt's end. A template opens an answer with fewer tokens.
+    /// The number of tokens between a mark and the prompt's end.
     static let opening = 16
 
-    /// - Parameter limit: the most bytes to keep when a text has ended. The beginning of the text that fits is kept.
+    /// - Parameter limit: the maximum size in bytes after a text has ended. A larger cache is cut back.
     package init(limit: Int = .max) { self.limit = limit }
 
-    /// Returns an empty cache with this cache's adapters and limit.
     func emptied() -> PromptCache {
         var cache = PromptCache(limit: limit)
         cache.adapters = adapters
         return cache
     }
 
-    /// Prepares the cache for a model with these adapters. It drops all tokens if other adapters read them, or if `adapters` is nil.
+    /// Prepares the cache for a model with these adapters. Drops all tokens if other adapters read them, or if `adapters` is nil.
     mutating func ready(for adapters: AdapterSelection?) {
         if adapters == nil || adapters != self.adapters { forget() }
         self.adapters = adapters
@@ -46,7 +42,6 @@ package struct PromptCache {
     /// The size of the cache, in bytes.
     package var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
 
-    /// The states of recurrent blocks after the last token.
     var recurrentStates: [MLXArray] { blocks.compactMap { $0 }.filter(\.isRecurrent).flatMap(\.arrays) }
 
     /// The part of `size` that does not grow with the text, in bytes.
@@ -54,8 +49,7 @@ package struct PromptCache {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }
 
-    /// Prepares the cache for a text. It keeps the tokens that the text begins with, but not the text's last token, which must be read to choose the
-    /// next token.
+    /// Prepares the cache for a text. Keeps the tokens that the text begins with, except the text's last token.
     ///
     /// - Returns: the tokens to read.
     mutating func begin(_ text: [Int]) -> ArraySlice<Int> {
@@ -72,7 +66,6 @@ package struct PromptCache {
         return tiles(of: before, size: size) + after
     }
 
-    /// Adds tokens that all blocks have read.
     mutating func add(_ read: ArraySlice<Int>) {
         tokens += read
         setMark()
@@ -84,7 +77,6 @@ package struct PromptCache {
         if states.contains(where: { $0 != nil }) { mark = (nextMark, states) }
     }
 
-    /// Cuts the cache to its limit.
     mutating func end() {
         guard size > limit else { return }
         let isRecurrent = blocks.contains { $0?.isRecurrent == true }
@@ -92,8 +84,7 @@ package struct PromptCache {
         if size > limit { cut(to: 0) }
     }
 
-    /// Goes back to the longest beginning of at most `count` tokens that all blocks can go back to. After a text that was stopped, some blocks may
-    /// have read more tokens than other blocks.
+    /// Cuts the cache back to at most `count` tokens. Recurrent blocks may have to go back further.
     private mutating func cut(to count: Int) {
         if !blocks.allSatisfy({ $0?.canBeCut(to: count) ?? (count == 0) }) {
             guard let mark, mark.count <= count else { return count == 0 ? forget() : cut(to: 0) }

@@ -4,7 +4,7 @@ import Foundation
 public enum ThermalState: String, Sendable, CaseIterable {
     case nominal, fair, serious, critical
 
-    /// The device's present state; on Linux always `nominal`.
+    /// The device's current state; on Linux always `nominal`.
     package static var current: ThermalState {
         #if canImport(Darwin)
             switch ProcessInfo.processInfo.thermalState {

@@ -30,7 +30,7 @@ public enum LogRecord: Sendable {
             package var layers: Int
         }
     }
-    /// The run that a plan is for, and its predicted memory.
+    /// The predicted memory of a run, and the settings that it depends on.
     public struct Prediction: Codable, Sendable {
         package var method: GradientMethod
         package var seqLen: Int
@@ -88,8 +88,8 @@ public enum LogRecord: Sendable {
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
-    /// The strength that the adapters got at the end of a run; 0 if no strength was better than the model before the run. The held-out and the
-    /// general loss are in nats per token, before the run and with the adapters at this strength.
+    /// The strength that the adapters got at the end of a run; 0 if no strength improved on the model before the run. The losses are in nats per
+    /// token, before the run and with the adapters at this strength.
     public struct Strength: Codable, Sendable {
         package var step: Int
         package var strength: Float
@@ -121,7 +121,7 @@ public enum LogRecord: Sendable {
         }
     }
 
-    /// Returns the record as one line of JSON with a line feed, stamped with the present time.
+    /// Returns the record as one line of JSON with a line feed, with the current time.
     func line() throws -> Data {
         let encoder = JSONEncoder.snakeCase
         encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]

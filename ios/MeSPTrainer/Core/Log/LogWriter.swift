@@ -2,21 +2,19 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// The file `metrics.jsonl` in a run's output folder. It has a line for each record. Each line is handed to the system at once.
+/// The file `metrics.jsonl` in a run's output folder, with a line for each record.
 package struct LogWriter {
     private let file: FileHandle
     private let url: URL
 
     package static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
-    /// Whether lines of the part of the log that should be continued were lost or damaged, for example by a power failure. Damaged lines were
-    /// removed.
+    /// Whether some lines of the continued part of the log were lost or damaged. Damaged lines were removed.
     let lostLines: Bool
-    /// Whether the log had no record to continue after.
+    /// Whether the log had no complete record.
     let isEmpty: Bool
 
-    /// Starts the log in `folder`, which must not contain a run yet. With `resumeAt` it continues the existing log after the log's first `resumeAt`
-    /// bytes.
+    /// Creates the log in `folder`, which must not contain a log. With `resumeAt`, continues the existing log after its first `resumeAt` bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
         let url = Self.url(in: folder)
         self.url = url
@@ -53,7 +51,7 @@ package struct LogWriter {
         }
     }
 
-    /// Returns the lines that are whole records, with their line feeds. Returns no lines if the first record is not a run's start.
+    /// Returns the complete records as lines with line feeds. Returns an empty list if the first record is not a run's start.
     private static func wholeRecords(_ log: Data) -> [Data] {
         var (lines, rest) = ([Data](), log)
         while let lineFeed = rest.firstIndex(of: UInt8(ascii: "\n")) {

@@ -1,14 +1,13 @@
 import MLX
 import MeSPBundle
 
-/// Attention by MLX's operation, if this operation computes the scores in tiles that fit in the caches. Otherwise the formulas cut attention into
-/// tiles.
+/// Attention by MLX's attention operation where the processor's version is memory-efficient. Otherwise attention is computed in tiles.
 extension Machine {
     private func hasOperation(_ attention: Attention) -> Bool {
         processor.hasOperation(for: attention.mixer) && !TF32.isEmulated
     }
 
-    /// Returns attn_out `[n, heads·d]` in float32, for q̂ `[heads, n, d]`, the last n of N positions, over k̂ and v̂ `[kv_heads, N, d]`.
+    /// Returns attn_out `[n, heads·d]` in float32, of q̂ `[heads, n, d]` at the last n of N positions, over k̂ and v̂ `[kv_heads, N, d]`.
     func attention(_ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray) -> MLXArray {
         guard hasOperation(attention) else { return attention.byTiles(q: q, k: k, v: v, machine: self) }
         let start = k.dim(1) - q.dim(1)
@@ -18,7 +17,7 @@ extension Machine {
         return attention.whole(q, k[0..., keys], v[0..., keys]).swappedAxes(0, 1).reshaped([q.dim(1), -1])
     }
 
-    /// Returns the tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, the last first.
+    /// Returns the tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, from the last to the first.
     /// - Parameter q: q̂ · scale `[heads, n, d]`
     func attentionBackward(
         _ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray,

@@ -4,10 +4,10 @@ import MeSPBundle
 import MeSPSentences
 
 extension ModelBundle {
-    /// The device that the bundle was exported for, which is MLX's default device in work on the bundle.
+    /// The device that the bundle was exported for.
     package var device: Device { Device(manifest.device == .cpu ? .cpu : .gpu) }
 
-    /// Calls `body` with the bundle's device as MLX's default; see `MLXWork`.
+    /// Calls `body` with the bundle's device as MLX's default device.
     ///
     /// - Throws: `MeSPError`, also if the machine lacks the device or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
@@ -26,15 +26,13 @@ extension ModelBundle {
 }
 
 extension Device {
-    /// Whether MLX computes on a CPU now. Tests also run the GPU's code on a CPU.
     static var isCPU: Bool { defaultDevice().deviceType == .cpu }
 
-    /// The default device outside of the trainer's work, in Swift and in C++.
+    /// The default device of code other than the trainer's.
     @TaskLocal static var outer: Device?
 
-    /// Calls `body` with `device` as the default device of C++ too. C++ has its own default for all threads, the GPU, and Swift's default does not
-    /// change it. `vjp` uses C++'s default for three things: the copies of evaluated inputs (MLX 0.32.2, transforms.cpp:33), gradients that are 0
-    /// (:550), and the subtraction in softmax's derivative (primitives.cpp:5419). On iOS, `compile` fuses nothing while C++'s default is the CPU.
+    /// Calls `body` with `device` as C++'s default device too. C++ has a default of its own, which Swift's default does not change. `vjp` uses C++'s
+    /// default for some arrays. On iOS, `compile` fuses nothing while C++'s default is the CPU.
     static func withGlobal<R>(_ device: Device, _ body: () throws -> R) rethrows -> R {
         let own = Device.self as any GlobalDevice.Type
         own.setGlobal(device)
@@ -43,7 +41,7 @@ extension Device {
     }
 }
 
-/// A protocol for calling the deprecated setter of C++'s default device without a warning. There is no other setter.
+/// A protocol that calls a deprecated setter without a warning. MLX Swift has no other setter of C++'s default device.
 private protocol GlobalDevice {
     static func setGlobal(_ device: Device)
 }

@@ -1,14 +1,13 @@
 import MLX
 
-/// Arithmetic on arrays whose operations MLX fuses. Without fusion, each operation would write an array. On a GPU it would also take a kernel of a
-/// few microseconds, and on a CPU a pass over memory.
+/// Arithmetic on arrays whose operations MLX fuses. Without fusion, each operation would write an array.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
-    // A compiled function stays on the device of its first call with arrays of these shapes, so each device has its own compiled function.
+    // A compiled function stays on the device of its first call, so each device has its own compiled function.
     private let onCPU: @Sendable ([MLXArray]) -> [MLXArray]
     private let onGPU: @Sendable ([MLXArray]) -> [MLXArray]
 
-    /// - Parameter function: the arithmetic. It has one result, as MLX fuses only operations that lead to one array.
+    /// - Parameter function: the arithmetic, with a single result.
     init(_ function: @escaping @Sendable ([MLXArray]) -> MLXArray) {
         self.function = function
         onCPU = compile { [function($0)] }
@@ -20,7 +19,6 @@ struct Fused: Sendable {
         return (Device.isCPU ? onCPU(arrays) : onGPU(arrays)).first ?? function(arrays)
     }
 
-    /// Whether operations are fused at all.
     static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
 }
 

@@ -1,11 +1,10 @@
 import MLX
 
-/// MLX's memory limits, in bytes. A process has one value of each limit, and other code in the process may use MLX too. While the trainer waits, and
-/// after it has ended, the values are those that the other code has set.
+/// MLX's memory limits, in bytes. The limits hold for the whole process, and other code may use MLX too. The trainer restores the other code's values
+/// while it waits and after it has ended.
 package enum MLXLimits {
-    /// A limit that the trainer sets.
     struct Limit: Hashable, Sendable {
-        /// The limit of the freed buffers that MLX keeps.
+        /// The limit of the freed buffers that MLX caches.
         static let cache = Limit(name: "cache")
         /// The limit of the arrays' memory above which MLX waits for the GPU.
         static let memory = Limit(name: "memory")
@@ -27,7 +26,7 @@ package enum MLXLimits {
     /// The values of other code, for the limits that the trainer has set.
     nonisolated(unsafe) private static var ofProcess = [Limit: Int]()
 
-    /// Calls `body` with another value of a limit. Afterwards it restores the previous value, unless other code has set another one meanwhile.
+    /// Calls `body` with another value of a limit. Restores the previous value afterwards, unless other code has changed the limit.
     static func set<R>(_ limit: Limit, to bytes: Int, _ body: () throws -> R) rethrows -> R {
         if own[limit]?.isEmpty ?? true { ofProcess[limit] = limit.value }
         own[limit, default: []].append(bytes)
@@ -39,7 +38,7 @@ package enum MLXLimits {
         return try body()
     }
 
-    /// Calls `body` with the values of other code, which may use MLX meanwhile.
+    /// Restores the limits of other code while `body` runs.
     package static func giveBack<R>(during body: () throws -> R) rethrows -> R {
         let limits = own.compactMapValues(\.last)
         for limit in limits.keys { limit.value = ofProcess[limit] ?? limit.value }

@@ -2,25 +2,23 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// Work on MLX. All work on MLX begins in this type, so that one thread works on MLX at a time.
+/// Work on MLX, by one thread at a time.
 ///
-/// In MLX 0.32 only the thread that made a stream may evaluate arrays on it. Swift's streams are an exception: all threads may use them.
-/// Constants of imported functions and parts of derivatives are on streams that C++ made for the thread (export.cpp:1155,
-/// transforms.cpp:33). So a piece of work stays on one thread from its first function to its last value.
+/// In MLX 0.32 an array on a stream that C++ made for a thread may be evaluated only on that thread. Imported functions and derivatives have such
+/// arrays. So a piece of work stays on one thread from beginning to end.
 package enum MLXWork {
     private static let turn = NSRecursiveLock()
     private static let thread = WorkThread()
 
-    /// Waits until no other thread works on MLX, and calls `body` with `device` as MLX's default.
+    /// Waits until no other thread works on MLX, and calls `body` with `device` as MLX's default device.
     ///
-    /// - Parameter backend: `gpu` if errors of `device` come later than the work that failed; see `MLXErrors`.
-    /// - Throws: the errors of `body`, and the errors of MLX, which outside of this function end the process.
+    /// - Parameter backend: `gpu` if errors of `device` are reported asynchronously; see `MLXErrors`.
+    /// - Throws: the errors of `body`, and MLX errors.
     static func run<R>(on device: Device, as backend: Backend, _ body: () throws -> R) throws -> R {
         try turn.withLock {
             try Device.$outer.withValue(.outer ?? .defaultDevice()) {
-                // Naming a device is the first call that can fail.
                 let stream = try MLXErrors.collect {
-                    // An imported function runs on the first stream that was made for its device (export.cpp:500). So Swift's streams are made first.
+                    // An imported function runs on the first stream of its device, so Swift's streams are created first.
                     _ = (Stream.defaultStream, Stream.cpu)
                     return backend == .gpu ? Stream.defaultStream(device.deviceType) : nil
                 }
@@ -29,12 +27,11 @@ package enum MLXWork {
         }
     }
 
-    /// Runs `body` on the one thread that works on MLX in an app and in a federation, after the work that was added before. There is one
-    /// thread, as MLX never frees some of the data that it makes for a thread.
+    /// Runs `body` on the thread for work on MLX, after the work that was added before. All work shares one thread, as MLX never frees some of a
+    /// thread's data.
     package static func start(_ name: String, _ body: @escaping @Sendable () -> Void) { thread.add(name, body) }
 }
 
-/// A thread that does one piece of work after the other.
 private final class WorkThread: @unchecked Sendable {
     private let condition = NSCondition()
     private var waiting = [(name: String, body: @Sendable () -> Void)]()

@@ -1,9 +1,7 @@
 import MeSPBundle
 
-/// The memory that a machine adds to the arrays that `Planner` counts.
-///
-/// The constants of a CPU were fitted to peaks on Linux (`tools/studies/predicted_peaks.py`), and the constants of a GPU to the counts in
-/// docs/ledger.md.
+/// A processor's memory in addition to the arrays that `Planner` counts. The constants of a CPU were fitted to peaks on Linux
+/// (`tools/studies/predicted_peaks.py`).
 struct MachineMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
     let process: Int
@@ -13,13 +11,13 @@ struct MachineMemory: Sendable {
     let dequantized: Int
     /// 1 if each operation writes an array, 0 if elementwise operations are fused.
     let unfused: Int
-    /// Whether a mixer's attention is one operation.
+    /// Whether a mixer's attention is a single MLX operation.
     let isOneOperation: @Sendable (AttentionMixer) -> Bool
-    /// The bytes of Metal in the process; nil if MLX does not start Metal. See `MetalMemory`.
+    /// The bytes of Metal in the process; nil if MLX does not start Metal.
     let metal: Int?
-    /// Whether weights that stay mapped are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
+    /// Whether mapped weights are clean pages, which the system can reclaim. A GPU's driver may count them as memory.
     let mapsAreClean: Bool
-    /// The bytes of MLX's arrays that live only in a part of a step, and of the memory that the allocator keeps.
+    /// Returns the bytes of temporary arrays in a step, and of the memory that the allocator keeps.
     let working: @Sendable (Planner, Plan) -> Int
 
     /// Returns the memory that mapped weights may take, in bytes.
@@ -27,20 +25,18 @@ struct MachineMemory: Sendable {
         mapsAreClean ? room : min(limit ?? .max, room) - peak
     }
 
-    /// Returns the number of arrays of a tile's size that the MLP's derivative holds at once. These are gate, up, d_act and d_gate. An adapter of
-    /// gate or up adds its product, an adapter of down adds act, and gelu adds one more array. If operations are not fused, there are also the sums
-    /// of the adapters' products and the parts of the activation's derivative. gelu's derivative has more parts.
+    /// Returns the number of arrays of a tile's size that the MLP's backward pass holds at once: gate, up, d_act and d_gate, and further arrays for
+    /// adapters and for gelu. Unfused operations add temporary arrays.
     func tileArrays(_ activation: Activation, adapted: Int) -> Int {
         let gelu = activation == .gelu ? 1 : 0
         return 4 + gelu + adapted + unfused * (1 + 4 * gelu + adapted)
     }
 
-    /// Returns the number of arrays of attn_out's size while attention runs: attn_out and, if attention is not one operation, its tiles.
+    /// Returns the number of arrays of attn_out's size during attention: attn_out and, if attention is computed in tiles, its tiles.
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
-    /// Returns the bytes of the scores that attention's derivative holds at once. These are P and dP of the query rows in a tile. If operations are
-    /// fused, dS takes dP's memory. Otherwise there are also P ∘ dP and dP − rowsum(P ∘ dP). The sums of dk and dv before and after a tile exist too.
-    /// If attention is one operation, only P and dP count, with at most 32 rows for each head and at most 128 · max(T, 2,048) numbers each.
+    /// Returns the bytes of the scores that attention's backward pass holds at once. These are P and dP of a tile's query rows, further arrays of
+    /// this size without fusion, and the sums of dk and dv.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
@@ -62,11 +58,8 @@ extension Processor {
 }
 
 extension Planner {
-    /// Returns the bytes that malloc keeps on Linux: a sixteenth of the lasting and the kept arrays, at most 2 MB, and the gaps that wide arrays
-    /// leave. A gap is 0.9 MB smaller than its array. Arrays of 8 MiB or more leave no gaps, as each has its own mapping. Without experts, three
-    /// arrays of the tokens that go through the MLP at a time leave gaps, of at most 3 MB together. With experts, four arrays of all tokens leave
-    /// gaps. A mixer that is wider than the model leaves three gaps, which count instead if they are larger. Tiles below the largest size leave 4 MB
-    /// more, about as much as they save.
+    /// Returns an estimate of the bytes that malloc keeps on Linux: a sixteenth of the long-lived arrays, at most 2 MB, and the gaps that freed wide
+    /// arrays leave. Arrays of 8 MiB or more leave no gaps, as each has its own mapping. The constants are fitted to measured peaks.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)
@@ -78,24 +71,22 @@ extension Planner {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
-    /// The bytes that Metal's allocator takes beyond the arrays on the CPU of an Apple device.
+    /// The bytes that Metal's allocator takes in addition to the arrays, for a CPU of Apple.
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
 
-    /// Returns the bytes of a GPU's working arrays. MLX waits when the arrays of a phase fill its workspace (`withWorkspace`). With short command
-    /// buffers two things exceed the workspace: the command buffer that is being encoded, and the arrays of a completed command buffer whose
-    /// completion handler has not run yet.
+    /// Returns the bytes of a GPU's working arrays. MLX waits when the arrays of a phase fill its workspace (`withWorkspace`), but can exceed the
+    /// workspace by about one command buffer.
     fileprivate func workingOnGPU(_ plan: Plan) -> Int {
         let workspaces =
             MLXSupport.hasShortCommandBuffers
             ? workspace(plan) + phaseOnGPU(plan) * 3 / 10 : max(phaseOnGPU(plan), workspace(plan))
-        // The d with which a block's backward pass begins is kept until the block's gradient is confirmed (`MLXErrors`).
+        // The dy of a block is kept until the block's gradient is confirmed (`MLXErrors`), because the block may have to be repeated.
         let d = settings.method.hasBackwardPass ? hidden : 0
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// Returns the bytes of the arrays of one block or of the head. Some of these arrays live through a tile. The longest command buffer, of about 21
-    /// kernels, writes the other arrays. No array that this buffer writes can be freed while the buffer is being encoded. The largest of the mixer's
-    /// derivative, the MLP's derivative and the update counts.
+    /// Returns the bytes of the arrays of one block or of the head. Arrays that the longest command buffer writes are freed only after it is encoded.
+    /// The largest of the mixer's backward pass, the MLP's backward pass and the update counts.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
             guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }
@@ -106,15 +97,12 @@ extension Planner {
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 
-    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`. With short command buffers, this limit
-    /// lets several buffers run. With long command buffers, this limit is two fifths of the phase's peak, so that only the buffer that is being
-    /// encoded exceeds the limit.
+    /// Returns the bytes that a phase may take on a GPU before MLX waits, plus a cache; see `withWorkspace`.
     func workspace(_ plan: Plan) -> Int {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }
 
-    /// Returns the plan with a cache on a GPU, for the self-check to measure. A smaller cache would stay empty: while the GPU lags behind,
-    /// freed buffers are still in use.
+    /// Returns the plan with a cache on a GPU, for the self-check to measure.
     package func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phaseOnGPU(plan)

@@ -1,6 +1,6 @@
 import MLX
 
-/// Returns an array that is x[t, j] if r[t] c[j] mod 2³² ≥ `least`, and 0 otherwise.
+/// Returns x[t, j] where r[t] c[j] mod 2³² ≥ `least`, and 0 elsewhere.
 ///
 /// - Parameters:
 ///   - x: `[n, in]`
@@ -8,7 +8,7 @@ import MLX
 ///   - c: a number for each column
 func masked(_ x: MLXArray, rows r: [UInt32], columns c: [UInt32], least: UInt32) -> MLXArray {
     guard Device.isCPU else { return fusedMask([x, MLXArray(r, [r.count, 1]), MLXArray(c), MLXArray(least)]) }
-    // A CPU fuses no operations on integers: MLX would write an array of the products, four times as large as the array `kept`.
+    // On a CPU MLX does not fuse operations on integers, and would write an array of the products.
     let kept = [Bool](unsafeUninitializedCapacity: r.count * c.count) { kept, count in
         for (row, r) in r.enumerated() {
             for column in c.indices { kept[row * c.count + column] = r &* c[column] >= least }

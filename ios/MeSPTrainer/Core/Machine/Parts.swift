@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A value that contains arrays, such as the results of a part of a formula.
+/// A value that contains arrays, such as the results of a part of a computation.
 protocol Arrays {
     var arrays: [MLXArray] { get }
 }
@@ -14,11 +14,10 @@ extension LoRAGradients: Arrays {
     var arrays: [MLXArray] { [a, b, m].flatMap(\.values) + experts.values.flatMap(\.arrays) }
 }
 
-/// The functions that compute a formula in parts. A part keeps its results. The memory of its other arrays serves the next part.
+/// Functions that split a computation into parts. A part's temporary arrays are freed before the next part.
 ///
-/// A CPU evaluates each part. In a forward pass it evaluates a part only if the part is one of several tiles. A GPU does not evaluate parts, as it
-/// would be idle between two evaluations. On a GPU `reduce` makes each part depend on the part before, so that MLX encodes the parts in this order,
-/// and `Memory.memoryLimit` bounds the arrays of the parts that the GPU has not computed yet.
+/// A CPU evaluates each part, except in a forward pass. A GPU does not evaluate parts, because it would be idle between evaluations. On a GPU
+/// `reduce` makes each part depend on the part before, so that `Memory.memoryLimit` bounds the temporary arrays.
 extension Machine {
     /// Ends a part, and returns its results.
     @discardableResult func part<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
@@ -27,8 +26,8 @@ extension Machine {
         return (repeat each results)
     }
 
-    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. A GPU evaluates these results too: a phase has a dozen arrays
-    /// as long as the sequence, and only its results live on in the next phase.
+    /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. A GPU evaluates these results too, so that the phase's other
+    /// arrays are freed.
     @discardableResult func phase<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         if !evaluatesParts, pause == nil { submit(allArrays(repeat each results)) }
         return part(repeat each results)
@@ -44,7 +43,7 @@ extension Machine {
     /// - Parameters:
     ///   - state: the state before the first part; consumed, so that its arrays are freed when a part replaces them
     ///   - inputs: the arrays that every part reads
-    ///   - next: updates the state by a part, from the inputs
+    ///   - next: updates the state for a part, from the inputs
     /// - Returns: the state after the last part.
     func reduce<P, S: Arrays>(
         _ parts: [P], _ state: consuming S, reading inputs: inout [MLXArray],
@@ -58,19 +57,19 @@ extension Machine {
         return state
     }
 
-    /// Returns the inputs for the next part, which can be read only after `done` is computed.
+    /// Returns the inputs for the next part, which depend on the arrays `done`.
     func inputs(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
         guard processor.chainsParts, pause == nil, !inputs.isEmpty else {
             part(done)
             return inputs
         }
-        // `depends` must run on the stream of `done`. It runs on the stream of its first array, or on C++'s default stream if that array is already
-        // evaluated (MLX 0.32.2, ops.cpp:6408). `inputs` may be evaluated; `done` is not. So an array of `done` is passed first.
+        // `depends` must run on the stream of `done`. It runs on the stream of its first array unless that array is already evaluated. So an array of
+        // `done` comes first.
         let (first, others) = (Array(done.prefix(1)), Array(done.dropFirst()))
         return Array(depends(inputs: first + inputs, dependencies: others).dropFirst(first.count))
     }
 
-    /// Returns the result of `body` for each piece of `0..<count`. Several results are evaluated one after the other, on a GPU too.
+    /// Returns the result of `body` for each piece of `0..<count`. If there are several pieces, each result is evaluated, on a GPU too.
     func each<R: Arrays>(of count: Int, size: Int, _ body: (Range<Int>) throws -> R) rethrows -> [R] {
         let pieces = tiles(of: count, size: size)
         return try pieces.map {
@@ -80,16 +79,15 @@ extension Machine {
         }
     }
 
-    /// Returns the results of `body` for successive ranges of the rows of x `[n, …]`. The arithmetic of a row must need no other rows.
+    /// Returns the results of `body` for successive ranges of the rows of x `[n, …]`. `body` must process each row independently.
     func rows<R: Arrays>(of x: MLXArray, _ body: (Range<Int>) -> R) -> [R] {
         tiles(of: x.dim(0), size: rowsAtOnce(of: x)).map { part(body($0)) }
     }
 
-    /// Evaluates a block's results now, or leaves the evaluation for later. With a `pause`, the results are always evaluated now.
+    /// Evaluates a block's results now or, if `isDeferred`, later. With a `pause`, the results are always evaluated now.
     ///
-    /// - Parameter isDeferred: whether nothing needs the results yet. A CPU then begins to compute them, and the graph of the next block is built
-    ///   meanwhile. On a GPU nothing is computed yet: the results are computed together with the next token, as a round trip takes longer than a
-    ///   block's kernels.
+    /// - Parameter isDeferred: whether nothing needs the results yet. A CPU then begins to compute them. A GPU computes them together with the next
+    ///   token.
     /// - Returns: whether the results may still have to be computed.
     func leave(_ results: [MLXArray], isDeferred: Bool) -> Bool {
         guard isDeferred, pause == nil else {
@@ -101,8 +99,8 @@ extension Machine {
         return true
     }
 
-    /// Counts the multiplications of a part of the head. If their number since the last boundary would exceed the limit, this function first
-    /// evaluates the results of the parts before, and calls `atBoundary`.
+    /// Counts the multiplications of a part of the head. Before the count would exceed the limit, evaluates the earlier results and calls
+    /// `atBoundary`.
     func work(
         _ multiplications: Int, since work: inout Int, leaving results: some Arrays, _ atBoundary: () throws -> Void
     ) rethrows {
@@ -114,13 +112,13 @@ extension Machine {
         work += multiplications
     }
 
-    /// Replaces the rows of x `[T, …]` by the results of `body`, some tokens at a time. The results for a token must need no other tokens.
+    /// Replaces the rows of x `[T, …]` by the results of `body`, some tokens at a time. `body` must process each token independently.
     func replaceByTokens(_ x: inout MLXArray, _ body: (_ tokens: Range<Int>, _ rows: MLXArray) -> MLXArray) {
         for tokens in tiles(of: x.dim(0), size: mlpTokens) {
             let rows = body(tokens, x[tokens])
             if tokens.count < x.dim(0) { eval(rows) }
             replace(tokens, of: &x, by: rows)
-            // The freed buffers are too small for arrays of the whole sequence, so they are not kept.
+            // The freed buffers are too small to be reused for arrays of the whole sequence.
             if tokens.count < x.dim(0) { Memory.clearCache() }
         }
     }
@@ -143,7 +141,7 @@ extension ModelBundle {
     }
 }
 
-/// Computes and evaluates arrays from some rows of a mapped file. The CPU computes them, as Metal would hold the whole file in memory for a kernel.
+/// Computes and evaluates arrays from some rows of a mapped file, on the CPU. For a GPU kernel, Metal would hold the whole file in memory.
 func readRows<R: Arrays>(_ body: () -> R) -> R {
     Device.withDefaultDevice(.cpu) {
         let rows = body()
@@ -152,17 +150,15 @@ func readRows<R: Arrays>(_ body: () -> R) -> R {
     }
 }
 
-/// Starts to compute arrays, after the arrays that were submitted before. On a CPU the graph of the next part is built meanwhile. Building the graph
-/// early takes no more memory, as the next part takes its memory when it is submitted. On a GPU the function waits for the arrays. Code that unmaps
-/// or trims memory must call `eval` first.
+/// Starts to compute arrays. On a CPU it returns before they are computed, so that the graph of the next part is built meanwhile. On a GPU it waits.
+/// Code that unmaps or trims memory must call `eval` first.
 func submit(_ arrays: [MLXArray]) {
     guard Device.isCPU else { return eval(arrays) }
     Stream.cpu.synchronize()
     asyncEval(arrays)
 }
 
-/// Replaces some rows by `part`. The other rows are not copied if nothing else refers to the array. The result is evaluated unless `part`
-/// is the whole array.
+/// Replaces some rows by `part`. The other rows are not copied if the array has no other reference.
 func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     guard rows.count < array.dim(0) else {
         array = part
@@ -170,7 +166,7 @@ func replace(_ rows: Range<Int>, of array: inout MLXArray, by part: MLXArray) {
     }
     array = array[.ellipsis]  // a new object, as other code may refer to the old one
     array[rows] = part
-    // While unfinished work reads the array, the assignment would copy it.
+    // The assignment would copy the array while unfinished work reads it.
     if Device.isCPU { Stream.cpu.synchronize() }
     eval(array)
 }

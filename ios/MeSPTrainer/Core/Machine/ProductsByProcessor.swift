@@ -1,9 +1,9 @@
 import MLX
 import MeSPBundle
 
-/// Products with W. A CPU with MLX's own operations dequantizes W first, unless x has few rows. A GPU and HostMLX unpack W in the product.
+/// Products with W. MLX's own CPU operations dequantize W first, unless x has few rows. A GPU and HostMLX dequantize W in the product.
 extension QuantizedMatrix {
-    /// Returns x Wᵀ `[T, out]` in `dtype`, by default x's.
+    /// Returns x Wᵀ `[T, out]` in `dtype`, by default x's dtype.
     func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
         let product: MLXArray
         if let dense, x.dim(0) > Self.fewRows {
@@ -14,13 +14,13 @@ extension QuantizedMatrix {
         return product.asType(dtype ?? x.dtype)
     }
 
-    /// The most rows of x for which `quantizedMM` in float32 is faster on every CPU than a dense product, as dequantizing W takes longer.
+    /// The maximum number of rows of x for which `quantizedMM` is faster on a CPU than dequantizing W and a dense product.
     static let fewRows = 4
 
     /// Returns sum + dy W `[T, in]` in sum's dtype. Without a sum, returns dy W in dy's dtype.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         guard let sum else {
-            // MLX's own product, without emulated TF32: on a GPU `quantizedMM` of this shape never uses TF32 (metal/quantized.cpp:694).
+            // `MLX.matmul` is used because on a GPU `quantizedMM` of this shape does not use TF32.
             return (dense.map { MLX.matmul(dy.asType(.float32), $0.array) } ?? multiplied(dy, transpose: false))
                 .asType(dy.dtype)
         }
@@ -28,29 +28,27 @@ extension QuantizedMatrix {
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
 
-    /// Returns g ∘ (x Wᵀ) `[T, out]` in float32, with g `[out]`; nil stands for 1.
+    /// Returns g ∘ (x Wᵀ) `[T, out]` in float32, with g `[out]`; nil means g = 1.
     func apply(_ x: MLXArray, times g: MLXArray?) -> MLXArray {
         guard let g else { return apply(x, as: .float32) }
         return scaled(by: g, rows: x.dim(0))?.apply(x, as: .float32) ?? apply(x, as: .float32) * g
     }
 
-    /// Returns sum + (g ∘ dy) W `[T, in]`, with g `[out]`; nil stands for 1.
+    /// Returns sum + (g ∘ dy) W `[T, in]`, with g `[out]`; nil means g = 1.
     func applyTransposed(_ dy: MLXArray, times g: MLXArray?, addedTo sum: MLXArray?) -> MLXArray {
         guard let g else { return applyTransposed(dy, addedTo: sum) }
         return scaled(by: g, rows: dy.dim(0))?.applyTransposed(dy, addedTo: sum)
             ?? applyTransposed(dy * g, addedTo: sum)
     }
 
-    /// Returns the matrix with its rows times g. Returns nil if products do not unpack W with float32 scales, or if a row of W has at least `rows`
-    /// scales and biases, as scaling the product is then cheaper.
+    /// Returns the matrix with its rows multiplied by g. Returns nil where scaling the product is cheaper or scaling the matrix is not possible.
     private func scaled(by g: MLXArray, rows: Int) -> QuantizedMatrix? {
         guard Device.isCPU, dense == nil, let biases = wide.biases, 2 * scales.dim(1) < rows else { return nil }
         let g = g[0..., .newAxis]
         return part(weight, wide.scales * g, biases * g)
     }
 
-    /// Returns x Wᵀ or x W by `quantizedMM`. A GPU takes x in x's dtype, and adds up in float32. A CPU adds up in the operands' dtype, so x is cast
-    /// to float32 there.
+    /// Returns x Wᵀ or x W by `quantizedMM`. A CPU accumulates in the operands' dtype, so x is cast to float32 on a CPU.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
         let isWide = Device.isCPU || x.dtype == .float32
         let product = quantizedMM(
@@ -60,8 +58,8 @@ extension QuantizedMatrix {
         return processor.backend == .gpu ? product.asType(x.dtype) : product
     }
 
-    /// Returns W in float32. With bfloat16 scales, `dequantized` would round W to bfloat16, so the scales are cast first. On a CPU, `dequantized`
-    /// would make an array with a 32-bit integer for each bit of W of 3, 5 or 6 bits, so this function itself unpacks W of 3, 5 or 6 bits.
+    /// Returns W in float32. Affine scales are cast to float32 first, because `dequantized` would round W to their dtype. On a CPU this function
+    /// itself unpacks W of 3, 5 or 6 bits, because `dequantized` would need too much memory.
     static func dequantize(
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {
@@ -75,7 +73,7 @@ extension QuantizedMatrix {
         return (codes * wideScales[.ellipsis, .newAxis] + wideBiases[.ellipsis, .newAxis]).flattened(start: 1)
     }
 
-    /// Returns the codes in `words`, the lowest bits first, as 16-bit integers. A code lies in one or two bytes: those of its first and its last bit.
+    /// Returns the codes in `words`, the lowest bits first, as 16-bit integers. Each code spans at most two bytes.
     private static func unpacked(_ words: MLXArray, bits: Int) -> MLXArray {
         let eight = words.view(dtype: .uint8).reshaped([words.dim(0), -1, bits])
         let starts = (0..<8).map { $0 * bits }

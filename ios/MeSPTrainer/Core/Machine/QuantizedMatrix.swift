@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// W `[out, in]`, quantized in groups along its rows, and products with it. W is frozen, so it has no gradient.
+/// W `[out, in]`, quantized in groups along its rows, and products with W. W is frozen.
 package struct QuantizedMatrix: Arrays {
     package let weight: MLXArray
     package let scales: MLXArray
@@ -51,24 +51,23 @@ package struct QuantizedMatrix: Arrays {
             weight: weight, scales: scales, biases: biases, format: format, processor: processor)
     }
 
-    /// Returns the rows of W that `indices` `[n]` name, in float32: `[n, in]`.
+    /// Returns the rows of W at `indices` `[n]` in float32, `[n, in]`.
     func take(_ indices: MLXArray) -> MLXArray {
         Self.dequantize(
             weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0), format)
     }
 
-    /// Returns the rows of W that `indices` `[n]` name, quantized.
+    /// Returns the rows of W at `indices` `[n]`, quantized.
     func packedRows(_ indices: MLXArray) -> QuantizedMatrix {
         part(weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0))
     }
 
-    /// W, in float32.
     var inFloat32: MLXArray { Self.dequantize(weight, scales, biases, format) }
 }
 
 extension PackedWeights {
-    /// Returns the quantized matrix `[rows, inputs]` whose arrays' names begin with `prefix`. If several matrices are stacked, it returns the matrix
-    /// with the index `number`.
+    /// Returns the quantized matrix `[rows, inputs]` whose arrays' names begin with `prefix`. With `number`, returns that matrix of a stack of
+    /// matrices.
     func matrix(_ prefix: String, _ number: Int? = nil, inputs: Int) -> QuantizedMatrix {
         let (weight, scales) = (self[prefix + "weight", number], self[prefix + "scales", number])
         let biases = array(prefix + "biases", number)

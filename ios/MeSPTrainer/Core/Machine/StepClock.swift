@@ -1,11 +1,10 @@
 import MLX
 import MeSPBundle
 
-/// The points at which a step may wait or end, the repetition of failed work, and the times of the step's phases.
+/// The boundaries at which a step may wait or end, retries after errors, and the times of the step's phases.
 package final class StepClock {
-    /// A function called at every block boundary, forward and backward, several times within the head, and within blocks in a GPU's first step. It
-    /// may wait, which pauses the run with the half-done step in memory. It may throw `CancellationError`, which ends the step unless the step has
-    /// already changed parameters.
+    /// A function called at every block boundary, several times within the head, and within blocks in a GPU's first step. It may wait, which pauses
+    /// the run. It may throw `CancellationError`, which ends the step unless the step has already changed parameters.
     package var atBlock: () throws -> Void = {}
 
     /// The time spent in each phase so far, in seconds.
@@ -19,7 +18,7 @@ package final class StepClock {
         var waiting = 0.0
     }
 
-    /// Whether the step has changed parameters. It must then be finished.
+    /// Whether the step has changed parameters and so must be finished.
     var hasChanged = false
 
     func boundary() throws {
@@ -31,10 +30,9 @@ package final class StepClock {
     /// Waits within a block, if `atBlock` waits. A stop or an error takes effect at the next boundary.
     func pause() { try? boundary() }
 
-    /// Calls `MLXErrors.repeating` with a boundary before a repetition.
     func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(beforeRetry: boundary, body) }
 
-    /// Returns the array of `body` for later work. On a GPU the array is evaluated and confirmed (`MLXErrors`).
+    /// Returns the array of `body`. On a GPU the array is evaluated and checked for errors (`MLXErrors`).
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
         try repeating {
             let array = try body()
@@ -48,7 +46,7 @@ package final class StepClock {
         do { try boundary() } catch is CancellationError {}
     }
 
-    /// Returns the result of a phase's work. The work is timed, its arrays are limited to a workspace, and it is repeated if a GPU fails.
+    /// Returns the result of a phase's work. The work is timed, limited to a workspace, and repeated if a GPU fails.
     func work<R>(
         _ phase: WritableKeyPath<Phases, Double>, in workspace: Int?, _ body: () throws -> R
     ) throws -> R {

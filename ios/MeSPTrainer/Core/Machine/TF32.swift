@@ -1,13 +1,13 @@
 import Foundation
 import MLX
 
-/// TF32, the format to which the neural accelerators of A19, M5 and later round the operands of float32 products unless
-/// MLX_ENABLE_TF32 is 0.
+/// TF32, the format to which the neural accelerators of A19, M5 and later round the operands of float32 products. The environment variable
+/// MLX_ENABLE_TF32=0 turns TF32 off.
 package enum TF32 {
-    /// Whether the formulas round the operands of their products. The self-check sets it to compute the effect of TF32 on any device.
+    /// Whether operands of products are rounded to TF32 in software. The self-check sets it to measure the effect of TF32 on any device.
     @TaskLocal package static var isEmulated = false
 
-    /// Returns x rounded to 10 of float32's 23 bits of mantissa, to nearest with ties to even.
+    /// Returns x rounded to a mantissa of 10 bits, to nearest with ties to even.
     static func rounded(_ x: MLXArray) -> MLXArray {
         guard x.dtype == .float32 else { return x }
         let bits = x.view(dtype: .uint32)
@@ -16,14 +16,13 @@ package enum TF32 {
     }
 }
 
-// In this module the functions below hide MLX's functions with equal names, so the formulas call these for all products.
+// The functions below hide MLX's functions of the same names in this module.
 
 func matmul(_ a: MLXArray, _ b: MLXArray) -> MLXArray {
     guard TF32.isEmulated else { return MLX.matmul(a, b) }
     return MLX.matmul(TF32.rounded(a), TF32.rounded(b))
 }
 
-/// Returns c + alpha a b.
 func addMM(_ c: MLXArray, _ a: MLXArray, _ b: MLXArray, alpha: Float = 1) -> MLXArray {
     guard TF32.isEmulated else { return MLX.addMM(c, a, b, alpha: alpha) }
     return MLX.addMM(c, TF32.rounded(a), TF32.rounded(b), alpha: alpha)

@@ -1,20 +1,16 @@
 import MLX
 import MeSPBundle
 
-/// The sizes of tiles in projections, the MLP, attention and the loss.
 extension Machine {
-    /// Returns the sizes to which temporaries may be cut, in bytes, the largest first. The default plan takes the largest of these sizes. Still
-    /// larger temporaries would be no faster. On a GPU, starting a kernel takes as long as about 500 kB of memory traffic. So on a GPU the sizes grow
-    /// with the sequence, and the number of a step's kernels hardly depends on the sequence's length. The sizes stop growing when starting a kernel
-    /// takes a tenth of the kernel's time. The sizes are smaller in wide models, whose products take longer.
+    /// Returns the possible sizes of temporary arrays in bytes, the largest first. On a GPU the sizes grow with the sequence length, so that the
+    /// number of kernels hardly depends on it, up to a limit above which larger arrays are not faster.
     static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
         let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]
     }
 
-    /// Returns the number of tokens in a mixer's segment. A sequence of more than twice `segmentTokens` has several segments on a CPU whose products
-    /// unpack W, unless blocks share keys and values. All other sequences have one segment. Packed records have one segment too. They take a few
-    /// percent more memory than planned, as a plan does not depend on packing.
+    /// Returns the number of tokens in a mixer's segment. Only sequences of more than twice `segmentTokens` have several segments, on a CPU whose
+    /// products dequantize W, and only if no blocks share keys and values.
     static func mixerTokens(_ a: Architecture, _ length: Int, _ processor: Processor) -> Int {
         guard processor.backend == .cpu, processor.dequantizesInProduct, length > 2 * segmentTokens, a.owners.isEmpty
         else { return length }
@@ -22,13 +18,13 @@ extension Machine {
         return tokens < chunk ? tokens : (tokens + chunk - 1) / chunk * chunk
     }
 
-    /// Returns the size of equal parts of `count` that are not longer than `size`.
+    /// Returns the length of equal parts of `count`, at most `size` each.
     private static func evenly(_ count: Int, _ size: Int) -> Int {
         let parts = (count + size - 1) / size
         return (count + parts - 1) / parts
     }
 
-    /// Makes a machine whose sizes keep each temporary near `bytes`, for sequences of `length` tokens.
+    /// Makes a machine whose temporary arrays take about `bytes` each, for sequences of `length` tokens.
     package init(
         _ a: Architecture, group: Int, length: Int, bytes: Int, processor: Processor, pause: (() -> Void)? = nil
     ) {
@@ -39,22 +35,20 @@ extension Machine {
         mixerTokens = Self.mixerTokens(a, length, processor)
         switch processor.backend {
         case .cpu:
-            // OpenBLAS packs the keys for each tile. For few rows this takes as long as the products. If the scores of 16 rows take more than
-            // `bytes`, a tile has one key-value head, and so more rows in the same memory. If `bytes` hold the scores of at most one row, a tile has
-            // half as many rows, as more would take too much memory.
+            // OpenBLAS packs the keys for each tile, so tiles of few rows are slow. If the scores of 16 rows take more than `bytes`, a tile has one
+            // key-value head and more rows.
             let isLong = rows < 16
             let heads = isLong ? a.headsPerKey : a.attentionHeads
             let most = max(1, Self.segmentTokens / 16)
             (queryRows, keyHeads) =
                 isLong ? (min(most, (rows > 1 ? 16 : 8) * a.attentionHeads / heads), 1) : (rows, .max)
-            // If a product unpacks W for its tokens anyway, the number of tokens makes a tile about square. With more tokens, a tile would
-            // have fewer rows of W, and OpenBLAS packs the tokens for each tile. With fewer tokens, W would be unpacked more often.
+            // This number of tokens makes a tile about square. With more tokens, a tile would have fewer rows of W. With fewer tokens, W would be
+            // dequantized more often.
             mlpTokens = processor.dequantizesInProduct ? evenly(length, Self.segmentTokens / 2) : length
-            // The floats that a row of W takes in a tile: its products, or the row itself if the row is dequantized before the product.
+            // The number of floats in a tile for each row of W.
             let row = processor.dequantizesInProduct ? 2 * mlpTokens : max(a.hiddenSize, length)
             projectionRows = processor.dequantizesInProduct ? .max : max(64, floats / max(row, a.mixerWidth))
-            // The scores of long sequences take more than `bytes`. Other tiles may take half as much as these scores without a higher peak. Such
-            // large tiles save passes over the tokens.
+            // The scores of long sequences take more than `bytes`. Other tiles may take half as much as these scores without a higher peak.
             let wide = processor.dequantizesInProduct ? max(floats, queryRows * heads * length / 2) : floats
             features = max(1, wide / row / group) * group
             (mlpTileTokens, lossTokens) = (length, length)

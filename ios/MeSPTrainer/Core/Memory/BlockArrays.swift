@@ -4,27 +4,25 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Arrays of a limited size that are kept in a file instead of in memory. Each array is written whole and read as a mapping.
+/// Arrays that are kept in a file instead of in memory, and read as mappings.
 ///
 /// The file has no name, and disappears with the process. An instance must not be used from several threads at once.
 final class ArrayFile {
     private let file: Int32
     private var shapes = [Int: [Int]]()
     private let dtype: DType
-    /// The distance from one array to the next, in bytes: whole pages, as `mapArray` requires.
+    /// The distance from one array to the next in the file, in bytes; a multiple of the page size.
     private let stride: Int
-    /// The file's length in bytes.
     private var length = 0
-    /// The bytes written so far.
     private(set) var written = 0
-    /// The mapped array that was read last, or with `keepsMaps` all mapped arrays that were read. While these references live, MLX does not reuse the
-    /// mapped buffers for results.
+    /// The mapped array that was read last, or with `keepsMaps` all arrays that were read. The references keep MLX from reusing mapped buffers for
+    /// results.
     private var maps = [Int: MLXArray]()
     private let keepsMaps: Bool
 
     /// - Parameters:
-    ///   - folder: the folder for the file; it must be on a disk, so that the file takes no memory.
-    ///   - shape: the shape of the largest arrays.
+    ///   - folder: the folder for the file, which must not be in memory (tmpfs).
+    ///   - shape: the shape of the largest array.
     ///   - keepsMaps: whether arrays stay mapped. A GPU's driver may count mapped arrays as memory.
     init(in folder: URL, shape: [Int], dtype: DType, keepsMaps: Bool) throws {
         self.keepsMaps = keepsMaps
@@ -68,7 +66,7 @@ final class ArrayFile {
         func map() -> MLXArray? { mapArray(file, offset: index * stride, [stride / dtype.size], dtype) }
         var mapped = maps[index] ?? map()
         if mapped == nil {
-            // As with a bundle's files, the process may have addresses for only one mapping at a time.
+            // The process may have address space for only one mapping at a time.
             maps = [:]
             mapped = map()
         }
@@ -82,24 +80,19 @@ final class ArrayFile {
 }
 
 /// Arrays, one for each block, in memory or in a file.
-///
-/// A copy of this value keeps the arrays that are in memory. With `keepsPrevious`, the copy also keeps the arrays that are in a file, as long as each
-/// of these arrays is replaced at most once.
 package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?
-    /// The place of each array in the file.
     private var slots: [Int]
     private let keepsPrevious: Bool
-    /// The blocks whose sum has begun since `beginSums`.
+    /// The blocks that have a sum since the last call of `beginSums`.
     private var begun = Set<Int>()
 
-    /// The bytes written to the file so far.
     var written: Int { file?.written ?? 0 }
 
     /// - Parameters:
     ///   - file: the file for the arrays; nil to keep them in memory.
-    ///   - place: the place of these arrays in the file, from 0. Other lists of `count` arrays may have the other places.
+    ///   - place: the place of these arrays in the file, from 0, in units of `count` arrays.
     init(count: Int, file: ArrayFile?, place: Int = 0, keepsPrevious: Bool = false) {
         arrays = Array(repeating: nil, count: count)
         slots = Array(place * count..<(place + 1) * count)
@@ -107,15 +100,14 @@ package struct BlockArrays {
         self.keepsPrevious = keepsPrevious
     }
 
-    /// Returns the array of a block, which must have been written before.
     func read(_ block: Int) throws -> MLXArray {
         if let file { return try file.read(slots[block]) }
         guard let array = arrays[block] else { preconditionFailure("block \(block) was never set") }
         return array
     }
 
-    /// Keeps an array in place of the block's previous array. The array is evaluated and confirmed first (`MLXErrors`). If that fails, the previous
-    /// array is kept.
+    /// Stores an array in place of the block's previous array, after it is evaluated and checked for errors (`MLXErrors`). If that fails, the
+    /// previous array is kept.
     package mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
             let slot = keepsPrevious ? (slots[block] + arrays.count) % (2 * arrays.count) : slots[block]
@@ -127,8 +119,8 @@ package struct BlockArrays {
                 arrays[block] = array
                 return
             }
-            // The array is copied into the gap that the block's previous array leaves. `array` lies among a step's temporaries, where it would divide
-            // the memory for the next steps' large arrays.
+            // The array is copied into the memory of the block's previous array. `array` itself lies among temporary arrays and would fragment the
+            // memory.
             try array.withBytes { bytes in
                 arrays[block] = nil
                 arrays[block] = MLXArray(bytes, array.shape, dtype: array.dtype)
@@ -136,16 +128,16 @@ package struct BlockArrays {
         }
     }
 
-    /// Begins new sums: the next array that is added for a block replaces the block's sum.
+    /// Begins new sums. The next array that is added for a block replaces the block's sum.
     mutating func beginSums() { begun = [] }
 
-    /// Adds an array to the sum of a block. If that fails, the sum does not change.
+    /// Adds an array to the sum of a block. After an error the sum is unchanged.
     mutating func add(_ array: MLXArray, _ block: Int) throws {
         try write(begun.contains(block) ? read(block) + array : array, block)
         begun.insert(block)
     }
 
-    /// Returns a block's array, and no longer keeps it in memory. In a file, the array stays until it is overwritten.
+    /// Returns a block's array and removes it from memory.
     mutating func take(_ block: Int) throws -> MLXArray {
         defer { arrays[block] = nil }
         return try read(block)

@@ -3,8 +3,8 @@ import Foundation
 #if canImport(Darwin)
     import Darwin
 
-    /// The port of this process. `mach_task_self_` is this port too. But `mach_task_self_` is a C variable, and with SDKs before Xcode 16.3's, Swift
-    /// 6 takes it for shared mutable state. The port is requested only once, as each call takes another reference to it.
+    /// The task port of this process. Swift 6 with older SDKs rejects the variable `mach_task_self_` as shared mutable state. The port is requested
+    /// once, as each call adds a reference.
     private let ownTask = task_self_trap()
 #endif
 
@@ -50,18 +50,14 @@ package func memoryFootprint() -> Int {
     }
 #endif
 
-/// The highest footprint in each of successive periods.
+/// The highest memory footprint in each of successive periods.
 ///
-/// Apple's kernel records the highest footprint of the process's life at every change (`ledger_phys_footprint_peak`). If this record rises in a
-/// period, it is the highest footprint of the period. Otherwise the highest reading of a sampling thread counts. So the peak of a run that takes more
-/// than the process took before is exact, and few readings suffice. On Linux only readings count, as the system records no peak of anonymous memory
-/// alone: `VmHWM` includes mapped files.
+/// Apple's kernel records the highest footprint of the process's life (`ledger_phys_footprint_peak`). If this record rises in a period, it is the
+/// period's peak. Otherwise, and on Linux, the peak is the highest reading of a sampling thread.
 package final class FootprintSampler: @unchecked Sendable {
-    /// The functions that read the footprint.
     struct Source {
-        /// The present footprint, in bytes.
         var now: @Sendable () -> Int
-        /// The highest footprint of the process's life, in bytes; nil if the system records none.
+        /// The highest footprint of the process's life, in bytes; nil if the system does not record it.
         var highest: @Sendable () -> Int?
         /// The time between two readings, in microseconds.
         var interval: UInt32
@@ -77,9 +73,8 @@ package final class FootprintSampler: @unchecked Sendable {
 
     private let source: Source
     private let lock = NSLock()
-    /// The highest reading since the last call of `takePeak`.
+    /// The highest sampled footprint since the last call of `takePeak`.
     private var read = 0
-    /// The highest footprint of the process's life at the last call of `takePeak`.
     private var known: Int
     private var running = true
 
@@ -114,6 +109,6 @@ package final class FootprintSampler: @unchecked Sendable {
     package func stop() { lock.withLock { running = false } }
 }
 
-/// The time at which the process first ran work on a bundle, and the process's footprint at that time, in bytes. A global is initialized when it is
-/// first read, which here is in `ModelBundle.withDevice`.
+/// The time at which the process first ran work on a bundle, and the process's footprint at that time, in bytes. The first read initializes the
+/// value.
 package let firstUseOfMLX = (time: ContinuousClock.now, footprint: memoryFootprint())

@@ -1,23 +1,21 @@
 import MeSPBundle
 
-/// The memory of a mixer's arrays for a sequence, in bytes.
 extension Planner {
-    /// The number of tokens in a mixer's segment; the number of all tokens if mixers take no segments.
+    /// The number of tokens in a mixer's segment; all tokens if the sequence has one segment.
     private var segment: Int { Machine.mixerTokens(architecture, length, manifest.device.processor) }
 
-    /// Returns the bytes of a segment's part of an array `[T, …]`.
+    /// Returns the bytes of one segment's part of an array `[T, …]` with `bytes` bytes.
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }
-    /// Returns the bytes of all other segments' parts of an array `[T, …]`.
     private func inOthers(_ bytes: Int) -> Int { bytes - inSegment(bytes) }
 
-    /// Whether all mixers take segments.
+    /// Whether mixers process the sequence in several segments.
     var isCut: Bool { segment < length && architecture.mixers.allSatisfy(\.goesBySegments) }
 
     /// Returns the bytes of the input of a mixer's last projection.
     func lastInput(of mixer: Mixer) -> Int { activation(mixer.mixerWidth(hidden: architecture.hiddenSize)) }
 
-    /// Returns the bytes of the arrays that the backward pass reads: the arrays of `MixerIntermediates`. With segments, the backward pass instead
-    /// reads k̂, v̂ and attn_out of attention, or the states of a gated delta net.
+    /// Returns the bytes of the mixer's arrays that the backward pass reads. With segments, these are k̂, v̂ and attn_out of attention, or the states
+    /// of a gated delta net.
     func intermediates(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a) where isCut: activation(2 * a.keyValueWidth) + lastInput(of: mixer)
@@ -31,7 +29,6 @@ extension Planner {
         4 * net.valueWidth * net.keyHeadDim + itemSize * (net.kernelSize - 1) * net.convolutionWidth
     }
 
-    /// Returns the bytes of the arrays of `MixerIntermediates`.
     private func whole(_ mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a):
@@ -43,7 +40,7 @@ extension Planner {
         }
     }
 
-    /// Returns the bytes of a mixer's forward pass, besides the block's input and output.
+    /// Returns the bytes of a mixer's forward pass, without the block's input and output.
     func forwardBytes(of mixer: Mixer) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         guard case .attention(let a) = mixer else { return others + inSegment(whole(mixer)) }
@@ -53,21 +50,20 @@ extension Planner {
             + inSegment(whole(mixer) + max(0, running - 3 * hidden))
     }
 
-    /// Returns the bytes of a mixer's derivative, including d_x_mid.
+    /// Returns the bytes of a mixer's backward pass, including d_x_mid.
     func backward(of mixer: Mixer, _ machine: Machine) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         switch mixer {
         case .attention(let a):
-            // The arrays for all tokens are d_x_mid and, with segments, k̂, v̂ and attn_out. The arrays for the positions that a segment sees are the
-            // sums of dk and dv before and after a tile. The arrays for a segment are k, v, k̂, dk, dv, the gates and their gradient, q, d_attn_out
-            // and dq. In addition, there are either dq after RoPE and the norm, in parts and by token, or q̂ and the scores.
+            // For all tokens: d_x_mid and, with segments, k̂, v̂ and attn_out. For the positions that a segment sees: the sums of dk and dv. For a
+            // segment: k, v, k̂, dk, dv, the gates and their gradient, q, d_attn_out and dq, and the larger of dq after RoPE and the scores.
             let attnOut = lastInput(of: mixer)
             let (keys, gates) = (activation(a.keyValueWidth), activation(2 * a.numAttentionHeads * a.gateDim))
             let seen = min(length, (a.slidingWindow ?? length) + segment)
             return hidden + inOthers(others + 4 * keys / length * seen)
                 + inSegment(5 * keys + 4 * attnOut + gates)
                 + max(inSegment(attnOut), machineMemory.scores(a, machine, length: length))
-        // The arrays are d_x_mid, do, dz, qkv, the parts of qkv's gradient, and the arrays of a tile.
+        // The arrays are d_x_mid, do, dz, qkv, qkv's gradient, and the arrays of a tile.
         case .gatedDeltaNet(let net):
             let ofHead = GatedDeltaNet.arrayBytes(
                 keyDim: net.keyHeadDim, valueDim: net.valueHeadDim,
@@ -78,15 +74,15 @@ extension Planner {
             let ofHead = Mamba2.arrayBytes(headDim: mamba.headDim, stateSize: mamba.stateSize, length: length)
             let array = min(mamba.numHeads / mamba.numGroups, max(1, machine.bytes / 2 / ofHead)) * ofHead
             return max(
-                // The state space model's derivative holds x, d_x_mid, do, dz, xBC, the parts of xBC's gradient, and the arrays of a tile.
+                // The state space model's backward pass holds x, d_x_mid, do, dz, xBC, xBC's gradient, and the arrays of a tile.
                 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array,
-                // The gated norm's derivative holds x, d_x_mid and a part of it, z, o, the norm, dy or do, dz, and xBC.
+                // The gated norm's backward pass holds x, two arrays for d_x_mid, z, o, the norm, do, dz, and xBC.
                 3 * hidden + activation(5 * mamba.width + mamba.convolutionWidth))
         case .shortConvolution: return (11 + 2 * machineMemory.unfused) * hidden
         }
     }
 
-    /// Returns the bytes that automatic differentiation keeps. For attention they include the scores and P of all heads.
+    /// Returns the bytes that automatic differentiation keeps.
     func automatic(of mixer: Mixer) -> Int {
         switch mixer {
         case .attention(let a): 2 * a.numAttentionHeads * length * length * 4 + 7 * whole(mixer)

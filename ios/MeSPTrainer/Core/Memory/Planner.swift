@@ -2,31 +2,30 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// The choices of a step between time and memory. The choices change only the order of sums, not the mathematics.
+/// The trade-offs of a step between time and memory.
 public struct Plan: Codable, Sendable, Equatable {
-    /// The size that temporaries are cut to, in bytes.
+    /// The size limit of temporary arrays, in bytes.
     package var tileBytes: Int
-    /// The number of the model's last blocks whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
+    /// The number of the last blocks whose intermediates stay in memory from the forward to the backward pass, instead of being recomputed (MeSP).
     package var keptBlocks = 0
     /// The arrays that are kept in a file instead of in memory.
     package var offload = RunSettings.Offload.none
-    /// The order of a step's sequences through the model; nil for a step of one sequence.
+    /// The order in which a step's sequences go through the model; nil for a step of one sequence.
     package var order: RunSettings.Order?
-    /// Whether the block inputs of a pair's rejected answer are kept until its backward pass. The rejected answer is scored before the chosen answer.
-    /// If its block inputs are not kept, the rejected answer runs forward twice.
+    /// Whether the block inputs of a pair's rejected answer are kept until its backward pass. If not, the rejected answer runs forward twice.
     package var keepsAnswer = false
-    /// The limit of the freed buffers that MLX keeps from one block to the next on a GPU, in bytes.
+    /// The limit of the freed buffers that MLX caches from one block to the next on a GPU, in bytes.
     package var cacheBytes = 0
     /// Whether weights stay mapped from one use to the next.
     package var keepsMaps = false
 
-    /// Returns the number of sequences whose block inputs exist at once.
+    /// Returns the number of sequences whose block inputs are kept at once.
     func sequences(of settings: RunSettings) -> Int {
         order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }
 
-    /// Returns whether gradients are summed before an update. They are summed if the update needs all gradients at once, or if sequences go through
-    /// the model one after the other.
+    /// Returns whether gradients are summed before an update. The update may need all gradients at once, or the sequences may go through the model
+    /// one after the other.
     func gathersGradients(of settings: RunSettings) -> Bool {
         let oneByOne = settings.sequences > 1 && order != .blocks
         return settings.method.hasBackwardPass
@@ -39,15 +38,15 @@ package struct Planner: Sendable {
     let manifest: Manifest
     let settings: RunSettings
     let machineMemory: MachineMemory
-    /// The number of a block's parameters, of its trained parameters, and of the parameters that it would have with adapters for every module.
+    /// The number of a block's parameters, of its trained parameters, and of its parameters if all modules had adapters.
     typealias Parameters = (count: Int, trained: Int, whole: Int)
     let parameters: [Parameters]
-    /// The number of all blocks' magnitudes, which is also the number of stored squared norms; 0 without DoRA.
+    /// The number of magnitudes of all blocks; 0 without DoRA.
     let magnitudes: Int
-    /// The number of projections with adapters among gate, up and down. If the MLP and the experts have different numbers, this is the larger one.
+    /// The number of projections with adapters among gate, up and down. If it differs between the MLP and the experts, the larger number.
     let adaptedInMLP: Int
-    /// Numbers of bytes that are computed once (`StepMemory.swift`). `process` counts the process, `vectors` counts the parameters and the
-    /// optimizer's state, and `kept[n]` counts the intermediates of the last n blocks.
+    /// Numbers of bytes that are computed once. `process` counts the process, `vectors` counts the parameters and the optimizer's state, and
+    /// `kept[n]` counts the intermediates of the last n blocks.
     private(set) var (process, vectors, kept) = (0, 0, [0])
     /// The memory that the system allows the process, in bytes; nil without a limit.
     private let systemLimit: Int?
@@ -70,19 +69,19 @@ package struct Planner: Sendable {
     var architecture: Architecture { manifest.architecture }
     var length: Int { settings.seqLen }
     var method: GradientMethod { settings.method }
-    /// The number of blocks from the first trained one on.
+    /// The number of blocks from the first trained block on.
     var trainedBlocks: Int { parameters.count - (parameters.firstIndex { $0.count > 0 } ?? parameters.count) }
 
-    /// The sizes of tiles to choose from, the largest first.
+    /// The possible tile sizes in bytes, the largest first.
     var tileSizes: [Int] {
         Machine.choices(manifest.device, hiddenSize: architecture.hiddenSize, length: length)
     }
 
-    /// Returns the fastest plan that stays within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, and if the system's limit allows
-    /// it, the plan has the largest tiles and keeps no intermediates. Arrays go into files only if no other plan stays within the limits, or if the
-    /// setting `offload` demands it.
+    /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, the plan keeps no intermediates unless the
+    /// system's limit allows no such plan. Arrays go into files only if no other plan stays within the limits, or if the setting `offload` demands
+    /// it.
     ///
-    /// - Throws: `MeSPError` if no plan stays within the limits. The message names the lowest limit that a plan stays within.
+    /// - Throws: `MeSPError` if no plan stays within the limits. The message names the lowest possible limit.
     package func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
@@ -91,7 +90,7 @@ package struct Planner: Sendable {
         return plan
     }
 
-    /// The memory for a step and the weights' clean pages together, in bytes.
+    /// The memory of the process or, if smaller, of the machine, in bytes.
     private var room: Int { min(systemLimit ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) }
 
     private func plan(within asked: Int?) throws -> Plan {
@@ -144,9 +143,7 @@ package struct Planner: Sendable {
 
     // MARK: - The order of a step's sequences
 
-    /// The orders to choose from, the faster first. Orders in one group are equally fast, and the planner takes the one with less memory. Sequences
-    /// go through the blocks together if that takes no more memory, or if memory doesn't hold the weights. In the second case, each sequence alone
-    /// would read the weights from disk again.
+    /// The orders to choose from, the faster first. Orders in one group are equally fast. Of these, the planner takes the one with less memory.
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
         guard method.hasBackwardPass, settings.objective == nil, settings.dpClip == nil,
@@ -160,7 +157,7 @@ package struct Planner: Sendable {
             ? [[.blocks, .sequences]] : [[.blocks], [.sequences]]
     }
 
-    /// The most sequences that may go through the blocks together without an overflow in a product.
+    /// The maximum number of sequences that may go through the blocks together without an integer overflow in the planner.
     private var maxTogether: Int {
         let bytes = kept[trainedBlocks] + (trainedBlocks + 1) * hidden + context + sharedSums
         return min(RunSettings.maxSequences, (1 << 60) / bytes)
@@ -174,7 +171,7 @@ package struct Planner: Sendable {
             && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
 
-    /// Returns an array with one plan: `plan` with the order, among `orders`, that takes the least memory. The array is empty if no order fits.
+    /// Returns `plan` with the order among `orders` that takes the least memory, or an empty array if no order fits.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
         let plans = orders.map { order in
             var plan = plan
@@ -184,15 +181,14 @@ package struct Planner: Sendable {
         return plans.filter(fits).min { peak($0) < peak($1) }.map { [$0] } ?? []
     }
 
-    /// Returns whether there is room for the block inputs of all sequences, in memory or, up to the size of the weights, on disk. An order
-    /// that the settings name always fits.
+    /// Returns whether there is room for the block inputs of all sequences, in memory or on disk. Always true for an order that the settings name.
     private func fits(_ plan: Plan) -> Bool {
         guard plan.order == .blocks, settings.order == nil else { return true }
         return withMargin(peak(plan)) <= room
             && (plan.offload == .none || settings.sequences * trainedBlocks * hidden <= manifest.mappedBytes)
     }
 
-    /// Returns the bytes of weights that a step reads, from disk if memory doesn't hold them; nil with an objective, with which the number varies.
+    /// Returns the bytes of weights that a step reads; nil with an objective, with which the number varies.
     func readWeightBytes(_ plan: Plan) -> Int? {
         guard settings.objective == nil else { return nil }
         let first = method.hasBackwardPass ? architecture.numHiddenLayers - trainedBlocks : 0
@@ -206,7 +202,7 @@ package struct Planner: Sendable {
         return overflow ? .max : bytes
     }
 
-    /// Returns the possible values of `keepsAnswer`, the faster first. Block inputs on disk cost no memory, so they are always kept.
+    /// Returns the possible values of `keepsAnswer`, the faster first.
     private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
         guard settings.objective?.takesPairs == true, method.hasBackwardPass else { return [false] }
         return offload == .none ? [true, false] : [true]
@@ -217,12 +213,11 @@ package struct Planner: Sendable {
         return method.hasBackwardPass ? [.none, .inputs, .all] : [.none, .all]
     }
 
-    /// The lowest limit that some plan stays within, in bytes.
+    /// The lowest memory limit with which a plan is possible, in bytes.
     package var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
-    /// Returns a prediction with a margin, so that it holds as a limit: a prediction can be about 8% too low.
+    /// Returns a prediction with a margin of 8%, because a prediction can be about 8% too low.
     private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
 }
 
-/// Returns bytes in megabytes (10⁶), rounded up.
 private func rounded(_ bytes: Int) -> Int { (bytes + 999_999) / 1_000_000 }

@@ -1,21 +1,20 @@
 import MeSPBundle
 
-/// The prediction of a step's memory: the bytes of the arrays that are alive at once in each phase of the step. The comments name arrays as
-/// docs/method.md does. `machineMemory` contains everything that depends on the machine.
+/// The prediction of a step's memory: the bytes of the arrays that are alive at once in each phase of the step. docs/method.md defines the arrays'
+/// names.
 extension Planner {
     /// Returns the predicted peak footprint of a step, in bytes.
     package func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
 
-    /// Returns the peak of a step's passes, without sampling.
     private func peakOfPasses(_ plan: Plan) -> Int { process + arrays(plan) }
 
-    /// Returns the bytes of MLX's arrays at a step's peak, with its cache and the memory that the allocator keeps.
+    /// Returns the bytes of MLX's arrays at a step's peak, with the memory that MLX or malloc caches.
     package func arrays(_ plan: Plan) -> Int { lasting(plan) + machineMemory.working(self, plan) }
 
     /// The part of a predicted peak that is Metal's, in bytes; nil if MLX does not start Metal.
     package var metalBytes: Int? { machineMemory.metal }
 
-    /// The bytes of the process once MLX has started, with the block functions that the run imports. The functions' graphs take 7.5 times the size of
+    /// The bytes of the process once MLX has started and has imported the run's block functions. The functions' graphs take 7.5 times the size of
     /// their files.
     var processBytes: Int {
         let functions = Set(
@@ -27,18 +26,17 @@ extension Planner {
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
 
-    /// Returns the bytes for the caches of the answers that are sampled together. They are half of the difference between the peak of the passes and
-    /// the peak of sampling, but at least the cache of one answer. The number depends only on the plan and the settings, as a resumed run must sample
-    /// the same answers.
+    /// Returns the bytes for the caches of the answers that are sampled together: half of the difference between the peaks of the passes and of
+    /// sampling, but at least the cache of one answer. The number depends only on the plan and the settings, so that a resumed run samples the same
+    /// answers.
     func answerCaches(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let one = architecture.cacheSize(tokens: length, itemSize: itemSize)
         return max((peakOfPasses(plan) - sampling(plan)) / 2, one)
     }
 
-    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 without sampled answers. The parameters are copied, unless they
-    /// are already float32 arrays in memory with matrices of every module. A prompt goes through a block as in a step. Each text has logits. One text
-    /// at a time also has the logits from which a token is drawn, with noise.
+    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 without sampled answers. Sampling needs float32 parameters of
+    /// all modules, and makes a copy of other parameters.
     private func sampling(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
@@ -54,22 +52,21 @@ extension Planner {
         let (sequences, goesBack) = (plan.sequences(of: settings), method.hasBackwardPass)
         let vectors = plan.offload == .all ? 0 : vectors + (plan.gathersGradients(of: settings) ? gradients : 0)
         let inputs = goesBack && plan.offload == .none ? sequences * trainedBlocks * hidden : 0
-        // These arrays wait: the last block's output, or d, of every sequence but one; and the side inputs of all sequences, with their sums of
-        // gradients by shared keys and values.
+        // While one sequence is processed, the other sequences keep the last block's output or its gradient. All sequences keep their side inputs and
+        // the gradients of shared keys and values.
         let waiting = (sequences - 1) * hidden + sequences * (context + (goesBack ? sharedSums : 0))
-        // If sequences go through each block together, a block's sum of gradients lasts until the last sequence's gradient is added.
+        // With the order `blocks`, the sum of a block's gradients lasts until the last sequence's gradient is added.
         return vectors + inputs + waiting + examples + (plan.order == .blocks ? gradientBytes : 0)
     }
 
-    /// Returns the bytes of the intermediates of the kept blocks, or of all but `missing` of them.
+    /// Returns the bytes of the intermediates of the kept blocks, except `missing` of them.
     func held(_ plan: Plan, but missing: Int = 0) -> Int {
         kept[max(0, plan.keptBlocks - missing)] * (plan.order == .blocks ? settings.sequences : 1)
     }
 
-    /// Returns the sum over all blocks.
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
 
-    /// The bytes of the parameters and the optimizer's state. If bad steps are undone, the values before the step are kept too.
+    /// The bytes of the parameters and the optimizer's state, including the copies that `skipBadSteps` and `keepsStart` need.
     var vectorBytes: Int {
         let state = Optimizer.state(settings)
         let values = sum {
@@ -79,21 +76,21 @@ extension Planner {
             + 4 * magnitudes + (settings.dora ? loraBytes : 0)
     }
 
-    /// The bytes of the gradient of all blocks. With DP-SGD there are two gradients: an example's and the sum.
+    /// The bytes of the gradients of all blocks. With DP-SGD there are an example's gradient and the sum.
     private var gradients: Int { sum { 4 * $0.trained } * (settings.dpClip == nil ? 1 : 2) }
 
-    /// The bytes of the largest gradient of a block (`gradientBytes`), and of the most parameters of a block in float32 (`loraBytes`).
+    /// The bytes of the largest gradient of a block.
     var gradientBytes: Int { parameters.map { 4 * $0.trained }.max() ?? 0 }
     private var loraBytes: Int { parameters.map { 4 * $0.count }.max() ?? 0 }
 
-    /// The bytes of the side inputs. These are the shared keys and values and, with embeddings for each layer, the tokens' quantized rows of the
-    /// table and the first block's input.
+    /// The bytes of the side inputs: the shared keys and values and, with per-layer embeddings, the tokens' rows of the embedding table and the first
+    /// block's input.
     var context: Int {
         let row = 4 * (manifest.perLayerEmbedding?.words ?? 0) / architecture.vocabSize
         return (architecture.perLayer == nil ? 0 : length * row + hidden) + activation(sharedWidth(from: 0))
     }
 
-    /// The bytes of the sums of the gradients by shared keys and values, which the block that has these keys and values adds to its own gradients.
+    /// The bytes of the gradients of shared keys and values.
     var sharedSums: Int { 4 * length * sharedWidth(from: parameters.count - trainedBlocks) }
 
     private func sharedWidth(from first: Int) -> Int {
@@ -103,7 +100,7 @@ extension Planner {
         }
     }
 
-    /// The bytes of the tokens and of the positions that count in a step's sequences; with DP-SGD, in one example.
+    /// The bytes of the tokens and of the positions with a loss.
     private var examples: Int {
         let arrays = (length + 1) * MemoryLayout<Int32>.size + length * MemoryLayout<Int>.size
         return (settings.dpClip == nil ? settings.sequences : 1) * (settings.objective == nil ? 1 : 2) * (arrays + 256)
@@ -111,8 +108,7 @@ extension Planner {
 
     // MARK: - A phase of a step
 
-    /// Returns the bytes of the phase that takes the most bytes, on a CPU. In the forward pass of a kept block, gate, up and their product are
-    /// computed whole, not in tiles. With dropout, the masked product and its mask are whole too.
+    /// Returns the bytes of the largest phase on a CPU.
     func phase(_ plan: Plan) -> Int {
         let machine = makeMachine(plan)
         let ofMLP = plan.keptBlocks > 0 ? (settings.dropout > 0 ? 5 : 3) * intermediate : 0
@@ -127,40 +123,37 @@ extension Planner {
             processor: manifest.device.processor)
     }
 
-    /// The bytes while a baseline differentiates a block; nil for the structured backward pass.
+    /// The bytes of a baseline's work on a block; nil for the structured backward pass.
     var baseline: Int? {
         switch method {
         case .mesp: return nil
         case .mebp:
-            // MeBP holds all of the block's weights, dequantized. It also holds 11 arrays as wide as the MLP, or 13 with gelu, and the mixer's arrays
-            // that automatic differentiation keeps.
+            // MeBP holds the block's dequantized weights, 11 arrays as wide as the MLP (13 with gelu), and the mixer's arrays that automatic
+            // differentiation keeps.
             let weights = architecture.kinds.map { block in
                 block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
             }
             return 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 13 : 11) * intermediate
                 + largest(automatic)
-        // MeZO holds the arrays of a block's forward pass, z, ε z, and the parameters moved by ε z.
+        // MeZO holds the arrays of a block's forward pass, z, ε z, and the perturbed parameters.
         case .mezo: return forwardBytes + 2 * gradientBytes + loraBytes
         }
     }
 
-    /// The bytes of a block's forward pass. There are the mixer's arrays, three dequantized tiles of weights, and x, mixer_in, x_mid and y. With
-    /// segments, there are only x and x_mid instead of these four, and y replaces x_mid. With post-norms, there is also an output before its norm.
-    /// With embeddings for each layer, there are also p, u and m of PerLayerBlock.swift.
+    /// The bytes of a block's forward pass: the mixer's arrays, three dequantized tiles of weights, and x, mixer_in, x_mid and y. With segments, only
+    /// x and x_mid count.
     private var forwardBytes: Int {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss. For all tokens, there are y, and d in float32. For the tokens that go through the loss at a time, there are h,
-    /// dh, and the running sum before and after a tile. For a tile, there are z, p, and W if it is dequantized.
+    /// Returns the bytes of the loss. For all tokens: y, and its gradient in float32. For the tokens that are processed at a time: h, dh, and two
+    /// running sums. For a tile: z, p, and W if it is dequantized.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
     }
 
-    /// Returns the bytes of the largest part of a block's backward pass. This pass has three parts: the recomputation, the derivative of the MLP, and
-    /// the derivative of the mixer. d waits during the recomputation, which with segments computes no y. With dropout, an adapter's dx exists in
-    /// addition to its sum.
+    /// Returns the bytes of the largest part of a block's backward pass. The parts are the recomputation, the MLP and the mixer.
     private func backward(_ plan: Plan, _ machine: Machine) -> Int {
         let masked = settings.dropout > 0 ? inSegment(4 * length * architecture.hiddenSize) : 0
         return max(
@@ -169,17 +162,14 @@ extension Planner {
             largest { backward(of: $0, machine) } + normed + gradientBytes + masked)
     }
 
-    /// Returns the bytes of the arrays of `MixerIntermediates` and of x_mid, and with post-norms of the outputs of mixer and MLP.
     private func recomputed(_ mixer: Mixer) -> Int { intermediates(of: mixer) + hidden + 2 * normed }
 
-    /// Returns the bytes of a kept block's intermediates. These are the intermediates that another block recomputes and, without DoRA, gate and up.
+    /// Returns the bytes of a kept block's intermediates: those that other blocks recompute and, without DoRA, gate and up.
     func intermediates(of block: BlockShape) -> Int {
         recomputed(block.mixer) + (magnitudes > 0 ? 0 : activation(2 * block.mlp.intermediateSize))
     }
 
-    /// Returns the bytes of the MLP's derivative, besides the intermediates. For all tokens, there is dy. For the tokens that go through the
-    /// derivative at a time, there are x_mid, mlp_in and d_mlp_in in float32. In addition there are either a tile's arrays and weights, or the norm's
-    /// derivative. With embeddings for each layer, the norm's derivative has p, u, m, dm and du of PerLayerBlock.swift too.
+    /// Returns the bytes of the MLP's backward pass, without the intermediates.
     private func mlpBackward(_ machine: Machine) -> Int {
         let features = min(machine.features, architecture.widestMLP)
         let some = 4 * machine.mlpTokens * architecture.hiddenSize
@@ -191,9 +181,7 @@ extension Planner {
         return hidden + 3 * some + max(ofTile, 2 * some + 5 * perLayer) + gradientBytes
     }
 
-    /// Returns the bytes of the update of a block's parameters. There are three arrays of the size of x, and the optimizer's arrays. Unless gradients
-    /// are summed before, there are also the arrays from which the gradient is joined. LoRA+ adds the factors of the learning rates, and a frozen A
-    /// adds vectors of all the block's parameters.
+    /// Returns the bytes of the update of a block's parameters: the optimizer's arrays and temporary arrays.
     func update(_ plan: Plan) -> Int {
         guard method.hasBackwardPass else { return 0 }
         let arrays =
@@ -209,18 +197,17 @@ extension Planner {
 
     // MARK: - Arrays
 
-    /// The size of a stored number, in bytes.
+    /// The size in bytes of one element of the bundle's dtype.
     var itemSize: Int { manifest.dtype.dtype.size }
     /// Returns the bytes of an array `[T, features]`.
     func activation(_ features: Int) -> Int { length * features * itemSize }
     var hidden: Int { activation(architecture.hiddenSize) }
     var intermediate: Int { activation(architecture.widestMLP) }
-    /// The bytes of an output before its post-norm, which the norm's derivative reads; 0 without post-norms.
+    /// The bytes of the input of a post-norm, which the backward pass reads; 0 without post-norms.
     var normed: Int { architecture.postNorms ? hidden : 0 }
-    /// The bytes of p, a layer's part of the tokens' embeddings; 0 without embeddings for each layer.
+    /// The bytes of p, one layer's per-layer embeddings; 0 without per-layer embeddings.
     private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
     /// Returns the bytes of `rows` of a weight `[rows, hidden]`, if they are dequantized before a product; 0 otherwise.
     private func weight(_ rows: Int) -> Int { machineMemory.dequantized * rows * architecture.hiddenSize * 4 }
-    /// Returns the bytes that the largest mixer takes.
     func largest(_ bytes: (Mixer) -> Int) -> Int { architecture.mixers.map(bytes).max() ?? 0 }
 }

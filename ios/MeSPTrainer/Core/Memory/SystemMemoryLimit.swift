@@ -4,13 +4,13 @@ import Foundation
     import os
 #endif
 
-/// Returns the footprint at which the system ends the process or gives it no more memory, in bytes; nil if it sets no limit.
+/// Returns the memory footprint that the system allows the process, in bytes; nil if there is no limit.
 ///
-/// On Linux the limit is the lowest of `RLIMIT_DATA` and the memory limits of the process's control groups. `RLIMIT_DATA` counts allocated memory,
-/// used or not. So memory that is allocated and not used is subtracted from that limit.
+/// On Linux the limit is the lowest of `RLIMIT_DATA` and the memory limits of the process's control groups. `RLIMIT_DATA` counts allocated memory, so
+/// memory that is allocated but not used is subtracted from that limit.
 package func systemMemoryLimit() -> Int? {
     #if os(iOS)
-        // The limit is for the run, so the memory that the app already holds does not count.
+        // The remaining memory is the limit for the run. Memory that the app already holds does not count.
         let available = Int(os_proc_available_memory())
         return available > 0 ? available : nil
     #elseif canImport(Darwin)
@@ -25,11 +25,10 @@ package func systemMemoryLimit() -> Int? {
 }
 
 #if !canImport(Darwin)
-    /// The memory that a run reserves after it was planned and does not use: two of OpenBLAS's buffers of 32 MiB, and the stacks of
-    /// threads.
+    /// The memory that a run reserves but does not use: two OpenBLAS buffers of 32 MiB, and thread stacks.
     private let reservedLater = 76_000_000
 
-    /// Returns the memory limits of the process's control groups of version 1 or 2, from the process's own group up to the root.
+    /// Returns the memory limits of the process's control groups (version 1 or 2), from the process's own group up to the root.
     private func controlGroupLimits() -> [Int] {
         func number(_ path: String) -> Int? {
             let text = try? String(contentsOfFile: path, encoding: .utf8)

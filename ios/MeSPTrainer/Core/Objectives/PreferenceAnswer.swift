@@ -1,12 +1,11 @@
 import MeSPBundle
 
-/// An answer to a prompt: the sequence of the prompt and the answer, in which the answer's targets count.
+/// A sequence of a prompt and an answer, with a loss on the answer's tokens.
 struct PreferenceAnswer {
     let example: Example
     let isGood: Bool
-    /// The split, and the examples that the prompt and the answer come from.
     let source: Source
-    /// The lengths that sequences may have, in tokens, ascending.
+    /// The possible sequence lengths, in tokens, ascending.
     let lengths: [Int]
 
     struct Source: Hashable, Comparable {
@@ -19,14 +18,14 @@ struct PreferenceAnswer {
         }
     }
 
-    /// The sequence with the prompt's targets in the loss instead of the answer's; nil if the prompt has no targets.
+    /// The sequence with a loss on the prompt's tokens instead of the answer's; nil if the prompt has no targets.
     var context: Example? {
         let counted = Set(example.counted)
         let positions = (0..<(example.counted.last ?? 0)).filter { !counted.contains($0) }
         return positions.isEmpty ? nil : Example(tokens: example.tokens, counted: positions)
     }
 
-    /// Returns this prompt with another record's answer, cut to the longest of `lengths`, or padded to the shortest length that holds it.
+    /// Returns this prompt with the answer of `other`, truncated or padded to one of `lengths`.
     func with(answerOf other: PreferenceAnswer) -> PreferenceAnswer {
         PreferenceAnswer(
             example: Example(prompt: example.prompt, answer: other.example.targets, lengths: lengths),
@@ -36,12 +35,12 @@ struct PreferenceAnswer {
 }
 
 extension TokenStream.Sequences {
-    /// Returns the number of pairs or single answers that an objective takes from preference data.
+    /// Returns the number of pairs (or of single answers) in preference data.
     func answerCount(_ objective: Objective) -> Int { objective.takesPairs ? count / 2 : count }
 
-    /// Returns the pair, chosen before rejected, or the single answer with the number `index`.
+    /// Returns the pair at `index`, the chosen answer first, or the single answer at `index`.
     ///
-    /// - Parameter split: the number of the split.
+    /// - Parameter split: the index of the split.
     func answers(_ index: Int, split: Int32, _ objective: Objective) -> [PreferenceAnswer] {
         (objective.takesPairs ? [2 * index, 2 * index + 1] : [index]).map { index in
             let (label, number) = label(index)

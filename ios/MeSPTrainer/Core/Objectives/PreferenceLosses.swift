@@ -1,11 +1,11 @@
 import Foundation
 
-/// The probability of an answer y, from which objectives are computed.
+/// The log-probability of an answer y.
 struct AnswerProbability {
     let answer: PreferenceAnswer
-    /// log π(y), the sum over the answer's targets, in nats.
+    /// log π(y), the sum of the log-probabilities of the answer's tokens, in nats.
     let logProbability: Double
-    /// log π₀(y); nil for an objective without π₀.
+    /// log π₀(y) of the reference model; nil for an objective without a reference model.
     let reference: Double?
 
     /// n, the number of the answer's targets.
@@ -16,15 +16,14 @@ struct AnswerProbability {
     var mean: Double { logProbability / Double(tokens) }
 }
 
-/// The loss of a pair of answers, or of a single good or bad answer, as in TRL 1.9.0, with its weights and rewards.
+/// The loss of a pair of answers, or of a single good or bad answer, as in TRL 1.9.0.
 struct PreferenceLoss {
     let loss: Double
-    /// The derivative of the loss by −log π of each answer, the chosen one first. It is the weight of the answer's targets in the gradient.
+    /// The gradient of the loss with respect to −log π of each answer, the chosen answer first.
     let weights: [Double]
-    /// The weight of the targets of the chosen answer's prompt. ORPO's supervised loss contains these targets; with other objectives, the weight is
-    /// 0.
+    /// The weight of the targets in the chosen answer's prompt in ORPO's supervised loss; 0 for other objectives.
     var context = 0.0
-    /// The reward of each answer: β times the number by which answers are compared.
+    /// The reward of each answer, such as β ρ for DPO.
     let rewards: [Double]
     /// Whether the chosen answer has the higher reward, or whether a single answer's reward is on the right side of β k.
     let isRight: Bool
@@ -34,9 +33,9 @@ struct PreferenceLoss {
     ///     DPO     m = β (ρ_c − ρ_r)                     ℒ = −log σ(m)
     ///     IPO     h = ρ_c / n_c − ρ_r / n_r − 1 / 2β    ℒ = h²
     ///     SimPO   m = β (μ_c − μ_r) − γ                 ℒ = −log σ(m)
-    ///     ORPO    o = f(μ_c) − f(μ_r)                   ℒ = −β log σ(o) + the chosen's supervised loss
+    ///     ORPO    o = f(μ_c) − f(μ_r)                   ℒ = −β log σ(o) + the chosen answer's supervised loss
     ///
-    /// c stands for the chosen answer and r for the rejected one. f(x) = x − log(1 − eˣ) is the logit of eˣ.
+    /// c stands for the chosen answer and r for the rejected answer. f(x) = x − log(1 − eˣ) is the logit of eˣ.
     /// - Parameter supervisedTargets: for ORPO, the number of targets in a batch's chosen answers and their prompts, divided by the number of pairs.
     ///   The supervised loss is a mean over these targets. `loss` contains only the part of the answer's targets.
     init(
@@ -82,9 +81,8 @@ struct PreferenceLoss {
     ///
     ///     ℒ = w (1 − σ(± β (ρ − k)))
     ///
-    /// A good answer has + and w = `desirableWeight`, a bad one has − and w = `undesirableWeight`. k estimates the divergence of π from π₀. For this,
-    /// each prompt of the batch is combined with the answer of the record before. k is the mean ρ of these mismatched answers, but at least 0. The
-    /// derivative treats k as a constant.
+    /// A good answer has + and w = `desirableWeight`. A bad answer has − and w = `undesirableWeight`. k (`kl`) estimates the KL divergence of π from
+    /// π₀, and is treated as a constant in the gradient.
     init(_ scored: AnswerProbability, kl: Double, _ settings: RunSettings) {
         let (beta, sign) = (settings.preferenceBeta, scored.answer.isGood ? 1.0 : -1.0)
         let factor = Double((scored.answer.isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
@@ -95,14 +93,13 @@ struct PreferenceLoss {
         isRight = (scored.ratio > kl) == scored.answer.isGood
     }
 
-    /// Returns k from the mismatched answers of a batch.
+    /// Returns k: the mean ρ of a batch's mismatched prompts and answers, but at least 0.
     static func kl(_ mismatched: [AnswerProbability]) -> Double {
         max(0, mismatched.reduce(0) { $0 + $1.ratio } / Double(mismatched.count))
     }
 }
 
 extension RunSettings {
-    /// β, by default 0.1.
     fileprivate var preferenceBeta: Double { Double(beta ?? 0.1) }
 }
 

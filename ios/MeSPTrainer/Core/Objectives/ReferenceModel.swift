@@ -1,16 +1,16 @@
 import MLX
 import MeSPSentences
 
-/// π₀, the model at the beginning of the run: without adapters, or with the adapters that the run began with.
+/// The reference model π₀: the model at the beginning of the run.
 final class ReferenceModel {
     private let start: BlockArrays?
-    /// log π₀ of the answers so far, in nats.
+    /// log π₀ of the answers that were computed so far, in nats.
     private var known = [PreferenceAnswer.Source: Float]()
 
-    /// - Parameter start: the parameters that the run began with; nil without adapters.
+    /// - Parameter start: the initial parameters; nil if the run began without adapters.
     init(start: BlockArrays?) { self.start = start }
 
-    /// Returns log π₀ of an answer, which is computed once.
+    /// Returns log π₀ of an answer, and caches it.
     func logProbability(_ answer: PreferenceAnswer, _ model: BlockwiseModel) throws -> Double {
         if let known = known[answer.source] { return Double(known) }
         let loss = try model.loss(answer.example) { [start] block, _ in
@@ -23,7 +23,7 @@ final class ReferenceModel {
 
     // MARK: - The state of a resumed run
 
-    /// The arrays in which the known log-probabilities are saved, by name; empty if none are known.
+    /// The arrays with the cached log-probabilities, by name; empty if none are cached.
     var vectors: [String: MLXArray] {
         guard !known.isEmpty else { return [:] }
         let known = known.sorted { $0.key < $1.key }
@@ -34,7 +34,6 @@ final class ReferenceModel {
         ]
     }
 
-    /// Restores the log-probabilities from `vectors`, if these contain any.
     func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
         guard let answers = vectors("reference.answers"), let values = vectors("reference.log_probabilities") else {
             return

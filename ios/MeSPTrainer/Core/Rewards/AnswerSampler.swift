@@ -1,13 +1,13 @@
 import MLX
 import MeSPBundle
 
-/// A prompt with the answers that were sampled for it: the input of a function that rewards them.
+/// A prompt and the answers that were sampled for it: the input of a reward function.
 package struct AnswerGroup: Encodable, Sendable {
     /// The token ids of the prompt.
     package let prompt: [Int]
-    /// The answer in the data, without the token that ends it.
+    /// The answer in the data, without its end token.
     package let reference: [Int]
-    /// The sampled answers, each without the token that ends it.
+    /// The sampled answers, without their end tokens.
     package let answers: [[Int]]
 }
 
@@ -16,10 +16,10 @@ extension BlockwiseModel {
     ///
     /// - Parameters:
     ///   - prompts: sequences of the data, whose `Example.prompt` is the prompt
-    ///   - lengths: the lengths that sequences may have, in tokens, ascending
-    ///   - number: the number of the step, from 0; the same settings and number draw the same answers
-    ///   - cacheLimit: the most bytes for the caches of the answers that are written together
-    /// - Returns: the groups, and a sequence for each answer, in which the answer's tokens count, including the one that ends it.
+    ///   - lengths: the possible sequence lengths, in tokens, ascending
+    ///   - number: the number of the step, from 0, which seeds the sampling
+    ///   - cacheLimit: the maximum size of the caches of the answers that are generated together, in bytes
+    /// - Returns: the groups, and a sequence for each answer, with a loss on the answer's tokens and its end token.
     /// - Throws: `CancellationError` from a block boundary.
     func sampleAnswers(
         to prompts: [Example], groupSize: Int, lengths: [Int], number: Int, cacheLimit: Int

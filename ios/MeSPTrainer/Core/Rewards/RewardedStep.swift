@@ -4,9 +4,9 @@ import MeSPSentences
 /// A step on answers that are sampled from the current model and rewarded.
 struct RewardedStep {
     let trainer: Trainer
-    /// The most bytes for the caches of the answers that are written together.
+    /// The maximum size of the caches of the answers that are generated together, in bytes.
     let cacheLimit: Int
-    /// A function that returns a number for each answer to each prompt.
+    /// Returns the reward of each answer to each prompt.
     let reward: ([AnswerGroup]) throws -> [[Float]]
 
     /// Samples and rewards answers, and performs one update from them.
@@ -14,7 +14,7 @@ struct RewardedStep {
     /// - Parameters:
     ///   - prompts: sequences of the data; see `sampleAnswers`
     ///   - size: the number of answers to each prompt
-    ///   - lengths: the lengths that sequences may have, in tokens, ascending
+    ///   - lengths: the possible sequence lengths, in tokens, ascending
     func step(_ prompts: [Example], size: Int, lengths: [Int], number: Int) throws -> StepResult {
         let (start, settings) = (ContinuousClock.now, trainer.model.settings)
         let (groups, answers) = try trainer.model.sampleAnswers(
@@ -35,7 +35,7 @@ struct RewardedStep {
             loss += share * group.loss
             parts += zip(answers, group.weights).map { (example: $0, weight: share * $1) }
         }
-        // Answers of weight 0 have no gradient. If all answers have weight 0, one of them is kept, for an update with a gradient of 0.
+        // Answers of weight 0 have no gradient. If all weights are 0, one answer is kept for an update with a gradient of 0.
         let weighted = parts.filter { $0.weight != 0 }
         let supervised = SequenceLoss(weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
         var result = try takeStep(trainer, [supervised], number: number)
@@ -47,14 +47,13 @@ struct RewardedStep {
     }
 }
 
-/// Returns the loss of a group of answers, and their weights in the gradient. The method is group relative policy optimization (GRPO,
-/// arXiv:2402.03300), or its form without two divisions that favour short and easy answers (Dr. GRPO, arXiv:2503.20783).
+/// Returns the loss of a group of answers, and their weights in the gradient, for GRPO (arXiv:2402.03300) or Dr. GRPO (arXiv:2503.20783):
 ///
 ///     GRPO        Aᵢ = (rᵢ − mean r) / (std r + 10⁻⁴)     ℒ = −1/G Σᵢ Aᵢ / nᵢ Σₜ πₜ / sg(πₜ)
 ///     Dr. GRPO    Aᵢ = rᵢ − mean r                        ℒ = −1/G Σᵢ Aᵢ / n_max Σₜ πₜ / sg(πₜ)
 ///
-/// r are the rewards of the G answers to one prompt, n is the number of an answer's tokens, π is the probability of a token, and sg stops
-/// the gradient. The answers are sampled from the model that is updated, so π / sg(π) is 1 and its derivative is that of log π.
+/// r are the rewards of the G answers to one prompt, n is the number of an answer's tokens, π is the probability of a token, and sg stops the
+/// gradient. The value of π / sg(π) is 1, and its gradient is the gradient of log π.
 ///
 /// - Parameters:
 ///   - rewards: the rewards of a group's answers, at least two
@@ -62,7 +61,7 @@ struct RewardedStep {
 ///   - longest: n_max of Dr. GRPO; nil for GRPO
 /// - Returns: ℒ, and ∂ℒ / ∂(−log π) of each answer's tokens.
 private func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss: Float, weights: [Float]) {
-    // In float64 the mean of equal rewards is exact, and their advantages are 0.
+    // In float64 the mean of equal float32 rewards is exact, so that their advantages are 0.
     let count = Double(rewards.count)
     let mean = rewards.reduce(0) { $0 + Double($1) } / count
     let centred = rewards.map { Double($0) - mean }
@@ -70,7 +69,7 @@ private func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss:
     if let longest {
         weights = centred.map { Float($0) / (Float(longest) * Float(count)) }
     } else {
-        // The standard deviation of a sample, as in TRL.
+        // The sample standard deviation, as in TRL.
         let deviation = (centred.reduce(0) { $0 + $1 * $1 } / (count - 1)).squareRoot()
         weights = zip(centred, tokens).map { Float($0 / (deviation + 1e-4)) / (Float($1) * Float(count)) }
     }

@@ -3,13 +3,13 @@ import MLX
 // Values that are derived from a run's settings.
 
 extension RunSettings {
-    /// The factor of the adapters' output.
+    /// The adapters' scale s: alpha / rank, or alpha / √rank with rsLoRA.
     package var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
-    /// The number of a step's sequences; with an objective, of its pairs or answers.
+    /// The number of a step's sequences; with an objective, the number of its pairs or answers.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
-    /// Whether all blocks run by formulas. Block functions have no inputs for dropout's masks and DoRA's magnitudes.
+    /// Whether no block uses its block function. Block functions have no inputs for dropout masks and DoRA's magnitudes.
     var needsFormulas: Bool { dropout > 0 || dora }
 
     /// Whether the initial adapters are kept, for the reference model or for FedProx.
@@ -21,13 +21,13 @@ extension RunSettings.LoRADtype {
 }
 
 extension GradientMethod {
-    /// Whether gradients come from a backward pass through the blocks, which reads their inputs.
+    /// Whether gradients come from a backward pass through the blocks.
     var hasBackwardPass: Bool { self != .mezo }
 
     /// Whether the backward pass reads intermediates, which a plan may keep.
     var readsIntermediates: Bool { self == .mesp }
 
-    /// Whether a sequence may have several records. The block function that MeBP differentiates has no input for the records.
+    /// Whether a sequence may consist of several packed records.
     package var takesPacked: Bool { self != .mebp }
 }
 
@@ -35,6 +35,5 @@ extension Objective {
     /// Whether the data must be pairs of answers.
     var takesPairs: Bool { self != .kto }
 
-    /// Whether answers are compared with π₀, the model at the beginning of the run.
     var hasReference: Bool { self == .dpo || self == .ipo || self == .kto }
 }

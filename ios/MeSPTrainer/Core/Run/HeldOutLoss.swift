@@ -1,7 +1,7 @@
 import MeSPBundle
 
 extension TokenStream.Sequences {
-    /// Returns the mean loss of the first `count` sequences, in nats per token, and the number of their tokens.
+    /// Returns the mean loss of the first `count` sequences, in nats per token, and the number of tokens with a loss.
     func meanLoss(_ model: BlockwiseModel, first count: Int) throws -> (loss: Float, tokens: Int) {
         var (sum, tokens) = (Float(0), 0)
         for index in 0..<min(count, self.count) {
@@ -14,7 +14,6 @@ extension TokenStream.Sequences {
 }
 
 extension Splits {
-    /// Evaluates a split's first pairs or answers, and adds their mean loss and other measures to `record`.
     func evaluate(
         _ sequences: TokenStream.Sequences, _ objective: Objective, _ trainer: Trainer, _ record: inout LogRecord.Eval
     ) throws {

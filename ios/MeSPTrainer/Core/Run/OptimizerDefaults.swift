@@ -1,18 +1,17 @@
 import MeSPBundle
 
-// If a run's settings name no optimizer or no learning rate, the run has the defaults below. With the defaults a model learns in a few hundred steps;
-// `docs/decisions.md` says why. `exporter/mesp/settings/optimizer_defaults.py` has the same rule for `mesp train`.
+// The defaults of the optimizer and the learning rate. `exporter/mesp/settings/optimizer_defaults.py` must have the same rule.
 
 extension RunSettings {
-    /// The optimizer that is set, or the default of the method.
+    /// The optimizer of the settings, or the method's default.
     package var effectiveOptimizer: OptimizerKind { optimizer ?? (method == .mezo ? .sgd : .adamw8bit) }
 
-    /// Returns the learning rate that is set, or the default.
+    /// Returns the learning rate of the settings, or the default.
     package func effectiveLearningRate(for architecture: Architecture) -> Float {
         learningRate ?? defaultLearningRate(for: architecture)
     }
 
-    /// Returns the default learning rate for the method, the optimizer, the model, and the objective or sampled answers.
+    /// Returns the default learning rate for the model and these settings.
     package func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Float
         switch (method, effectiveOptimizer) {
@@ -23,13 +22,12 @@ extension RunSettings {
         return objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate
     }
 
-    /// Sets the paper's optimizer and learning rate, with which a model learns slowly. A settings file that names no optimizer or learning rate has
-    /// the paper's.
+    /// Sets the optimizer and the learning rate of the MeSP paper.
     package mutating func usePaperUpdate() { (optimizer, learningRate) = (.sgd, Self.paperLearningRate) }
 
     private static let paperLearningRate: Float = 1e-4
 
-    /// Sets the defaults if nothing is set, so that the log and the saved state name them.
+    /// Writes the defaults into the settings, so that the log and the saved state contain them.
     mutating func setDefaultUpdate(for architecture: Architecture) {
         (optimizer, learningRate) = (effectiveOptimizer, effectiveLearningRate(for: architecture))
     }

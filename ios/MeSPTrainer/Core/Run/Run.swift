@@ -8,18 +8,18 @@ package enum Run {
     /// The version of the trainer and of the Python package.
     package static let version = "0.1.0"
 
-    /// Trains with `settings`: evaluates, steps, saves, and appends each record to the log.
+    /// Trains with `settings`, and appends each record to the log.
     ///
     /// - Parameters:
-    ///   - settings: the bundle, the output folder, and everything the run depends on.
+    ///   - settings: the settings of the run.
     ///   - report: called with each record and its line in the log.
-    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait in the middle of a step.
-    ///     If it throws `CancellationError`, the step is dropped, or finished if its updates have begun. Then the adapters are saved, and
-    ///     the run ends as `stopped`.
-    ///   - besideBytes: the process's footprint without the run, such as an app's own; the memory limit is for the rest.
-    ///   - memoryIsShort: called before each step. It returns whether the system has warned of short memory since the last call. If so, the run
-    ///     continues with a cheaper plan.
-    ///   - reward: with `groupSize`, returns a number for each answer that was sampled to a step's prompts, higher for a better one.
+    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait in the middle of a step. If it
+    ///     throws `CancellationError`, the step is dropped, or finished if its updates have begun. Then the adapters are saved, and the run ends as
+    ///     `stopped`.
+    ///   - besideBytes: the process's footprint without the run, such as an app's own memory. The memory limit does not include it.
+    ///   - memoryIsShort: called before each step. Returns whether the system has warned of low memory since the last call. If so, the run continues
+    ///     with a plan that takes less memory.
+    ///   - reward: with `groupSize`, returns a reward for each answer that was sampled for a step's prompts.
     ///   - battery: called at the run's beginning and end, for the log.
     /// - Throws: `MeSPError`. Earlier saves stay valid.
     package static func run(
@@ -65,7 +65,7 @@ package enum Run {
         try saved?.state.check(sources, in: output)
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
-        // The first work for a GPU begins here, so this is a block boundary too. A stop takes effect at the next boundary.
+        // The first work on a GPU begins here, so `atBlock` may wait. A stop takes effect at the next boundary.
         try? hooks.atBlock { _ in }
         var isCutShort = false
         while true {
@@ -74,7 +74,7 @@ package enum Run {
                     settings, bundle, data, sources, planner, plan, from: saved, isCutShort: isCutShort, hooks: hooks
                 ).run()
             } catch let cut as TrainingLoop.CutShort {
-                // The run continues from the last saved state, or from the beginning if there is none.
+                // The run continues from the last saved state, or starts again if there is none.
                 (settings.resume, plan, isCutShort) = (true, cut.plan, true)
                 saved = try SavedState.load(from: output, settings)
             }
@@ -90,6 +90,6 @@ struct RunHooks {
     var memoryIsShort: () -> Bool = { false }
     var reward: (([AnswerGroup]) throws -> [[Float]])?
     var battery: () -> Battery? = { nil }
-    /// The clock that times saves. Unlike the time of day, it is never set.
+    /// The clock that times saves; a monotonic clock.
     var now: () -> ContinuousClock.Instant = { .now }
 }

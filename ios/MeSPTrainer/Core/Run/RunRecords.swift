@@ -21,7 +21,7 @@ extension LogRecord.Start {
 }
 
 extension LogRecord.Prediction {
-    /// - Parameter data: the data, whose examples are counted for DP-SGD; may be nil without DP-SGD.
+    /// - Parameter data: the data, needed only for DP-SGD, which counts the examples.
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank,

@@ -5,21 +5,18 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The state from which a run continues as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
-/// random number follow from the number of the step.
+/// The state from which a run is resumed: `state.safetensors` in its output folder.
 package struct SavedState: Codable {
     private static let format = 2
     private var format = Self.format
-    /// The number of steps done.
     var step = 0
-    /// The step of the last evaluation.
     var evaluated: Int?
     /// The held-out loss at the beginning of the run.
     var first: Float?
     /// The lowest held-out loss so far, and the number of evaluations after it.
     var best: Float?
     var evaluationsSinceBest = 0
-    /// The length of `metrics.jsonl` when this state was saved, in bytes. A resumed run repeats the work that later lines record.
+    /// The length of `metrics.jsonl` when this state was saved, in bytes. A resumed run drops later lines.
     var logBytes: UInt64 = 0
     var plan: Plan
     var settings: RunSettings
@@ -29,11 +26,10 @@ package struct SavedState: Codable {
         (self.step, self.plan, self.settings, self.sources) = (step, plan, settings, sources)
     }
 
-    /// Digests of the inputs that a state was computed from. With other inputs, the state is of no use.
+    /// Digests of the inputs of a run. A run is resumed only with the same inputs.
     package struct Sources: Codable {
-        /// The digest of the bundle's weights.
         let weights: String
-        /// The digests of the data that the run reads: each split, the text to replay, and the general text.
+        /// The digests of the data that the run reads: each split, the replayed text, and the general text.
         let data: [String: String]
 
         package init(weights: String, data: [String: String]) { (self.weights, self.data) = (weights, data) }
@@ -60,13 +56,13 @@ package struct SavedState: Codable {
         MeSPError("\(url(in: folder).path) is damaged; start the run again in another folder.")
     }
 
-    /// Whether a run could have saved these numbers.
+    /// Whether the values are in the ranges that a run can save.
     private var isValid: Bool {
         (0...RunSettings.maxSteps).contains(step) && (0...step).contains(evaluated ?? 0)
             && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
     }
 
-    /// Replaces the saved state in `folder`, completely or not at all.
+    /// Replaces the saved state in `folder` atomically.
     package func save(_ trainer: Trainer, in folder: URL) throws {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
@@ -82,11 +78,11 @@ package struct SavedState: Codable {
         }
     }
 
-    /// Reads the state that a run with these settings left in `folder`.
+    /// Reads the state that a run with these settings saved in `folder`.
     ///
     /// - Returns: the state, the run's plan, and the trainer's vectors by name; nil if there is no state. The plan is nil if a setting on which it
     ///   depends has changed.
-    /// - Throws: `MeSPError` if a byte of the state has changed since it was saved, if the state has another format, or if it has other settings.
+    /// - Throws: `MeSPError` if the state is damaged, has another format, or was saved with settings that must not change.
     package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
@@ -97,7 +93,7 @@ package struct SavedState: Codable {
             let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8)),
             let version = try? JSONDecoder().decode(Version.self, from: json)
         else { throw damaged(in: folder) }
-        // The first format had no seal.
+        // Files of format 1 have no seal.
         guard version.format == Self.format || (tensors.isSealed && !tensors.isIntact) else {
             throw MeSPError(
                 "\(url.path) was saved by another version of the trainer, in format \(version.format) and not \(Self.format); start the run again in another folder."
@@ -120,7 +116,6 @@ package struct SavedState: Codable {
 }
 
 extension SavedState {
-    /// Throws if the run in `folder`, which saved this state, was started with other sources.
     func check(_ sources: Sources, in folder: URL) throws {
         guard self.sources.weights == sources.weights else {
             throw MeSPError(
@@ -150,8 +145,7 @@ extension SavedState {
         return vectors.merging(trainer.reference.vectors) { $1 }
     }
 
-    /// Replaces a trainer's vectors by those that `vectors` returns, such as a saved state's. `vectors` is called when a vector is needed, as it may
-    /// read a file. After an error, the trainer must not be used.
+    /// Replaces a trainer's vectors by those of `vectors`, such as a saved state's. After an error, the trainer must not be used.
     package static func restore(_ trainer: Trainer, _ vectors: (_ name: String) -> MLXArray?) throws {
         func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
             guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {

@@ -7,23 +7,22 @@ import MeSPSentences
     import CryptoKit
 #endif
 
-/// The secret of a run with DP-SGD. The examples that a step draws and the noise that it adds follow from these 32 bytes and the number of the step.
-/// The draws and the noise do not follow from anything that is published.
+/// The secret key of a run with DP-SGD, 32 bytes. A step's sampled examples and its noise are derived from the key and the number of the step.
 ///
-/// Anyone who has the key can subtract the noise. The key is kept in the run's folder, readable by its owner alone, so that a resumed run draws the
-/// same numbers. The key is removed when the run has finished.
+/// Anyone who has the key can subtract the noise. The key is kept in the run's folder, readable only by its owner, so that the run can be resumed.
+/// The key is removed when the run has finished.
 package struct SecretKey {
     private let bytes: Data
     private static let length = 32
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("secret.key") }
 
-    /// - Parameter bytes: the key; by default new bytes from the system's generator.
+    /// - Parameter bytes: the key; by default random bytes from the system.
     package init(bytes: Data = Data((0..<length).map { _ in UInt8.random(in: .min ... .max) })) { self.bytes = bytes }
 
-    /// Reads or makes the key of the run in a folder.
+    /// Reads or creates the key of the run in a folder.
     ///
-    /// - Parameter resumes: whether a key in the folder is the run's. Otherwise, or if the folder has no key, a new key is made.
+    /// - Parameter resumes: whether to use an existing key in the folder.
     init(in folder: URL, resumes: Bool) throws {
         let url = Self.url(in: folder)
         if resumes, FileManager.default.fileExists(atPath: url.path) {
@@ -46,8 +45,8 @@ package struct SecretKey {
         }
     }
 
-    /// Returns the examples of a step, ascending. Each of `count` examples is drawn with the probability `expected / count`, independently of the
-    /// other examples (Poisson sampling).
+    /// Returns the examples of a step, ascending. Each of `count` examples is drawn independently with the probability `expected / count` (Poisson
+    /// sampling).
     func drawn(_ expected: Int, of count: Int, step: Int) -> [Int] {
         guard expected < count else { return Array(0..<count) }
         let (limit, _) = UInt64(count).dividingFullWidth((UInt64(expected), 0))  // expected / count · 2⁶⁴
@@ -58,7 +57,7 @@ package struct SecretKey {
 
     func noiseSeed(step: Int, block: Int) -> UInt64 { numbers("noise", step, block)[0] }
 
-    /// Returns four numbers: the SHA-256 of the key, a purpose, a step and an index.
+    /// Returns the SHA-256 of the key, a purpose, a step and an index, as four numbers.
     private func numbers(_ purpose: String, _ step: Int, _ index: Int) -> [UInt64] {
         var hash = SHA256()
         var data = bytes + Data(purpose.utf8)

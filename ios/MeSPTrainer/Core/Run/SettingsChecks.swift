@@ -2,7 +2,7 @@ import MeSPBundle
 import MeSPSentences
 
 extension RunSettings {
-    /// Throws a sentence about a setting that is out of range, or that cannot be combined with another.
+    /// Throws an error about a setting that is out of range or that cannot be combined with another setting.
     package func check() throws {
         try checkRanges()
         let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
@@ -12,7 +12,7 @@ extension RunSettings {
         try require(!freezeA || loraplusLrRatio == 1, "loraplus_lr_ratio", "1 with freeze_a, which trains each B only")
         try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
-        // KTO's estimate of the divergence combines each prompt with the answer of another record.
+        // KTO's estimate of the KL divergence combines each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
         try checkDropout()
@@ -24,16 +24,14 @@ extension RunSettings {
 
     private func checkDropout() throws {
         guard dropout > 0 else { return }
-        // With dropout, MeZO's two losses and an objective's likelihoods could not be compared. The function that MeBP differentiates has
-        // no input for a mask.
+        // With dropout, MeZO's two losses and an objective's likelihoods would not be comparable. MeBP's block function has no input for a mask.
         try require(method == .mesp, "method", "mesp with dropout")
         try require(["objective": objective == nil, "group_size": groupSize == nil], "left out with dropout") { $0 }
     }
 
     private func checkDoRA() throws {
         guard dora else { return }
-        // The function that MeBP differentiates has no input for magnitudes. max_forgetting weakens adapters by a factor of B, which does not weaken
-        // the change of the magnitudes.
+        // MeBP's block function has no input for magnitudes. `max_forgetting` scales B, which does not scale the change of the magnitudes.
         try require(method != .mebp, "method", "mesp or mezo with dora")
         try require(projections?.contains("experts") != true, "projections", "without experts with dora")
         try require(["freeze_a": !freezeA, "max_forgetting": maxForgetting == nil], "left out with dora") { $0 }
@@ -61,13 +59,13 @@ extension RunSettings {
     private func checkPrivacy() throws {
         try require((dpClip == nil) == (dpNoise == nil), "dp_noise", "set with dp_clip, and only with it")
         guard dpClip != nil else { return }
-        // MeZO has no gradient of an example. KTO's gradient of an example depends on the batch's other records.
+        // MeZO has no gradient for each example. KTO's gradient of an example depends on the batch's other records.
         try require(method != .mezo, "method", "mesp or mebp with dp_clip")
         try require(objective != .kto, "objective", "other than kto with dp_clip")
         try require(
             gradAccumulationSteps == 1, "grad_accumulation_steps", "1 with dp_clip, which takes batch_size alone")
         try require(order != .blocks, "order", "sequences with dp_clip")
-        // The noised gradient needs no other limit. A skipped step would reveal something about its examples.
+        // The examples' gradients are already clipped. A skipped step would reveal something about its examples.
         try require(["max_grad_norm": maxGradNorm == nil, "skip_bad_steps": !skipBadSteps], "left out with dp_clip") {
             $0
         }
@@ -75,15 +73,13 @@ extension RunSettings {
 }
 
 extension Manifest {
-    /// Returns the numbers of inputs that a run's sequences may have, ascending: `seqLen` and, unless all data is packed, the bundle's
-    /// shorter lengths.
+    /// Returns the sequence lengths of a run, ascending: `seqLen` and, unless all data is packed, the bundle's shorter lengths.
     func lengths(_ settings: RunSettings) -> [Int] {
         let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
         return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
     }
 
-    /// Throws if the block functions were not exported for the settings' length or rank, if the blocks lack a projection to train, or if MeBP lacks
-    /// the functions that it differentiates.
+    /// Throws if the bundle does not support the settings: their sequence length, rank, projections or method.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         let names = architecture.trainableNames
@@ -118,19 +114,19 @@ extension Manifest {
 
 private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
 
-/// Throws a sentence about the first of some settings that does not meet a condition.
+/// Throws an error about the first setting for which `holds` is false.
 private func require<Value>(
     _ settings: KeyValuePairs<String, Value>, _ wanted: Sentence, _ holds: (Value) -> Bool
 ) throws {
     for (name, value) in settings { try require(holds(value), name, wanted) }
 }
 
-/// Throws a sentence about a setting that is out of range.
+/// Throws an error about the setting `name` unless `condition` is true.
 package func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
     guard condition else { throw MeSPError("\(name) must be \(wanted).") }
 }
 
-/// Throws a sentence about a whole number that is out of its range; nil is allowed.
+/// Throws an error about an integer that is out of its range; nil is allowed.
 func requireRange<Number: BinaryInteger>(
     _ name: String, _ value: Number?, least: Int, most: Int? = nil
 ) throws {
@@ -139,7 +135,7 @@ func requireRange<Number: BinaryInteger>(
     if let most { try require(value <= most, name, "at most \(most)") }
 }
 
-/// Throws a sentence about a number that is out of its range; nil is allowed.
+/// Throws an error about a number that is out of its range; nil is allowed.
 func requireRange<Number: BinaryFloatingPoint>(
     _ name: String, _ value: Number?, least: Int? = nil, above: Int? = nil, below: Int? = nil
 ) throws {

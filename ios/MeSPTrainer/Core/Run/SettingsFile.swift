@@ -2,11 +2,11 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-// Reads settings from files and messages, in which programs leave out defaults.
+// Settings are read from JSON in which defaults may be missing.
 
 extension RunSettings {
-    /// Reads a settings file: snake-case JSON with `bundle` and `output`. An absent key has its default. An absent optimizer or learning
-    /// rate is the paper's.
+    /// Reads a settings file: snake-case JSON with `bundle` and `output`. A missing key has its default. A missing optimizer or learning rate is the
+    /// MeSP paper's.
     package init(contentsOf url: URL) throws {
         guard let json = try? Data(contentsOf: url) else {
             throw MeSPError("Cannot read the settings file \(url.path).")
@@ -17,7 +17,7 @@ extension RunSettings {
     }
 
     /// Reads settings from a JSON object.
-    /// - Parameter source: the beginning of an error's sentence, which says where the object is from
+    /// - Parameter source: the beginning of an error message, which names the source of the object
     package init(json given: [String: Any]?, from source: Sentence) throws {
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {
@@ -30,7 +30,6 @@ extension RunSettings {
         }
     }
 
-    /// Returns the settings of a JSON object, with the defaults of missing settings.
     static func completed(_ given: [String: Any]) throws -> [String: Any] {
         var defaults = RunSettings(bundle: "", output: "")
         defaults.usePaperUpdate()
@@ -39,7 +38,7 @@ extension RunSettings {
         return keys.merging(given) { $1 }
     }
 
-    /// Returns a JSON object with its `settings` completed by defaults, so that files of earlier versions can be read.
+    /// Returns a JSON object whose `settings` are completed by defaults, so that files of earlier versions can be read.
     static func completed(in json: Data) throws -> Data {
         guard var keys = try JSONSerialization.jsonObject(with: json) as? [String: Any],
             let settings = keys["settings"] as? [String: Any]

@@ -2,14 +2,13 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// The sequences of a run.
 struct Splits {
     let train: TokenStream.Sequences
     let valid: TokenStream.Sequences?
     let test: TokenStream.Sequences?
-    /// The text whose perplexity may rise by at most `RunSettings.maxForgetting` percent; nil without this setting.
+    /// The text for `RunSettings.maxForgetting`; nil without this setting.
     let general: TokenStream.Sequences?
-    /// The text that is replayed among the training data; nil without `RunSettings.replayShare`.
+    /// The text that is mixed into the training data; nil without `RunSettings.replayShare`.
     private let replay: TokenStream.Sequences?
     private let settings: RunSettings
 
@@ -19,7 +18,7 @@ struct Splits {
         func tokens(_ split: String) throws -> TokenStream? {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
-            // With sampled answers, each prompt has its own sequence.
+            // Sampled answers need one prompt for each sequence.
             let takesPacked = bundle.manifest.takesPacked && settings.method.takesPacked && settings.groupSize == nil
             guard stream?.packsExamples != true || takesPacked else {
                 throw MeSPError(
@@ -90,17 +89,16 @@ struct Splits {
         }
     }
 
-    /// Returns the training positions of step `step` (from 0), in batches.
+    /// Returns the positions in the training order for step `step` (from 0), in batches.
     private func positions(step: Int) -> [[Int]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
         let first = (settings.firstStep + step) * count
         return (first..<first + count).map { batch in (0..<size).map { batch * size + $0 } }
     }
 
-    /// Returns the sequences of step `step` (from 0).
     func sequences(step: Int) -> [Example] { positions(step: step).joined().map(training) }
 
-    /// Returns the sequence at a training position (from 0). ⌊p · `replayShare`⌋ of the sequences before position p are replayed.
+    /// Returns the sequence at a position in the training order (from 0). ⌊p · `replayShare`⌋ of the sequences before position p are replayed.
     private func training(_ position: Int) -> Example {
         guard let replay else { return train.training(position, seed: settings.seed) }
         let before = replayed(before: position)
@@ -128,10 +126,10 @@ struct Splits {
         }
     }
 
-    /// The number of examples that DP-SGD draws from: sequences, or pairs with an objective.
+    /// The number of examples that DP-SGD samples from: sequences, or pairs with an objective.
     var exampleCount: Int { settings.objective.map(train.answerCount) ?? train.count }
 
-    /// Returns the answers of the first pairs or single answers of a split of preference data, at most `valBatches` of these, in batches.
+    /// Returns at most `valBatches` of a split's first pairs or single answers, in batches.
     func preferenceBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective)
         -> [[PreferenceAnswer]]
     {
@@ -140,13 +138,12 @@ struct Splits {
         let whole = stride(from: 0, to: count, by: size).map { start in
             (start..<min(start + size, count)).flatMap { sequences.answers($0, split: split, objective) }
         }
-        // A batch of a single answer is left out, as KTO combines each prompt with another record's answer.
+        // A batch of one single answer is left out, because KTO combines each prompt with another record's answer.
         return whole.filter { $0.count > 1 }
     }
 }
 
 extension TokenStream {
-    /// Throws if the data does not suit a run with this objective.
     fileprivate func check(_ objective: Objective?, _ split: String) throws {
         guard let objective else {
             guard !hasPreferences else {

@@ -1,15 +1,11 @@
 import Foundation
 
-/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that a text that they were not trained on stays about as likely as before
-/// (`docs/method.md`, "Forgetting"). The choice is the highest strength within the limit. As adapters may have been trained too far, the strength is
-/// then lowered for as long as held-out loss falls.
-///
-/// At the end of training, held-out loss is nearly flat in s, while the loss on other text rises roughly with s². So a smaller s loses little of the
-/// task and most of the forgetting.
+/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that the model forgets little (`docs/method.md`, "Forgetting"). The choice is
+/// the highest strength within the limit. The strength is then lowered while held-out loss falls.
 ///
 /// - Parameters:
 ///   - step: the step of the record.
-///   - limit: the most that the perplexity of the general text may rise, in percent.
+///   - limit: the maximum rise of the general text's perplexity, in percent.
 ///   - before: the held-out loss at the beginning of the run. If no strength has a lower loss, the strength is 0.
 ///   - general: returns the loss on the general text with the adapters at a strength, in nats per token; at strength 0 this is the base model's loss.
 ///   - heldOut: returns the held-out loss with the adapters at a strength, in nats per token.
@@ -35,8 +31,8 @@ func chosenStrength(
     return best.lossAfter < before ? best : none
 }
 
-/// Returns the highest strength whose loss on the general text is at most `most`, and that loss. Bisection finds the strength to within 2⁻⁴. The
-/// result is nil if no strength that bisection tries suffices.
+/// Returns the highest strength whose loss on the general text is at most `most`, and that loss. Bisection finds the strength to within 2⁻⁴. Returns
+/// nil if no strength that bisection tries is within the limit.
 private func highest(
     below most: Float, _ general: (_ strength: Float) throws -> Float
 ) throws -> (strength: Float, loss: Float)? {

@@ -3,7 +3,7 @@ import MLX
 import MeSPBundle
 import MeSPSentences
 
-/// A run from its first step, or from a saved state, to its last step. It takes steps, evaluates, saves, and logs all of this.
+/// The training loop of a run: steps, evaluations, saves and log records.
 final class TrainingLoop {
     private let settings: RunSettings
     private let bundle: ModelBundle
@@ -13,7 +13,6 @@ final class TrainingLoop {
     private var trainer: Trainer
     private var state: SavedState
     private let log: LogWriter
-    /// The key of DP-SGD; nil without DP-SGD.
     private let secret: SecretKey?
     private let hooks: RunHooks
 
@@ -21,17 +20,16 @@ final class TrainingLoop {
     private var begin = ContinuousClock.now
     /// The highest footprint so far, in bytes.
     private var peak = 0
-    /// A sentence about the memory that a step took beyond the limit; nil if no step with the present plan took too much.
+    /// A message about a step that exceeded the memory limit; nil if no step with the current plan did.
     private var overBudget: Sentence?
-    /// The time at which to save, however few steps have been done.
     private var saveAt: ContinuousClock.Instant
 
-    /// The most pieces of the general text that an evaluation reads.
+    /// The maximum number of sequences of the general text in an evaluation.
     private static let generalPieces = 16
-    /// The most time that a crash or an empty battery can cost, before and after the first save.
+    /// The maximum time between saves, which limits the work that a crash can cost.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
-    /// The error of a step that ran out of memory after it had changed parameters.
+    /// A step ran out of memory after it had changed parameters.
     struct CutShort: Error {
         /// The plan with which the run continues from the last saved state.
         let plan: Plan
@@ -39,7 +37,7 @@ final class TrainingLoop {
 
     /// - Parameters:
     ///   - sources: the digests of the bundle and the data.
-    ///   - plan: the plan to train with, one of `planner`'s.
+    ///   - plan: the plan to train with.
     ///   - saved: the state to continue from; nil at the beginning.
     ///   - isCutShort: whether the run continues after `CutShort`, with another plan.
     init(
@@ -55,7 +53,7 @@ final class TrainingLoop {
         if saved == nil, let adapters = settings.adapters {
             try trainer.model.startFrom(URL(fileURLWithPath: adapters))
         }
-        // A resumed run without a saved state begins again, with an empty log.
+        // A resumed run without a saved state starts again, with an empty log.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         allowPause()
@@ -84,7 +82,7 @@ final class TrainingLoop {
 
     /// Trains to the end, or until `CancellationError` from a block boundary.
     ///
-    /// - Throws: `CutShort`, and the error that ends the run.
+    /// - Throws: `CutShort`, or the error that ends the run.
     func run() throws {
         begin = .now
         _ = sampler.takePeak()
@@ -98,20 +96,19 @@ final class TrainingLoop {
             if secret != nil { try SecretKey.remove(from: output) }
             try end(.finished)
         } catch is CancellationError {
-            // A resumed run repeats the work after the last step, from the state that was saved after that step.
+            // After training, the state is already saved. A resumed run repeats the remaining work.
             if !hasTrained { try save() }
             try end(.stopped)
         } catch let cut as CutShort {
             throw cut
         } catch {
-            // These calls may fail too, for example because the log's disk is full. The first error is the one to report.
+            // Logging may fail too, for example because the disk is full. The first error is the one to report.
             try? note("error", error.plainSentence)
             try? end(.failed)
             throw error
         }
     }
 
-    /// Takes steps until the last, or until held-out loss no longer falls, and evaluates and saves when it is time to.
     private func train() throws {
         while true {
             let last = state.step >= settings.steps
@@ -145,8 +142,7 @@ final class TrainingLoop {
 
     // MARK: - Steps
 
-    /// Takes a step and logs its record. If a number is not finite and `skipBadSteps` is set, logs an event instead of the record. Throws if a number
-    /// is not finite and `skipBadSteps` is not set.
+    /// Takes a step and logs its record. If a number is not finite, logs an event with `skipBadSteps`, and throws otherwise.
     private func stepOrSkip() throws {
         peak = max(peak, sampler.takePeak())
         var record: LogRecord.Step
@@ -223,7 +219,6 @@ final class TrainingLoop {
             trainer, batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }, number: number)
     }
 
-    /// Continues with the next cheaper plan. The state is saved at once, as a resumed run must use this plan.
     private func economize(_ reason: Sentence) throws {
         guard let cheaper = planner.cheaper(than: state.plan) else {
             try save()
@@ -281,8 +276,8 @@ final class TrainingLoop {
         return record.loss
     }
 
-    /// Gives the adapters the strength at which the perplexity of the general text rises by at most `limit` percent, and saves them. If no strength
-    /// lowers held-out loss, saves the adapters that the run began with.
+    /// Sets the adapters' strength so that the perplexity of the general text rises by at most `limit` percent, and saves them. If no strength lowers
+    /// held-out loss, saves the initial adapters.
     private func chooseStrength(_ limit: Double) throws {
         guard let general = data.general, let valid = data.valid, let before = state.first else { return }
         func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {
@@ -312,7 +307,7 @@ final class TrainingLoop {
 
     private func save() throws {
         try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
-        // The log is written to the disk before the state, which contains the log's length.
+        // The log is synchronized before the state is saved, because the state contains the log's length.
         state.logBytes = try log.synchronize()
         try state.save(trainer, in: output)
         saveAt = hooks.now() + Self.timeBetweenSaves

@@ -1,24 +1,23 @@
 import Foundation
 import MLX
 
-/// The 8-bit form of AdamW's moments, as in bitsandbytes. 256 numbers share a scale, which is their largest absolute value. Each number has a code
-/// for the nearest of 256 fractions of the scale, or for the lower fraction if two are equally near.
+/// The 8-bit quantization of AdamW's moments, as in bitsandbytes. Each group of 256 numbers has a scale, its largest absolute value. A code stands
+/// for the nearest of 256 fractions of the scale.
 ///
-/// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`. A row contains the four bytes of the scale, a float32, and the codes of 256 numbers.
+/// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`. A row contains the float32 scale in four bytes, and the codes of 256 numbers.
 struct DynamicQuantization {
     private static let (rowCount, scaleBytes) = (256, 4)
 
     /// The fraction of each code, ascending, float32 `[256]`.
     private let fractions: MLXArray
-    /// The middles between neighbouring fractions, and ∞, float32 `[256]`.
+    /// The midpoints between neighbouring fractions, and ∞, float32 `[256]`.
     private let middles: MLXArray
-    /// The code of the lowest float32 with each pattern of the upper 16 bits, uint8 `[2¹⁶]`. Codes change at the middles between neighbouring
-    /// fractions. There is at most one middle between the lowest and the highest float32 of a pattern.
+    /// A lookup table: the code of the lowest float32 with each pattern of the upper 16 bits, uint8 `[2¹⁶]`.
     private let lowest: MLXArray
 
-    /// - Parameter signed: whether there are negative numbers, as in m; v has none.
+    /// - Parameter signed: whether there are negative numbers, as in the first moment m.
     init(signed: Bool) {
-        // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the middles of equal parts of [0.1 p, p]. Each power has twice as many
+        // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the midpoints of equal parts of [0.1 p, p]. Each power has twice as many
         // parts as the power before it.
         var numbers = [0.0, 1.0]
         for power in 0...6 {
@@ -30,7 +29,7 @@ struct DynamicQuantization {
         }
         let fractions = numbers.sorted().map(Float.init)
         let middles = zip(fractions, fractions.dropFirst()).map { ($0 + $1) / 2 }
-        /// Returns the number of middles below `number`, by bisection.
+        /// Returns the number of midpoints below `number`, by bisection.
         func code(_ number: Float) -> UInt8 {
             var (low, high) = (0, middles.count)
             while low < high {
@@ -40,18 +39,17 @@ struct DynamicQuantization {
             return UInt8(low)
         }
         let lowest = (UInt32(0)..<1 << 16).map { upper in
-            // The lowest of some negative numbers has the largest magnitude.
+            // The lowest of the negative numbers with a pattern has the largest magnitude.
             code(Float(bitPattern: upper << 16 | (upper >> 15 == 1 ? 0xFFFF : 0)))
         }
         (self.fractions, self.middles) = (MLXArray(fractions), MLXArray(middles + [.infinity]))
         self.lowest = MLXArray(lowest)
     }
 
-    /// Returns the shape of a quantized vector `[count]`. If all its bytes are 0, it is a vector of zeros.
+    /// Returns the shape of a quantized vector `[count]`. Bytes of 0 represent a vector of zeros.
     static func shape(_ count: Int) -> [Int] { [(count + rowCount - 1) / rowCount, scaleBytes + rowCount] }
 
-    /// Quantizes a vector.
-    /// - Parameter x: float32 `[P]`
+    /// Quantizes a vector x, float32 `[P]`.
     func quantized(_ x: MLXArray) -> MLXArray {
         let missing = Self.shape(x.size)[0] * Self.rowCount - x.size
         let padded = missing > 0 ? concatenated([x, MLXArray.zeros([missing])]) : x

@@ -2,20 +2,19 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The frozen model with its LoRA parameters, run one block at a time. Weights are mapped, and only the activations of one block are alive.
-/// Sequences may have any length that the bundle has functions for.
+/// The frozen model with its LoRA parameters, run one block at a time. Weights are mapped, and only one block's activations are in memory.
 package final class BlockwiseModel {
     package let bundle: ModelBundle
     package let settings: RunSettings
     package let layouts: [LoRALayout]
-    /// The indices of the trained blocks, which alone have parameters, ascending. `Manifest.check` ensures that there is at least one.
+    /// The indices of the trained blocks, ascending; at least one.
     package let trained: [Int]
-    /// s, an additional factor of the adapters' output; 1 while they are trained.
+    /// s, an additional factor of the adapters' output; 1 during training.
     var strength: Float = 1
     /// The factor of the adapters' output: s · α / rank, or s · α / √rank.
     package var scale: Float { strength * settings.scale }
     private let tileBytes: Int
-    /// The most bytes that the arrays of one block or of the head may take on a GPU; nil on a CPU.
+    /// The maximum bytes of the arrays of one block or of the head on a GPU before MLX waits; nil on a CPU.
     let workspace: Int?
     private let keepsCache: Bool
     let clock: StepClock
@@ -23,15 +22,14 @@ package final class BlockwiseModel {
     package var lora: BlockArrays
     /// The squared norms of the rows of W, for each block with parameters; nil without DoRA.
     private let squaredNorms: BlockArrays?
-    /// Whether a whole step has been done, so that a GPU has compiled the kernels; see `Machine.pause`.
+    /// Whether a whole step has been done, so that a GPU has compiled the kernels.
     var isWarm: Bool
-    /// The functions for whose derivatives a GPU has compiled the kernels.
+    /// The functions for whose gradients a GPU has compiled the kernels.
     var differentiated = Set<ObjectIdentifier>()
-    /// The function of each block's kind, by the files and the number of tokens. The functions for a length are imported at the first sequence of
-    /// that length.
+    /// The imported block functions, by the files and the sequence length.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
-    /// - Parameter settings: the run's settings; `Manifest.check` must have accepted their length and rank.
+    /// - Parameter settings: the run's settings, which `Manifest.check` has accepted.
     init(
         _ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, squaredNorms: BlockArrays?,
         clock: StepClock
@@ -49,7 +47,7 @@ package final class BlockwiseModel {
         bundle.maps.areKept = plan.keepsMaps
     }
 
-    /// Returns the block function for x `[1, T, hidden]` from `files`, which the bundle must have; nil for a block without a function.
+    /// Returns the block function for x `[1, T, hidden]` from `files`; nil for a block without a function.
     package func function(
         _ block: Int, _ x: MLXArray, _ files: KeyPath<Manifest.Blocks, [String: String]> = \.functions
     ) throws -> BlockFunction? {
@@ -89,7 +87,7 @@ package final class BlockwiseModel {
         return layouts[block].base(sqrt(squares))
     }
 
-    /// Returns DoRA's formulas for a block with parameters; nil for other blocks, and without DoRA.
+    /// Returns DoRA's formulas for a block with parameters; nil without DoRA.
     ///
     /// - Parameters:
     ///   - weights: the block's weights, mapped
@@ -103,7 +101,7 @@ package final class BlockwiseModel {
                 processor: bundle.processor))
     }
 
-    /// Returns the current parameters as adapters for a model that generates.
+    /// Returns the current parameters as adapters for generation.
     func adapters() throws -> LoadedAdapters {
         let lora = try blocks.map { block in
             try clock.confirmed {
@@ -130,14 +128,14 @@ package final class BlockwiseModel {
         }
     }
 
-    /// A sequence's side inputs of all blocks, kept from the forward to the backward pass.
+    /// The side inputs of all blocks for a sequence, kept from the forward to the backward pass.
     package final class SequenceContext {
         fileprivate let records: [Range<Int>]?
         fileprivate let embeddings: LayerEmbeddings?
         fileprivate let dropout: DropoutKey?
-        /// The shared keys and values, by the block that has them.
+        /// The shared keys and values, by the block that computes them.
         fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
-        /// The sums of the gradients by shared keys and values, from the blocks that attend to them.
+        /// The gradients of shared keys and values, by the block that computes them.
         var gradients = [Int: MixerState.KeyValues]()
 
         fileprivate init(_ records: [Range<Int>]?, _ embeddings: LayerEmbeddings?, _ dropout: DropoutKey?) {
@@ -149,7 +147,7 @@ package final class BlockwiseModel {
     ///
     /// - Parameters:
     ///   - x0: the embeddings of the sequence's inputs `[1, T, hidden]`.
-    ///   - dropout: the key of a sequence in a step; nil without dropout.
+    ///   - dropout: the dropout key of the sequence; nil without dropout.
     package func makeContext(
         _ example: Example, x0: MLXArray, dropout: DropoutKey? = nil
     ) throws -> SequenceContext {
@@ -182,8 +180,7 @@ package final class BlockwiseModel {
         return call
     }
 
-    /// Makes a block's call in the forward pass. If other blocks attend to this block's keys and values, these are computed from x `[1, T, hidden]`,
-    /// as a block function does not return them.
+    /// Makes a block's call in the forward pass. If other blocks attend to this block's keys and values, computes them from x `[1, T, hidden]`.
     package func makeForwardCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
     ) throws -> BlockCall {
@@ -240,7 +237,7 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the block's formulas for x `[1, T, hidden]`.
+    /// Returns the block without its block function, for x `[1, T, hidden]`.
     func block(_ call: BlockCall, _ x: MLXArray) -> Block {
         var block = Block(
             weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),
@@ -249,12 +246,12 @@ package final class BlockwiseModel {
         return block
     }
 
-    /// Frees the buffers that MLX keeps after a block or the head, unless the plan has room for them.
+    /// Frees MLX's cached buffers, unless the plan has room for them.
     func freeCache() {
         if !keepsCache { Memory.clearCache() }
     }
 
-    /// Returns the sum of the losses of the targets in `Example.counted`, in nats, from the last block's output.
+    /// Returns the sum of the losses at the positions `Example.counted`, in nats, from the last block's output.
     func loss(_ y: MLXArray, _ example: Example) throws -> Float {
         try head(y) { head in
             try head.loss(
@@ -263,8 +260,8 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the sum of the losses of the targets in `Example.counted`, in nats. Also returns dy, which is `scale` times the gradient of this sum
-    /// by y. y and dy are `[1, T, hidden]`.
+    /// Returns the sum of the losses at the positions `Example.counted`, in nats, and dy. dy is `scale` times the gradient of the sum with respect to
+    /// y. y and dy are `[1, T, hidden]`.
     package func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: Float, dy: MLXArray)
     {
         try head(y) { head in
@@ -286,14 +283,14 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the sum of the losses of the targets in `Example.counted`, in nats. `moved` returns the parameters to use, for blocks that have any.
+    /// Returns the sum of the losses at the positions `Example.counted`, in nats. `moved` returns the parameters to use.
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
     {
         try loss(lastOutput(example, parameters: moved), example)
     }
 
-    /// Returns the last block's output `[1, T, hidden]` for a sequence that goes through the model alone.
+    /// Returns the last block's output `[1, T, hidden]` for a single sequence.
     ///
     /// - Parameters:
     ///   - moved: returns the parameters to use, for blocks that have any

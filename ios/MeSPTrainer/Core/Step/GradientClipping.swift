@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// The limit on the norm of the whole gradient (`maxGradNorm`), or of each example's gradient (`dpClip`).
+/// Gradient clipping (`maxGradNorm`), and the clipping of each example's gradient (`dpClip`).
 extension Updates {
     /// Returns the factor of the gradient, min(1, limit / (‖g‖₂ + 10⁻⁶)), and ‖g‖₂ over all blocks.
     func computeClipping(to limit: Float, _ gradient: (_ block: Int) throws -> MLXArray) throws -> (
@@ -9,8 +9,7 @@ extension Updates {
     ) {
         let norm = try model.clock.repeating {
             let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-            // If the norm is not finite, clipping would turn finite gradients into zeros or NaN. So `check` first throws for a gradient that is not
-            // finite.
+            // Clipping to a norm that is not finite would turn gradients into zeros or NaN. `check` throws for a gradient that is not finite.
             if !squares.isFinite { for block in model.trained { try model.check(gradient(block), block) } }
             return squares.squareRoot()
         }

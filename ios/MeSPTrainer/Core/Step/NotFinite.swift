@@ -5,13 +5,13 @@ import MeSPSentences
 
 /// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {
-    /// The place of the number, such as a block and a tensor, as the beginning of a sentence.
+    /// The block and the tensor of the number, or another place, as the beginning of a sentence.
     package let what: Sentence
 }
 
 extension BlockwiseModel {
     /// Checks that a block's gradient is finite.
-    /// - Throws: `NotFinite` with the name of the matrix that is not finite.
+    /// - Throws: `NotFinite` with the name of the matrix.
     func check(_ gradient: MLXArray, _ block: Int) throws {
         guard try !isFinite(gradient) else { return }
         let layout = layouts[block]
@@ -20,8 +20,7 @@ extension BlockwiseModel {
         throw NotFinite(what: "The gradient of \(place)")
     }
 
-    /// Returns the place of the first number that is not finite in the forward pass of some sequences. To find the place, the sequences go through
-    /// the model again.
+    /// Returns the place of the first number that is not finite in the forward pass of some sequences. Repeats the forward pass to find the place.
     func notFinite(_ examples: [Example]) throws -> NotFinite {
         do {
             try clock.repeating {
@@ -40,7 +39,7 @@ extension BlockwiseModel {
         }
     }
 
-    /// Returns the name of the first matrix in a block's vector `[P]` that is not finite, as in a file of adapters.
+    /// Returns the name of the first matrix in a block's vector `[P]` that is not finite; nil if all are finite.
     private func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// The update of a block's parameters from their gradient, as in `mlx.optimizers`, and the state that it keeps from step to step.
+/// The update of a block's parameters from their gradient, as in `mlx.optimizers`, and the optimizer's state.
 struct Optimizer {
     private let settings: RunSettings
     /// SGD's velocity, or AdamW's first moment m, with an array for each block.
@@ -12,7 +12,7 @@ struct Optimizer {
     /// The quantization of `first` and `second`; nil if they are float32.
     private let maps: (first: DynamicQuantization, second: DynamicQuantization)?
 
-    /// - Parameter zeros: makes an array of zeros for each block, in the shape for its P trained parameters.
+    /// - Parameter zeros: makes an array of zeros for each block. `shape` returns its shape for a number of trained parameters.
     init(
         _ settings: RunSettings,
         zeros: (_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays
@@ -26,8 +26,7 @@ struct Optimizer {
             ? (DynamicQuantization(signed: true), DynamicQuantization(signed: false)) : nil
     }
 
-    /// Returns the number, shape and dtype of the arrays that are kept for a block with P trained parameters. The arrays are float32 `[P]`, or have
-    /// the form of `DynamicQuantization`.
+    /// Returns the number, shape and dtype of the state arrays of a block with P trained parameters.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.effectiveOptimizer {
         case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)
@@ -36,7 +35,7 @@ struct Optimizer {
         }
     }
 
-    /// A block's parameters and state after an update, not evaluated. The old values remain until `keep` stores the new values.
+    /// A block's parameters and state after an update, not evaluated and not stored yet.
     struct Update {
         var w: MLXArray
         let first, second: MLXArray?
@@ -49,9 +48,8 @@ struct Optimizer {
     ///     SGD     g ← g + λ w,   m ← μ m + g,   w ← w − η m
     ///     AdamW   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   w ← (1 − η λ) w − η m / (√v + ε)
     ///
-    /// With LoRA+ each parameter has its own rate η f.
-    ///
-    /// AdamW has no bias correction, as by default in MLX. In 8 bits, w is updated with m and v before they are rounded.
+    /// With LoRA+ each parameter has its own rate η f. AdamW has no bias correction, as by default in MLX. 8-bit AdamW updates w with the unrounded m
+    /// and v.
     /// - Parameters:
     ///   - w, g: parameters and gradient, float32 `[P]`
     ///   - rate: η
@@ -89,8 +87,8 @@ struct Optimizer {
 }
 
 extension RunSettings {
-    /// Returns η of update `step`, counted from 0. It rises linearly from 0 over the warm-up. Then it follows the schedule, which falls to 0 unless
-    /// it is constant. The warm-up and the schedule are joined as in mlx-lm.
+    /// Returns the learning rate η of update `step`, counted from 0. η rises linearly from 0 during the warm-up, and then follows the schedule, as in
+    /// mlx-lm.
     func learningRate(step: Int, of architecture: Architecture) -> Float {
         let rate = effectiveLearningRate(for: architecture)
         let start = warmup > 0 ? warmup + 1 : 0

@@ -3,9 +3,9 @@ import MeSPBundle
 
 /// The loss of a batch of preference data: the mean over its pairs or answers, times the batch's share of the step's loss.
 ///
-/// The gradient is the sum of the sequences' gradients, weighted by the objective. So only one sequence's activations exist at a time.
+/// The gradient is the weighted sum of the sequences' gradients, so only one sequence's activations are in memory at a time.
 struct PreferenceBatch: StepLoss {
-    /// Pairs of a chosen and a rejected answer, one after the other, or single answers.
+    /// Pairs of a chosen and a rejected answer in alternating order, or single answers.
     private let batch: [PreferenceAnswer]
     private let objective: Objective
     private let batchShare: Double
@@ -44,7 +44,6 @@ struct PreferenceBatch: StepLoss {
         }
     }
 
-    /// Returns the mean loss of the pairs or answers, and their other measures.
     func evaluated(_ trainer: Trainer) throws -> StepResult {
         var result = StepResult()
         try score(trainer, &result) { $1 }
@@ -72,14 +71,14 @@ struct PreferenceBatch: StepLoss {
         }
     }
 
-    /// Backpropagates the loss of a pair. The weights depend on both answers, so the rejected answer runs forward first. If the plan has no room for
-    /// its block inputs, it runs forward again for its gradient.
+    /// Backpropagates the loss of a pair. The weights depend on both answers, so the rejected answer runs forward first. Without memory for its block
+    /// inputs, it runs forward twice.
     private func backpropagate(
         chosen: PreferenceAnswer, rejected: PreferenceAnswer, share: Double, _ trainer: Trainer,
         into sink: GradientSink,
         _ result: inout StepResult
     ) throws {
-        // The rejected answer with its unweighted gradient, if the plan has room for its block inputs.
+        // The rejected answer with its unweighted gradient, if the plan keeps its block inputs.
         var waiting = [SequenceInStep]()
         let rejectedLoss: Float
         if trainer.plan.keepsAnswer {
@@ -120,14 +119,12 @@ struct PreferenceBatch: StepLoss {
 
     // MARK: - Terms
 
-    /// The number of pairs or answers.
     private var count: Int { objective.takesPairs ? batch.count / 2 : batch.count }
 
     private var pairs: [(chosen: PreferenceAnswer, rejected: PreferenceAnswer)] {
         stride(from: 0, to: batch.count, by: 2).map { (batch[$0], batch[$0 + 1]) }
     }
 
-    /// Returns the loss of a pair from the losses of its answers' targets, and adds it to `result`.
     private func pair(
         _ chosen: PreferenceAnswer, _ chosenLoss: Float, _ rejected: PreferenceAnswer, _ rejectedLoss: Float,
         _ share: Double,
@@ -144,7 +141,6 @@ struct PreferenceBatch: StepLoss {
         return pair
     }
 
-    /// Returns the loss of a single answer from the loss of its targets, and adds it to `result`.
     private func single(
         _ answer: PreferenceAnswer, _ loss: Float, kl: Double, _ share: Double, _ trainer: Trainer,
         _ result: inout StepResult
@@ -155,8 +151,7 @@ struct PreferenceBatch: StepLoss {
         return single
     }
 
-    /// Returns KTO's k. It combines each prompt of the batch with the answer of the record before, and the first prompt with the last
-    /// answer.
+    /// Returns KTO's k. Each prompt of the batch is combined with the answer of the record before, and the first prompt with the last answer.
     private func kl(_ trainer: Trainer, _ loss: (PreferenceAnswer) throws -> Float) throws -> Double {
         let mismatched = batch.indices.map { batch[$0].with(answerOf: batch[($0 + batch.count - 1) % batch.count]) }
         return PreferenceLoss.kl(try mismatched.map { try probability($0, loss($0), trainer) })

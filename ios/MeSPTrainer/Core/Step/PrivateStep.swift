@@ -1,19 +1,19 @@
 import MLX
 import MeSPBundle
 
-/// A step of DP-SGD (arXiv:1607.00133) on the examples that were drawn, which may be none:
+/// A step of DP-SGD (arXiv:1607.00133) on the sampled examples, which may be none:
 ///
 ///     g = (Σᵢ min(1, C / (‖gᵢ‖₂ + 10⁻⁶)) gᵢ + Z C n) / B,      n ~ N(0, 1)
 ///
-/// gᵢ is the gradient of an example's loss by all trained blocks. C is `dpClip`, Z is `dpNoise`, and B is `batchSize`, the expected number
-/// of examples. The norm of gᵢ is known only after the example's backward pass, so gᵢ is kept until then in addition to the sum.
+/// gᵢ is the gradient of an example's loss over all trained blocks. C is `dpClip`, Z is `dpNoise`, and B is `batchSize`, the expected number of
+/// examples.
 package struct PrivateStep {
     let trainer: Trainer
     let secret: SecretKey
 
     package init(trainer: Trainer, secret: SecretKey) { (self.trainer, self.secret) = (trainer, secret) }
 
-    /// Performs one update from the losses of the examples. Each loss must depend on one example alone. The step's loss and norm are means over
+    /// Performs one update from the losses of the examples. Each loss must depend on one example. The loss and the norm of the result are means over
     /// the examples.
     package func step(_ losses: some Sequence<some StepLoss>, number: Int) throws -> StepResult {
         let (settings, updates) = (trainer.model.settings, trainer.updates)

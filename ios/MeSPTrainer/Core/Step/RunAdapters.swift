@@ -6,7 +6,7 @@ import MeSPFiles
 import MeSPSentences
 
 extension RunSettings {
-    /// Returns the layout of each block with the modules that the run trains. The layouts of blocks before the trained blocks have no modules.
+    /// Returns the layout of each block with the modules that the run trains. Untrained blocks have no modules.
     func layouts(of architecture: Architecture) -> [LoRALayout] {
         let modules =
             projections.map { names in architecture.trainable.filter { names.contains($0.shortName) } }
@@ -19,7 +19,7 @@ extension RunSettings {
         }
     }
 
-    /// Loads the adapters that a run begins with. If A is frozen, the folder may have B alone. A then follows from the run's seed.
+    /// Loads the adapters that a run begins with. If A is frozen, the folder may contain only B. A is then derived from the seed.
     func loadAdapters(from folder: URL, of bundle: ModelBundle) throws -> LoadedAdapters {
         let trainsExperts = layouts(of: bundle.architecture).contains { $0.modules.contains(where: \.isStacked) }
         return try MeSPAdapters.loadAdapters(
@@ -33,14 +33,14 @@ extension RunSettings {
 }
 
 extension ModelBundle {
-    /// Returns the norm of each row of the matrices W of all modules with magnitudes, `[layout.magnitudes]`.
+    /// Returns the norms of the rows of W of all modules with magnitudes, `[layout.magnitudes]`.
     fileprivate func magnitudes(_ block: Int, _ layout: LoRALayout) throws -> MLXArray {
         try withBlock(block) { $0.squaredNorms(layout).sqrt() }
     }
 }
 
 extension BlockwiseModel {
-    /// Replaces the initial parameters by the adapters in a folder, as mlx-lm or PEFT wrote them.
+    /// Replaces the initial parameters by the adapters in a folder, in mlx-lm's or PEFT's format.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
             try take(settings.loadAdapters(from: folder, of: bundle), of: folder)
@@ -79,18 +79,18 @@ extension BlockwiseModel {
         }
     }
 
-    /// Returns whether the adapters `[P]` of a block leave a module as it is in the base model.
+    /// Returns whether a block's adapters `[P]` leave a module unchanged.
     private func isBase(_ layout: LoRALayout, _ module: Module, _ vector: MLXArray, _ block: Int) throws -> Bool {
         let matrices = layout.matrices(module, in: vector)
         guard try matrices.b.abs().max().number(Float.self) == 0 else { return false }
         guard let m = matrices.m else { return true }
         let own = LoRALayout(block: layout.block, rank: layout.rank, modules: [module], hasMagnitudes: true)
         let lengths = try bundle.magnitudes(block, own)
-        // The norms of W's rows in bfloat16 differ from the norms in float32 by at most 2⁻⁸ of their size.
+        // Rounding the norms of W's rows to bfloat16 changes them by at most 2⁻⁸ of their size.
         return try (m - lengths).abs().max().number(Float.self) <= lengths.max().number(Float.self) / 256
     }
 
-    /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.
+    /// Writes the trained adapters, at the model's strength, in formats for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
         let modules = bundle.architecture.trainable.filter { module in
             layouts.contains { $0.modules.contains(module) }
@@ -104,7 +104,7 @@ extension BlockwiseModel {
         try copyTerms(to: [folder, folder.appendingPathComponent("peft")])
     }
 
-    /// Copies the model's licence, notices and rules of use from the bundle into folders that lack them.
+    /// Copies the model's license files and notices from the bundle into folders that lack them.
     private func copyTerms(to folders: [URL]) throws {
         for name in bundle.manifest.terms {
             guard let text = regularFile(bundle.url.appendingPathComponent(name)) else { continue }

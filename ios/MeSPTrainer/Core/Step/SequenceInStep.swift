@@ -4,11 +4,10 @@ import MeSPBundle
 /// A sequence between its forward and its backward pass, with the arrays that are kept for the backward pass.
 struct SequenceInStep {
     let context: BlockwiseModel.SequenceContext
-    /// The residual stream in the forward pass: a block's input and, at the end, the last block's output. In the backward pass, the gradient d of a
-    /// block's output.
+    /// The block's input in the forward pass, and the gradient of a block's output in the backward pass. Between the passes, the last block's output.
     var residual: MLXArray
-    /// The inputs of the blocks, from the first trained one on.
+    /// The inputs of the blocks, from the first trained block on.
     var inputs: BlockArrays
-    /// The intermediates of the last blocks, if the plan has memory for them.
+    /// The intermediates of the last blocks, as far as the plan keeps them.
     var kept = [Int: Intermediates]()
 }

@@ -1,12 +1,12 @@
 import MLX
 import MeSPBundle
 
-/// A loss whose gradient a step takes. The step's loss is the sum of one or several of these losses.
+/// A loss that a step differentiates. The step's loss is the sum of one or several losses.
 package protocol StepLoss {
     /// Passes the loss's gradient to a sink, in one or several backward passes, and adds the loss to a result.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws
 
-    /// Adds the loss to a result, by forward passes alone.
+    /// Adds the loss to a result, with forward passes only.
     ///
     /// - Parameter parameters: returns the parameters to use, for blocks that have any.
     func score(
@@ -14,17 +14,16 @@ package protocol StepLoss {
         parameters: (_ block: Int, _ lora: MLXArray) throws -> MLXArray
     ) throws
 
-    /// The sequences that the loss depends on.
     var examples: [Example] { get }
 }
 
-/// The supervised loss: a sum over the targets in `Example.counted` of all sequences. Each target's loss is multiplied by the weight of its sequence.
+/// The supervised loss: a sum over the targets of all sequences, weighted by the sequence.
 package struct SequenceLoss: StepLoss {
     let weighted: [Trainer.WeightedExample]
 
     init(_ weighted: [Trainer.WeightedExample]) { self.weighted = weighted }
 
-    /// Makes the mean loss of the targets in `Example.counted` of all sequences.
+    /// Makes the mean loss over all targets of some sequences.
     package init(_ examples: [Example]) {
         let weight = 1 / Float(examples.reduce(0) { $0 + $1.counted.count })
         weighted = examples.map { (example: $0, weight: weight) }
@@ -32,9 +31,7 @@ package struct SequenceLoss: StepLoss {
 
     package var examples: [Example] { weighted.map(\.example) }
 
-    /// Passes the gradient to a sink. If sequences go through the model one after the other, the pass takes the memory of one sequence and of a sum
-    /// of all gradients. If sequences go through each block together, the pass takes the memory of the block inputs of all sequences. It also takes
-    /// the memory of one block's sum of gradients, or of all sums if the update needs all gradients at once.
+    /// Passes the gradient to a sink. The sequences go through the model one after the other or, with the order `blocks`, together.
     package func backpropagate(_ trainer: Trainer, into sink: GradientSink, _ result: inout StepResult) throws {
         for group in trainer.plan.order == .blocks ? [weighted] : weighted.map({ [$0] }) {
             result.add(try trainer.backpropagate(group, into: sink), of: group)
@@ -53,7 +50,7 @@ package struct SequenceLoss: StepLoss {
 
 /// Performs one update from the sum of some losses, by the method of the settings.
 ///
-/// - Throws: `NotFinite`. With `skipBadSteps`, the parameters and the optimizer's state are then as before the step.
+/// - Throws: `NotFinite`. With `skipBadSteps`, the parameters and the optimizer's state are then restored.
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
     try trainer.updates.undoingFailure {
         try trainer.model.settings.method.hasBackwardPass
@@ -67,30 +64,29 @@ package struct StepResult {
     var sum = 0.0
     /// The loss in nats per token.
     package var loss: Float { Float(sum) }
-    /// The number of targets that counted.
+    /// The number of targets in the loss.
     private(set) var tokens = 0
-    /// The sum of the sequences' `Example.inputCount`: the inputs up to the last target in the loss.
+    /// The sum of the sequences' `Example.inputCount`.
     private(set) var inputTokens = 0
-    /// ‖∂ℒ/∂lora‖₂ over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil if the gradient isn't clipped.
+    /// The norm of the gradient over all blocks before clipping, or with DP-SGD the mean of the examples' norms; nil if the gradient is not clipped.
     var gradientNorm: Float?
 
     // Measures of preference data: means over its pairs or answers.
 
     /// The mean reward of chosen or good answers minus the mean reward of rejected or bad answers.
     var margin: Float? { rewardChosen.flatMap { chosen in rewardRejected.map { chosen - $0 } } }
-    /// The share of pairs whose chosen answer has the higher reward, or of single answers whose reward is on the right side of β k.
+    /// The share of pairs whose chosen answer has the higher reward, or of single answers whose reward is on the right side of KTO's β k.
     var accuracy: Float? { right.value }
     var rewardChosen: Float? { chosen.value }
     var rewardRejected: Float? { rejected.value }
-    /// An estimate of the divergence from π₀, in nats per answer: KTO's k, or with other objectives the mean of log π / π₀ over the data's answers;
-    /// nil without π₀.
+    /// An estimate of the KL divergence from the reference model, in nats per answer: KTO's k, or the mean of log π / π₀; nil without a reference
+    /// model.
     var kl: Float? { k.map { Float($0) } ?? ratios.value }
 
     // Measures of sampled answers.
 
-    /// The mean reward over all answers.
     var reward: Float?
-    /// The number of tokens in the answers, including the tokens that end the answers.
+    /// The number of tokens in the answers, including their end tokens.
     var sampledTokens: Int?
     /// The time that sampling took, in seconds.
     var samplingSeconds: Double?
@@ -104,7 +100,7 @@ package struct StepResult {
     private var (chosen, rejected, ratios, right) = (Mean(), Mean(), Mean(), Mean())
     private var k: Double?
 
-    /// Adds some sequences and their loss, computed in float32.
+    /// Adds some sequences and their loss.
     mutating func add(_ loss: Float, of weighted: [Trainer.WeightedExample]) {
         sum = Double(self.loss + loss)
         for each in weighted { count(each.example) }
@@ -114,7 +110,7 @@ package struct StepResult {
     ///
     /// - Parameters:
     ///   - kl: KTO's k
-    ///   - share: the share of the step's loss
+    ///   - share: the factor of this loss in the step's loss
     mutating func add(_ preference: PreferenceLoss, of answers: [AnswerProbability], kl: Double? = nil, share: Double) {
         sum += share * preference.loss
         for (scored, reward) in zip(answers, preference.rewards) {

@@ -4,7 +4,7 @@ import MeSPBundle
 
 /// LoRA training on a bundle, one block at a time. A trainer must not be used from several threads at once.
 ///
-/// A step is the paper's algorithm. For a model of L blocks with the loss ℒ and the block inputs x₀, x₁, …:
+/// A step is the MeSP paper's algorithm. For a model of L blocks with the loss ℒ and the block inputs x₀, x₁, …:
 ///
 ///     forward     x₀ = embed(tokens),  xₗ₊₁ = blockₗ(xₗ),  keep only the inputs
 ///     head        ℒ, d = ∂ℒ/∂x_L
@@ -15,26 +15,25 @@ import MeSPBundle
 ///         free              everything but d
 ///
 /// Updating within the backward pass is exact, as no earlier block reads block l's matrices. For several sequences, g is the sum of their gradients.
-/// The sequences go through the model one after the other, or each block takes all of them before the next block (`Plan.order`).
 package final class Trainer {
     package let model: BlockwiseModel
     package let clock = StepClock()
     package let updates: Updates
     let reference: ReferenceModel
     let plan: Plan
-    /// The file of the block inputs between the forward and the backward pass; nil if they stay in memory.
+    /// The file of the block inputs; nil if they stay in memory.
     private let inputsFile: ArrayFile?
 
-    /// The key of a step's dropout, and the number of the step's sequences so far; nil without dropout.
+    /// The dropout key of a step, and the number of its sequences so far; nil without dropout.
     var dropout: (key: DropoutKey, sequences: Int)?
 
-    /// A sequence of a step, and the weight of each of its targets in the step's loss.
+    /// A sequence of a step, and the weight of its targets in the step's loss.
     package typealias WeightedExample = (example: Example, weight: Float)
 
     /// Performs one update from the sum of some losses.
     ///
     /// - Parameter number: the number of the step, from 0.
-    /// - Throws: `NotFinite`. Some blocks may have been updated then; see `takeStep`.
+    /// - Throws: `NotFinite`. Some blocks may already have been updated.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         beginStep(number)
         let keys = try updates.randomKeys(number)
@@ -45,7 +44,7 @@ package final class Trainer {
         return result
     }
 
-    /// Starts the count of a step's sequences, on which their dropout masks depend.
+    /// Resets the dropout key and the count of sequences for a step.
     func beginStep(_ number: Int) {
         let settings = model.settings
         dropout =
@@ -53,7 +52,6 @@ package final class Trainer {
             ? (DropoutKey(rate: settings.dropout, seed: settings.seed)[settings.firstStep + number], 0) : nil
     }
 
-    /// Returns the dropout key of the step's next sequence.
     private func nextDropoutKey() -> DropoutKey? {
         defer { dropout?.sequences += 1 }
         return dropout.map { $0.key[$0.sequences] }
@@ -61,10 +59,9 @@ package final class Trainer {
 
     /// Performs one forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter sink: called with each block's sum of the sequences' gradients as soon as it exists; it may change that block's
-    ///   parameters.
-    /// - Returns: the sum of the losses, each times its example's weight.
-    /// - Throws: `NotFinite` if a loss is not finite; then nothing was updated.
+    /// - Parameter sink: called with each block's gradient, summed over the sequences; it may change that block's parameters.
+    /// - Returns: the weighted sum of the losses.
+    /// - Throws: `NotFinite` if a loss is not finite; the sink has not been called then.
     package func backpropagate(_ weighted: [WeightedExample], into sink: GradientSink) throws -> Float {
         var sequences = try forward(weighted.map(\.example))
         var loss: Float = 0
@@ -79,10 +76,10 @@ package final class Trainer {
         return loss
     }
 
-    /// Performs the forward pass, and keeps the inputs of the blocks from the first trained one on. All sequences go through a block while
-    /// its weights are mapped.
+    /// Performs the forward pass, and keeps the block inputs from the first trained block on.
     ///
-    /// - Parameter waits: whether another sequence runs forward and backward before these run backward. If so, no intermediates are kept.
+    /// - Parameter waits: whether another sequence runs forward and backward before the backward pass of these sequences. If so, no intermediates are
+    ///   kept.
     func forward(_ examples: [Example], waits: Bool = false) throws -> [SequenceInStep] {
         var sequences = try examples.enumerated().map { index, example in
             let (x0, place) = (try model.embed(example), waits ? index + 1 : index)
@@ -107,7 +104,7 @@ package final class Trainer {
         return sequences
     }
 
-    /// Returns the sum of a sequence's losses, and its gradient by the last block's output times `weight`.
+    /// Returns the sum of a sequence's losses, and `weight` times its gradient with respect to the last block's output.
     ///
     /// - Throws: `NotFinite` if the loss is not finite.
     func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
@@ -116,9 +113,9 @@ package final class Trainer {
         return (loss, dy)
     }
 
-    /// Performs the backward pass from the last block: recompute, differentiate, update, free.
+    /// Performs the backward pass from the last block to the first trained block.
     ///
-    /// - Parameter sequences: each with the gradient of the last block's output as its residual; empty afterwards.
+    /// - Parameter sequences: the sequences, with the gradient of the last block's output as their residual; empty afterwards.
     func backward(_ sequences: inout [SequenceInStep], into sink: GradientSink) throws {
         for block in (model.trained[0]..<model.blocks.upperBound).reversed() {
             var sum: MLXArray?
@@ -143,8 +140,7 @@ package final class Trainer {
 
     /// Returns the gradient of a block's trained parameters for a sequence, and replaces the sequence's residual dy by dx. Both are evaluated.
     ///
-    /// If a GPU fails, the gradient is recomputed from the block's input, d and the parameters. All three are held until the gradient is confirmed
-    /// (`MLXErrors`).
+    /// If a GPU fails, the gradient is recomputed. The block's input and dy are kept until then.
     /// - Parameter sum: the sum of the gradients of the sequences before.
     private func differentiate(
         _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
@@ -152,7 +148,7 @@ package final class Trainer {
         let (x, context) = (try sequence.inputs.take(block), sequence.context)
         var intermediates = sequence.kept.removeValue(forKey: block)
         let areKept = intermediates != nil
-        // The gradients by shared keys and values are stored for the block that has these keys and values.
+        // Gradients of shared keys and values are stored under the block that computes the keys and values.
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var dShared = context.gradients.removeValue(forKey: owner)
         let held = MLXErrors.held((sequence.residual, dShared))
@@ -181,7 +177,7 @@ package final class Trainer {
     }
 
     /// - Parameters:
-    ///   - settings: the run's settings; `Manifest.check` must have accepted their length and rank.
+    ///   - settings: the run's settings, which `Manifest.check` has accepted.
     ///   - folder: the folder for the files of offloaded arrays, if the plan has any.
     package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let arrays = try TrainingArrays(bundle, settings, plan, in: folder)

@@ -3,21 +3,20 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The arrays of a run that last from step to step or from pass to pass. The plan says which are in memory and which in files.
+/// The arrays of a run that last from step to step or from pass to pass, in memory or in files.
 struct TrainingArrays {
-    /// The file of block inputs; nil if they are in memory.
+    /// The file of block inputs; nil if they stay in memory.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
-    /// The sums of gradients; nil if each gradient updates its block when it arrives.
+    /// The sums of gradients; nil if each gradient updates its block immediately.
     let sums: BlockArrays?
-    /// The sums of clipped gradients with DP-SGD, where `sums` has the gradients of one example; nil without DP-SGD.
+    /// The sums of clipped gradients with DP-SGD; nil without DP-SGD.
     let clippedSums: BlockArrays?
-    /// The parameters. Their initial values follow from the settings' seed.
+    /// The parameters, with initial values from the settings' seed.
     let lora: BlockArrays
     /// The squared norms of the rows of W, for each trained block; nil without DoRA.
     let squaredNorms: BlockArrays?
-    /// The parameters of the adapters that the run began with, if an objective compares answers with π₀ or FedProx holds the parameters near the
-    /// initial ones; nil otherwise, and for a run that began without adapters.
+    /// The initial parameters, if `RunSettings.keepsStart` is true.
     let start: BlockArrays?
 
     /// - Parameter folder: the folder for the files, if the plan has any.

@@ -1,11 +1,11 @@
 import MLX
 import MeSPBundle
 
-/// A function that takes the gradient of a block's trained parameters `[trainedCount]`. A backward pass calls it for each block, the last
+/// A function that takes the gradient of a block's trained parameters `[trainedCount]`. A backward pass calls it for each block, from the last to the
 /// first.
 package typealias GradientSink = (_ block: Int, _ gradient: MLXArray) throws -> Void
 
-/// The updates of the trained parameters from their gradients, with the arrays that they need from step to step; see `TrainingArrays`.
+/// The updates of the trained parameters from their gradients, with the optimizer's state.
 package final class Updates {
     let model: BlockwiseModel
     private var settings: RunSettings { model.settings }
@@ -19,7 +19,7 @@ package final class Updates {
         (sums, clippedSums) = (arrays.sums, arrays.clippedSums)
     }
 
-    /// Returns the result of `step`. With `skipBadSteps`, it restores the previous parameters and state if `step` throws `NotFinite`.
+    /// Returns the result of `step`. With `skipBadSteps`, restores the previous parameters and state if `step` throws `NotFinite`.
     func undoingFailure<R>(_ step: () throws -> R) throws -> R {
         let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
         do {
@@ -32,15 +32,12 @@ package final class Updates {
 
     // MARK: - Sinks of gradients
 
-    /// Whether gradients are summed. Otherwise each gradient updates its block when it arrives.
     var areSummed: Bool { sums != nil }
 
-    /// Makes a sink that updates each block when its gradient arrives.
     func makeUpdateSink(_ number: Int, _ keys: [MLXArray]) -> GradientSink {
         { [self] block, gradient in try update(block, number, keys[block]) { gradient } }
     }
 
-    /// Begins new sums, and makes a sink that adds each gradient to its block's sum.
     func makeSumSink() -> GradientSink {
         sums?.beginSums()
         return { [self] block, gradient in try model.clock.repeating { try sums?.add(gradient, block) } }
@@ -53,9 +50,10 @@ package final class Updates {
 
     // MARK: - Updates
 
-    /// Updates one block from the gradient of its trained parameters. On a GPU nothing changes before all results are confirmed (`MLXErrors`).
+    /// Updates one block from the gradient of its trained parameters. On a GPU nothing changes before all results are evaluated without errors
+    /// (`MLXErrors`).
     ///
-    /// - Parameter gradient: computes the gradient from confirmed arrays.
+    /// - Parameter gradient: computes the gradient.
     func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {
         let update = try model.clock.repeating {
             var gradient = try gradient()
@@ -80,9 +78,9 @@ package final class Updates {
         try model.lora.write(update.w, block)
     }
 
-    /// Updates every trained block after all gradients are computed, with the gradient's norm limited to `maxGradNorm`.
+    /// Updates every trained block after all gradients are computed, with the norm of the gradient clipped to `maxGradNorm`.
     ///
-    /// - Returns: the norm before it is limited; nil without a limit.
+    /// - Returns: the norm before clipping; nil without clipping.
     func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
         let (factor, norm) = try settings.maxGradNorm.map { try computeClipping(to: $0, gradient) } ?? (1, nil)
         for block in model.trained {
@@ -93,7 +91,6 @@ package final class Updates {
         return norm
     }
 
-    /// Returns a random key for each block in a step.
     func randomKeys(_ number: Int) throws -> [MLXArray] {
         let seed = scattered(settings.seed) &+ UInt64(settings.firstStep + number)
         return try model.clock.repeating {
@@ -109,8 +106,8 @@ package final class Updates {
     }
 }
 
-/// Returns the first output of SplitMix64 with the state `seed`. The outputs of neighbouring seeds are far apart. So adding numbers of steps to one
-/// output does not lead to another.
+/// Returns the first output of SplitMix64 with the state `seed`. Neighbouring seeds give distant outputs, so a step's number can be added to an
+/// output.
 func scattered(_ seed: UInt64) -> UInt64 {
     var z = seed &+ 0x9e37_79b9_7f4a_7c15
     z = (z ^ (z >> 30)) &* 0xbf58_476d_1ce4_e5b9
@@ -118,11 +115,10 @@ func scattered(_ seed: UInt64) -> UInt64 {
     return z ^ (z >> 31)
 }
 
-/// Returns x in bfloat16, rounded up or down at random so that the expected value is x. Rounding to nearest would lose an update below
-/// 1/256 of a parameter.
+/// Returns x in bfloat16, with stochastic rounding: the expected value is x. Rounding to nearest would lose small updates.
 ///
-/// The upper 16 bits of a float32 are the bfloat16 below it in magnitude. When a uniform 16-bit number is added to the bits, the probability of a
-/// carry into the upper 16 bits is proportional to the lower 16 bits.
+/// The upper 16 bits of a float32 are the bfloat16 below it in magnitude. The probability that a uniform 16-bit number carries into them is
+/// proportional to the lower 16 bits.
 /// - Parameter x: float32 `[P]`
 func stochasticallyRounded(_ x: MLXArray, key: MLXArray) -> MLXArray {
     let noise = MLXRandom.randInt(low: 0, high: 1 << 16, x.shape, type: UInt32.self, key: key)

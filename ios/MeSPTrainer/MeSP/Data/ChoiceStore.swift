@@ -2,31 +2,30 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// Two answers to one conversation: the answer that a person took, and an answer that the person did not take.
+/// A preference between two answers to one conversation.
 ///
-/// A choice is encoded as a record that TRL and `mesp data` read: `prompt`, `chosen` and `rejected` are lists of messages. The record also has `id`
-/// and `date`. ``FineTuner/train(on:_:)-([Choice],_)`` learns from a few hundred choices.
+/// A choice is encoded as a record that TRL and `mesp data` read. `prompt`, `chosen` and `rejected` are lists of messages. The record also has `id`
+/// and `date`. Train on choices with ``FineTuner/train(on:_:)-([Choice],_)``.
 public struct Choice: Codable, Sendable, Equatable, Identifiable {
     /// The identifier of the choice.
     public let id: UUID
     /// The time of the choice.
     public let date: Date
-    /// The conversation that both texts answer. Its last message is not an answer.
+    /// The conversation before the answers. Its last message is not an answer.
     public let prompt: [Conversation.Message]
-    /// The text of the answer that the person took.
+    /// The text of the preferred answer.
     public let chosen: String
-    /// The text of the answer that they did not take.
+    /// The text of the other answer.
     public let rejected: String
 
-    /// Creates a choice: a person took `chosen` and not `rejected`.
+    /// Creates a choice.
     ///
     /// - Parameters:
-    ///   - prompt: the conversation so far. It ends with the message that both texts answer.
-    ///   - chosen: the text of the answer that the person took, or wrote.
-    ///   - rejected: the text of the answer that they did not take.
+    ///   - prompt: the conversation before the answers. Its last message is not an answer.
+    ///   - chosen: the text of the preferred answer.
+    ///   - rejected: the text of the other answer.
     ///   - date: the time of the choice.
-    /// - Throws: ``FineTuningError`` if nothing can be learned from the choice: an answer is empty, both are equal, or `prompt` does not end with a
-    ///   message to answer.
+    /// - Throws: ``FineTuningError`` if an answer is empty, both answers are equal, or `prompt` does not end with a message to answer.
     public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {
         func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {
@@ -42,7 +41,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 
     private enum Key: String, CodingKey { case id, date, prompt, chosen, rejected }
 
-    // Each answer is a list of one message, because TRL and `mesp data` read such lists.
+    // TRL and `mesp data` read each answer as a list of one message.
 
     public init(from decoder: any Decoder) throws {
         let fields = try decoder.container(keyedBy: Key.self)
@@ -69,16 +68,14 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     }
 }
 
-/// The choices that a person has made, in a JSONL file.
-///
-/// `mesp data --data` and TRL take the file as preference data, and `TextData` encodes it for the next run (``TextData/Source/choices(_:)``).
+/// The choices of a person, in a JSONL file. `mesp data --data` and TRL read the file as preference data.
 package struct ChoiceStore: Sendable {
     package let url: URL
 
     /// - Parameter url: the URL of the file, which need not exist yet.
     package init(url: URL) { self.url = url }
 
-    /// Returns all choices, the oldest first. A last line that a crash cut short is skipped.
+    /// Returns all choices, the oldest first. Skips an incomplete last line.
     package func all() throws -> [Choice] {
         guard FileManager.default.fileExists(atPath: url.path) else { return [] }
         let lines = try attempt("read") { try Data(contentsOf: url) }.split(separator: Self.lineFeed)
@@ -96,7 +93,7 @@ package struct ChoiceStore: Sendable {
         }
     }
 
-    /// Adds a choice at the end, and removes the choices with these identifiers.
+    /// Adds a choice at the end, and removes the choices with the identifiers `ids`.
     package func append(_ choice: Choice, replacing ids: Set<Choice.ID> = []) throws {
         try write(all().filter { !ids.contains($0.id) } + [choice])
     }
@@ -106,7 +103,7 @@ package struct ChoiceStore: Sendable {
 
     private static let lineFeed = UInt8(ascii: "\n")
 
-    /// Replaces the file atomically. Without choices the file is removed.
+    /// Replaces the file atomically. Removes the file if there are no choices.
     private func write(_ choices: [Choice]) throws {
         let encoder = JSONEncoder()
         encoder.dateEncodingStrategy = .iso8601

@@ -2,39 +2,39 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// A list of messages that the model's chat template renders, with the tools that the model may call.
+/// A conversation: messages for the model's chat template, and the tools that the model may call.
 ///
-/// It encodes as a record in Hugging Face's format: `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`. If training would lose some
-/// of the content, decoding throws an error that names this content.
+/// It is encoded as a record in Hugging Face's format: `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`. Decoding throws an error
+/// if training would lose some of the content.
 public struct Conversation: Codable, Sendable, Hashable {
-    /// The messages, in order.
+    /// The messages, the oldest first.
     public var messages: [Message]
-    /// The definitions of tools, each a JSON object as text.
+    /// The definitions of tools. Each is the text of a JSON object.
     public var tools: [String]
-    /// The number of messages at the beginning whose answers are not in the loss, even if only answers are.
+    /// The number of messages that come from a record's `prompt`; 0 for a record with `messages`. Answers among these messages are not trained.
     package var prompt = 0
 
-    /// Creates a conversation. Content that training would lose is refused when a run or a preview begins.
+    /// Creates a conversation. A run or a preview refuses content that training would lose.
     ///
     /// - Parameters:
-    ///   - messages: the messages, in order.
-    ///   - tools: the definitions of tools, each a JSON object as text.
+    ///   - messages: the messages, the oldest first.
+    ///   - tools: the definitions of tools. Each is the text of a JSON object.
     public init(_ messages: [Message], tools: [String] = []) { (self.messages, self.tools) = (messages, tools) }
 
-    /// Reads a record with `messages`, or with `prompt` and `completion`.
+    /// Decodes a record with `messages`, or with `prompt` and `completion`.
     public init(from decoder: any Decoder) throws {
         guard let fields = try JSONValue(from: decoder).fields else { throw TextRecords.noObject }
         self = try TextDocuments.conversation(fields)
     }
 
-    /// Writes a record with `messages`, or with `prompt` and `completion`, and with `tools`.
+    /// Encodes a record with `messages`, or with `prompt` and `completion`, and with `tools`.
     public func encode(to encoder: any Encoder) throws { try JSONValue.object(fields).encode(to: encoder) }
 
-    /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line; a `.json` file has a record on each line or one
-    /// list of records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records with a key that excludes them from
-    /// training are left out. Other keys are not read.
+    /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line. A `.json` file has a record on each line, or one
+    /// list of records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records that are excluded from training by a
+    /// key such as `weight` are skipped.
     ///
-    /// - Throws: ``FineTuningError`` if a record cannot be trained as intended. It names the first such record and the reason.
+    /// - Throws: ``FineTuningError`` with the first unsuitable record and the reason.
     public static func read(contentsOf url: URL) throws -> [Conversation] {
         try FineTuningError.describing {
             let (name, contents) = try TextDocuments.read(.file(url))
@@ -47,19 +47,18 @@ public struct Conversation: Codable, Sendable, Hashable {
         }
     }
 
-    /// The fields of the record.
     var fields: [String: JSONValue] {
         let said = messages.map(\.json)
         var fields: [String: JSONValue] =
             prompt == 0
             ? ["messages": .array(said)]
             : ["prompt": .array(Array(said.prefix(prompt))), "completion": .array(Array(said.dropFirst(prompt)))]
-        // Text that is not JSON becomes a string, which is refused later as a value that is not a tool.
+        // Text that is not JSON becomes a string. A later check refuses a tool that is a string.
         if !tools.isEmpty { fields["tools"] = .array(tools.map { (try? JSONValue(json: $0.utf8)) ?? .string($0) }) }
         return fields
     }
 
-    /// The indices of the answers that are in the loss if only answers are.
+    /// The indices of the answers to train.
     var trained: [Int] {
         messages.indices.filter { $0 >= prompt && messages[$0].isAnswer && messages[$0].isTrained }
     }
@@ -70,15 +69,15 @@ extension Conversation {
     public struct Message: Codable, Sendable, Hashable {
         /// The author's role: `system`, `developer`, `user`, `assistant`, `tool` or `function`.
         public var role: String
-        /// The text of the message. The thoughts of an answer stand before its text, in `<think>…</think>`.
+        /// The text of the message. In an answer, thoughts come first, in `<think>…</think>`.
         public var content: String
-        /// The tools that an answer calls.
+        /// The tool calls of an answer.
         public var toolCalls: [ToolCall]
-        /// Whether an answer is in the loss. It has no effect on other messages.
+        /// Whether to train an answer. It has no effect on other messages.
         public var isTrained: Bool
-        /// A name that some chat templates write with a message, such as the tool's name with its result; nil for none.
+        /// A name for the chat template, such as the tool's name with a tool's result.
         public var name: String?
-        /// The ``ToolCall/id`` of the call to which a tool's result belongs, which some chat templates write; nil for none.
+        /// The ``ToolCall/id`` of the call to which a tool's result belongs.
         public var toolCallID: String?
 
         /// Creates a message.
@@ -86,32 +85,31 @@ extension Conversation {
         /// - Parameters:
         ///   - role: the author's role.
         ///   - content: the text of the message.
-        ///   - toolCalls: the tools that an answer calls.
-        ///   - isTrained: whether an answer is in the loss.
+        ///   - toolCalls: the tool calls of an answer.
+        ///   - isTrained: whether to train an answer.
         public init(role: String, content: String, toolCalls: [ToolCall] = [], isTrained: Bool = true) {
             (self.role, self.content, self.toolCalls, self.isTrained) = (role, content, toolCalls, isTrained)
         }
 
-        /// Returns a message with an instruction to the model. It comes first in a conversation.
+        /// Returns an instruction to the model. It comes first in a conversation.
         public static func system(_ content: String) -> Message { Message(role: "system", content: content) }
         /// Returns a message of the person.
         public static func user(_ content: String) -> Message { Message(role: "user", content: content) }
-        /// Returns an answer of the model, which is trained.
+        /// Returns an answer of the model. The answer is trained.
         public static func assistant(_ content: String, toolCalls: [ToolCall] = []) -> Message {
             Message(role: "assistant", content: content, toolCalls: toolCalls)
         }
         /// Returns a message with a tool's result.
         public static func tool(_ content: String) -> Message { Message(role: "tool", content: content) }
 
-        /// Reads a message from a record.
+        /// Decodes a message of a record.
         public init(from decoder: any Decoder) throws { self = try TextRecords.message(JSONValue(from: decoder)) }
 
-        /// Writes the message as it stands in a record.
+        /// Encodes the message of a record.
         public func encode(to encoder: any Encoder) throws { try json.encode(to: encoder) }
 
         package var isAnswer: Bool { role == "assistant" }
 
-        /// The fields of the record.
         var json: JSONValue {
             var fields: [String: JSONValue] = ["role": .string(role), "content": .string(content)]
             if !toolCalls.isEmpty { fields["tool_calls"] = .array(toolCalls.map(\.json)) }
@@ -122,29 +120,29 @@ extension Conversation {
         }
     }
 
-    /// A tool that an answer calls.
+    /// A call of a tool in an answer.
     public struct ToolCall: Codable, Sendable, Hashable {
         /// The name of the tool.
         public var name: String
-        /// The arguments, a JSON object as text.
+        /// The arguments, as the text of a JSON object.
         public var arguments: String
-        /// The identifier of the call, which some chat templates write; nil for none.
+        /// The identifier of the call, for the chat template.
         public var id: String?
 
         /// Creates a call.
         ///
         /// - Parameters:
         ///   - name: the name of the tool.
-        ///   - arguments: the arguments, a JSON object as text.
+        ///   - arguments: the arguments, as the text of a JSON object.
         ///   - id: the identifier of the call.
         public init(name: String, arguments: String = "{}", id: String? = nil) {
             (self.name, self.arguments, self.id) = (name, arguments, id)
         }
 
-        /// Reads a call from a record, `{"type": "function", "function": {…}}` or `{"name": …, "arguments": …}`.
+        /// Decodes a call of a record: `{"type": "function", "function": {…}}` or `{"name": …, "arguments": …}`.
         public init(from decoder: any Decoder) throws { self = try TextRecords.call(JSONValue(from: decoder)) }
 
-        /// Writes the call as it stands in a record.
+        /// Encodes the call of a record.
         public func encode(to encoder: any Encoder) throws { try json.encode(to: encoder) }
 
         var json: JSONValue {

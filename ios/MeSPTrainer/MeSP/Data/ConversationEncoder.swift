@@ -3,32 +3,30 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Encodes conversations as tokens, and marks the tokens of answers, as `mesp/data/loss_mask.py` does.
+/// Encodes conversations as tokens, and marks the tokens of answers.
 ///
-/// The encoder compares the rendering of a conversation with the rendering of its `MarkedConversation`. The comparison locates each text, so a text
-/// that the template loses is noticed. To find the start of an answer, the encoder renders the messages before the answer, with the opening of an
-/// answer. The answer begins at the first place where the marked rendering differs from this prompt. To find the end of the answer, the encoder
-/// renders the messages up to and including the answer. The answer ends at the first place where the marked rendering differs from this beginning.
-/// Both places are at the bounds of whole tokens.
+/// The encoder renders a conversation with the chat template twice: unchanged, and with a mark in place of each text (`MarkedConversation`). The
+/// marks show where each text is, and whether the template drops a text. An answer starts where the marked rendering first differs from the prompt
+/// for that answer. An answer ends where the marked rendering first differs from the rendering of the messages up to that answer. Both places are
+/// moved to token boundaries.
 struct ConversationEncoder {
     struct Result {
         var tokens = [Int]()
         /// Whether each token is in the loss.
         var counted = [Bool]()
-        /// Whether a token that ends a text was added after an answer because the template writes none.
+        /// Whether an end-of-text token was added after an answer. It is added if the template writes no token after the answer.
         var addsEnd = false
         /// Whether the template leaves out thoughts.
         var dropsThoughts = false
-        /// Whether a message had special tokens, which were encoded as text.
+        /// Whether a message had special tokens. They were encoded as plain text.
         var hasSplit = false
     }
 
     let tokenizer: any TextTokenizer
-    /// Whether only answers are in the loss.
     let answersOnly: Bool
     private var plain: PlainEncoder
     private var pieces = [Int: [UInt8]]()
-    /// The shapes of marked conversations met so far. Most conversations differ only in their texts.
+    /// The renderings of marked conversations so far. Most conversations differ only in their texts and so share a rendering.
     private var shapes = [Conversation: Shape]()
     private var knownEnds: TemplateEnds?
 
@@ -40,15 +38,15 @@ struct ConversationEncoder {
     private struct Shape {
         var argumentsAreText = false
         var rendering: Marked
-        /// The answers that are trained or excluded from the loss, by the index of their message.
+        /// The located answers, by the index of their message.
         var answers = [Int: Answer]()
-        /// The reason why the answers cannot be located; nil if they can be located, or if no answer has to be located.
+        /// The error from locating the answers; nil if there is none.
         var fault: MeSPError?
-        /// The first tool that the template leaves out; nil if it writes all tools.
+        /// The first tool that the template leaves out; nil if there is none.
         var lostTool: String?
-        /// The first value in a tool call that the template leaves out; nil if it writes all values.
+        /// The first value in a tool call that the template leaves out; nil if there is none.
         var lostValue: (value: JSONValue, message: Int)?
-        /// A special token in the strings besides the texts; nil if they have none.
+        /// A special token in `besideTexts`; nil if there is none.
         var special: String?
     }
 
@@ -62,18 +60,17 @@ struct ConversationEncoder {
     /// The bounds of an answer in the marked rendering, in bytes.
     private struct Answer {
         var start: Int
-        /// The end of the answer's last text; text of the template follows.
+        /// The end of the answer's last text. After it comes the template's own text.
         var said: Int
         var stop: Int
-        /// Whether the template writes, after the answer, no token at which generation stops.
+        /// Whether the template writes no end token after the answer.
         var isEndless = false
     }
 
-    /// The tokens that a template ends an answer with.
     private struct TemplateEnds {
-        /// The tokens that end the last answer, or an answer before a question. Generation stops at these.
+        /// The tokens at which generation stops.
         var stops = [Int]()
-        /// The tokens that end an answer before a question.
+        /// The tokens that end an answer if a question follows.
         var followed = [Int]()
     }
 
@@ -81,7 +78,7 @@ struct ConversationEncoder {
 
     /// Encodes a conversation.
     ///
-    /// - Throws: `MeSPError` if the template changes a message or an answer. The error's sentence follows the record's place in the message.
+    /// - Throws: `MeSPError` if the template changes a message or an answer.
     mutating func encode(_ conversation: Conversation) throws -> Result {
         let trained = conversation.trained
         for message in trained.map({ conversation.messages[$0] })
@@ -103,7 +100,7 @@ struct ConversationEncoder {
             answers = [:]
         }
         var counted = [Bool](repeating: !answersOnly, count: whole.ids.count)
-        // The tokens to insert, by the index of the token that they precede.
+        // The tokens to insert, by the index of the token that follows.
         var additions = [Int: Int]()
         let stops = Set(try templateEnds().stops + [tokenizer.endOfText].compactMap { $0 })
         for (index, answer) in answers {
@@ -111,7 +108,7 @@ struct ConversationEncoder {
             let (start, said, stop) = (places(answer.start), places(answer.said), places(answer.stop))
             let within = whole.tokens(in: start..<stop)
             guard let last = within.lastIndex(of: true) else { throw Self.rewrites }
-            // The last token may reach into the next message.
+            // The last token may extend beyond the answer.
             let over = whole.bounds[last + 1]
             guard over <= stop || whole.bytes[stop..<over].allSatisfy({ $0 <= 0x20 }) else {
                 throw MeSPError(
@@ -152,9 +149,9 @@ struct ConversationEncoder {
         return result
     }
 
-    /// Returns the ids of a conversation, with the opening of the answer.
+    /// Returns the token ids of a conversation and of the opening of the answer.
     ///
-    /// - Throws: `MeSPError` if the template does not write a message as it is.
+    /// - Throws: `MeSPError` if the template changes a message.
     mutating func prompt(_ conversation: Conversation) throws -> [Int] {
         var asked = conversation
         asked.prompt = asked.messages.count
@@ -168,11 +165,10 @@ struct ConversationEncoder {
 
     /// Returns the tokens that the template writes after an answer. Generation stops at them.
     mutating func endsOfAnswers() -> [Int] {
-        // A template that refuses this plain conversation refuses every other.
         tokenizer.hasChatTemplate ? (try? templateEnds().stops) ?? [] : []
     }
 
-    /// Throws an error unless the tokens before an answer are the same in generation and in training.
+    /// Throws an error unless the prompt in generation begins with `prompt`, the training tokens before the answer.
     private mutating func checkAsked(
         _ conversation: Conversation, _ index: Int, _ prompt: some Sequence<Int>, _ shape: Shape
     ) throws {
@@ -197,7 +193,6 @@ struct ConversationEncoder {
         }
     }
 
-    /// Renders a conversation that has marks in place of texts.
     private mutating func marked(
         _ conversation: Conversation, _ argumentsAreText: Bool, asks: Bool = false
     ) throws -> Marked {
@@ -232,7 +227,7 @@ struct ConversationEncoder {
         shape.lostValue = try lostValue(of: conversation, shape)
         for text in conversation.besideTexts where shape.special == nil { shape.special = plain.special(in: text) }
         do { shape.answers = try answers(of: marked, shape) } catch let error as MeSPError {
-            // If all tokens are trained, the places of answers do not matter.
+            // If all tokens are trained, answers need not be located.
             if answersOnly || !conversation.untrained.isEmpty { shape.fault = error }
         }
         if shapes.count >= 256 { shapes = [:] }
@@ -240,10 +235,10 @@ struct ConversationEncoder {
         return shape
     }
 
-    /// Checks that the template writes every text, tool and value.
+    /// Checks that the template writes each text, tool and value. The template may leave out thoughts of answers before the last question.
     ///
-    /// - Returns: whether the template leaves out thoughts. It may leave out the thoughts of answers before the last question.
-    /// - Throws: `MeSPError` if the template leaves out something else.
+    /// - Returns: whether the template leaves out thoughts.
+    /// - Throws: `MeSPError` if the template leaves out anything else.
     private func check(_ marked: MarkedConversation, _ shape: Shape) throws -> Bool {
         let seen = Set(shape.rendering.marks.map(\.number))
         let conversation = marked.conversation
@@ -296,7 +291,7 @@ struct ConversationEncoder {
 
     private mutating func lostTool(of conversation: Conversation, _ shape: Shape) throws -> String? {
         guard !conversation.tools.isEmpty else { return nil }
-        // A tool's mark has the same number as some text's mark, so the marks of each number are counted.
+        // Tools and texts can have marks with the same number, so the marks of each number are counted.
         var (renamed, names) = (conversation, [String]())
         for (number, tool) in conversation.tools.enumerated() {
             var fields = try JSONValue.object(text: tool)
@@ -334,7 +329,7 @@ struct ConversationEncoder {
         MeSPError("the chat template rewrites the messages, so an answer cannot be located; take it out.")
     }
 
-    /// Finds each text in the rendering of the whole conversation.
+    /// Finds each text in the unmarked rendering.
     ///
     /// - Returns: a function from a byte position in the marked rendering, outside of marks, to the position in `whole`.
     private func places(
@@ -378,9 +373,9 @@ struct ConversationEncoder {
         text.kind == .thought || variants(text.text).contains { !whole.bytes.places(of: $0).isEmpty }
     }
 
-    /// Returns the forms in which a template may write a text, then the same forms encoded and decoded by the tokenizer.
+    /// Returns the forms in which a template may write a text. Then returns the same forms after encoding and decoding with the tokenizer.
     private func variants(_ text: String) -> some Sequence<[UInt8]> {
-        // Most texts appear as written, so encoding and decoding is the second attempt.
+        // Most texts appear unchanged, so the slower encoding and decoding comes second.
         (0..<2).lazy.flatMap { pass in
             MarkedConversation.forms(text).lazy.map { form in
                 Array((pass == 0 ? form : tokenizer.decode(tokenizer.encode(form, addsSpecialTokens: false))).utf8)
@@ -404,7 +399,7 @@ struct ConversationEncoder {
             let start = try start(of: index, conversation, shape, first.range.lowerBound)
             let stop = try stop(of: index, conversation, shape)
             let inside = rendering.marks.filter { $0.range.lowerBound < stop && $0.range.upperBound > start }
-            // A template may also write a text elsewhere, such as a tool's name in the tool's result.
+            // A template may also write a text elsewhere, such as a tool's name with the tool's result.
             guard start < stop, Set(inside.map(\.number)).isSuperset(of: said.map(\.number)),
                 inside.allSatisfy({ message($0.number) == index }),
                 let last = said.map(\.range.upperBound).filter({ $0 <= stop }).max()
@@ -413,7 +408,7 @@ struct ConversationEncoder {
             let tail = string(rendering.text.bytes[last..<stop])
             if tokenizer.encode(Self.withoutSpaceAtEnd(tail), addsSpecialTokens: false).last.map(isEnd.contains) != true
             {
-                // The end token may be in the text that opens the next turn.
+                // The end token may be part of the text that opens the next message.
                 if let end = endToken(beginning: rendering.text.bytes[stop...], isEnd) {
                     answer.stop += end
                 } else {
@@ -431,14 +426,15 @@ struct ConversationEncoder {
         )
     }
 
-    /// Returns the start of an answer whose first text is at `first`: the place where the rendering first differs from the prompt for that answer.
+    /// Returns the start of an answer: the place where the rendering first differs from the prompt for that answer. The answer's first text is at
+    /// `first`.
     private mutating func start(
         of index: Int, _ conversation: Conversation, _ shape: Shape, _ first: Int
     ) throws -> Int {
         let rendering = shape.rendering
         let header: [UInt8]
         let anchor: Int
-        // No prompt precedes the first message, and some templates require a question first.
+        // The first message has no prompt. Some templates require a question first and then throw an error.
         if index > 0, let asked = try? beginning(index, of: conversation, shape, asks: true), !asked.text.bytes.isEmpty
         {
             let after: Int
@@ -457,8 +453,8 @@ struct ConversationEncoder {
             header = Array(asked.bytes[told.agreed(from: 0, with: asked, from: 0)...])
             anchor = rendering.marks.last { $0.range.upperBound <= first }?.range.upperBound ?? 0
         }
-        // The turn before the answer ends differently in the two renderings, or there is no prompt to compare with. A template may write only a part
-        // of the header that its prompt has. This part has at least one special token.
+        // The rendering does not contain the prompt, or there is no prompt. The answer then starts after the template's opening of an answer. A
+        // template may write only a part of this opening. The part must have a special token.
         let gap = Array(rendering.text.bytes[anchor..<max(anchor, first)])
         let opened = decoded(tokenizer.encode(string(header), addsSpecialTokens: false))
         for count in stride(from: opened.ids.count, to: 0, by: -1) {
@@ -471,7 +467,7 @@ struct ConversationEncoder {
         throw Self.notFound(index)
     }
 
-    /// Returns the end of an answer: the first place where the rendering differs from the rendering of the messages up to and including the answer.
+    /// Returns the end of an answer: the place where the rendering first differs from the rendering of the messages up to that answer.
     private mutating func stop(of index: Int, _ conversation: Conversation, _ shape: Shape) throws -> Int {
         let rendering = shape.rendering
         guard index + 1 < conversation.messages.count else { return rendering.text.bytes.count }
@@ -480,7 +476,7 @@ struct ConversationEncoder {
         return anchor + rendering.text.agreed(from: anchor, with: until.text, from: after)
     }
 
-    /// Renders the first messages. If the template requires a question and these messages have none, a question is added.
+    /// Renders the first `count` messages. Adds a question if the template requires one.
     private mutating func beginning(
         _ count: Int, of conversation: Conversation, _ shape: Shape, asks: Bool = false
     ) throws -> Marked {
@@ -493,11 +489,10 @@ struct ConversationEncoder {
         }
     }
 
-    /// Finds the last mark that a conversation's beginning shares with the whole rendering. Returns the end of this mark in both renderings, or 0 and
-    /// 0 if there is no such mark.
+    /// Finds the last mark that is in both renderings. Returns the end of this mark in each rendering; (0, 0) if there is none.
     private static func lastMark(_ whole: Marked, _ beginning: Marked) -> (whole: Int, beginning: Int) {
         for (index, mark) in beginning.marks.enumerated().reversed() {
-            // A template may write a tool's name again in the tool's result.
+            // A mark can occur several times, because a template may write a tool's name again with the tool's result.
             let before = beginning.marks[..<index].count { $0.number == mark.number }
             let there = whole.marks.filter { $0.number == mark.number }
             if there.count > before { return (there[before].range.upperBound, mark.range.upperBound) }
@@ -507,7 +502,7 @@ struct ConversationEncoder {
 
     // MARK: - Where answers end
 
-    /// Returns the number of bytes up to the end of an end token that begins the text, after white space; nil if there is no such token.
+    /// Returns the length in bytes of an end token at the start of the text, including white space before it; nil if there is none.
     private mutating func endToken(beginning text: ArraySlice<UInt8>, _ isEnd: Set<Int>) -> Int? {
         let read = decoded(tokenizer.encode(string(text.prefix(200)), addsSpecialTokens: false))
         for (index, id) in read.ids.enumerated() {
@@ -522,7 +517,7 @@ struct ConversationEncoder {
         let turns = ["user", "assistant", "user"].enumerated().map {
             Conversation.Message(role: $1, content: MarkedConversation.mark($0))
         }
-        /// Returns the ids of the template's text between a message and the next.
+        /// Returns the token ids of the template's text after a message.
         func tail(_ count: Int, _ number: Int) throws -> [Int] {
             let rendering = try marked(Conversation(Array(turns.prefix(count))), false)
             guard let at = rendering.marks.firstIndex(where: { $0.number == number }) else { return [] }
@@ -537,7 +532,7 @@ struct ConversationEncoder {
             let shared = zip(last, followed).prefix { $0 == $1 }.map(\.0).last(where: isSpecial)
             let turn = followed.first(where: isSpecial)
             ends.stops = [end] + (shared.map { [$0] } ?? [])
-            // The token that ends each message and does not begin the next.
+            // A token that ends each message but does not begin the next message.
             ends.followed = [shared ?? (turn == asked.first(where: isSpecial) ? turn : nil)].compactMap { $0 }
         }
         knownEnds = ends
@@ -556,10 +551,8 @@ struct ConversationEncoder {
 }
 
 extension Conversation {
-    /// The indices of the answers that are excluded from the loss.
     var untrained: [Int] { messages.indices.filter { messages[$0].isAnswer && !messages[$0].isTrained } }
 
-    /// Returns the conversation with its first `count` messages.
     fileprivate func beginning(_ count: Int) -> Conversation {
         var beginning = self
         beginning.messages = Array(messages.prefix(count))
@@ -568,15 +561,15 @@ extension Conversation {
 }
 
 extension TextTokenizer {
-    /// The tokens that end an answer or a text in training: those that the chat template writes after an answer, and the tokenizer's end of text.
+    /// The tokens that end an answer or a text in training: the chat template's end tokens and the tokenizer's end of text.
     package var trainedEnds: [Int] {
         var encoder = ConversationEncoder(tokenizer: self, answersOnly: true)
         return encoder.endsOfAnswers() + [endOfText].compactMap { $0 }
     }
 
-    /// Returns the ids of a conversation in the model's chat template, with the opening of an answer.
+    /// Returns the token ids of a conversation and of the opening of an answer, by the model's chat template.
     ///
-    /// - Throws: `MeSPError` if the template does not write a message as it is.
+    /// - Throws: `MeSPError` if the template changes a message.
     package func encode(prompt conversation: Conversation) throws -> [Int] {
         var encoder = ConversationEncoder(tokenizer: self, answersOnly: true)
         return try encoder.prompt(conversation)

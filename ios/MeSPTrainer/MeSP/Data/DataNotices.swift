@@ -1,23 +1,22 @@
 import MeSPBundle
 import MeSPSentences
 
-/// Notices about a person's data: the parts that are not trained, and the tokens that are added.
+/// Notices about training data: parts that are not trained, and tokens that are added.
 package struct DataNotices: Sendable, Equatable {
-    /// T, the number of tokens in a sequence.
+    /// The sequence length, in tokens.
     let length: Int
-    /// The number of records with a key that excludes them from training.
+    /// The number of records that are excluded from training by a key.
     var leftOut = 0
-    /// The number of records, or pairs of answers, without a token in the loss that fits a sequence.
+    /// The number of records or pairs of answers without a trained token within the sequence length.
     var tooLong = 0
-    /// The number of records, or pairs of answers, that are cut at the end.
+    /// The number of records or pairs of answers that are cut at the sequence length.
     var cut = 0
-    /// The keys of records that are not read.
+    /// The keys of records that are ignored.
     var unread = Set<String>()
-    /// Whether the token that ends a text was added after answers.
+    /// Whether an end-of-text token was added after answers.
     var addsEnd = false
-    /// Whether the chat template leaves out thoughts.
     var dropsThoughts = false
-    /// Whether texts had special tokens, which were encoded as text.
+    /// Whether texts had special tokens. They were encoded as plain text.
     var hasSplit = false
 
     init(length: Int) { self.length = length }

@@ -1,11 +1,12 @@
-/// The text of token ids in UTF-8, with the place of each token.
+/// The UTF-8 text of token ids, with the position of each token.
 package struct DecodedText: Sendable {
     package let ids: [Int]
     package let bytes: [UInt8]
-    /// The bounds of tokens: token i is `bytes[bounds[i]..<bounds[i + 1]]`. A token that shares a character with other tokens has some of the
-    /// character's bytes, or none.
+    /// The bounds of tokens: token i is `bytes[bounds[i]..<bounds[i + 1]]`. If tokens share a character, each has some of its bytes or none.
     package let bounds: [Int]
 
+    /// Decodes token ids.
+    ///
     /// - Parameter pieces: a cache of the texts of single tokens.
     package init(_ ids: [Int], _ tokenizer: any TextTokenizer, pieces: inout [Int: [UInt8]]) {
         (self.ids, bytes) = (ids, Array(tokenizer.decode(ids).utf8))
@@ -14,7 +15,7 @@ package struct DecodedText: Sendable {
             ?? Self.byPrefixes(ids, bytes, tokenizer)
     }
 
-    /// Returns bounds from the texts of single tokens; nil if these texts do not add up to the whole text.
+    /// Returns the bounds by the texts of single tokens; nil if these texts do not add up to the whole text.
     private static func single(
         _ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer, _ pieces: inout [Int: [UInt8]]
     ) -> [Int]? {
@@ -29,8 +30,8 @@ package struct DecodedText: Sendable {
         return bounds[ids.count] == bytes.count ? bounds : nil
     }
 
-    /// Returns bounds from the length that each token adds to the text of the six tokens before it. Decoders drop a leading space and need all tokens
-    /// of a character, so single tokens may decode differently. Returns nil if the lengths do not add up to the whole text.
+    /// Returns the bounds by the text that each token adds to the six tokens before it; nil if these texts do not add up to the whole text. A single
+    /// token can decode differently: decoders drop a leading space, and need all tokens of a character.
     private static func inContext(_ ids: [Int], _ bytes: [UInt8], _ tokenizer: any TextTokenizer) -> [Int]? {
         let context = 6
         var (ends, place) = ([0], 0)
@@ -48,7 +49,7 @@ package struct DecodedText: Sendable {
         return ascending(ends, bytes.count)
     }
 
-    /// Makes the ends ascending. The replacement for an incomplete character may be longer than the character.
+    /// Makes the ends ascending. They can descend, because a replacement character can be longer than the character that it replaces.
     private static func ascending(_ ends: [Int], _ limit: Int) -> [Int] {
         var (bounds, least) = (ends, limit)
         for index in ends.indices.reversed() {
@@ -58,7 +59,7 @@ package struct DecodedText: Sendable {
         return bounds
     }
 
-    /// Returns, for each token, whether it has bytes within `range`. A token without bytes gets the value of the token before it.
+    /// Returns for each token whether it has bytes within `range`. A token without bytes gets the value of the previous token.
     func tokens(in range: Range<Int>) -> [Bool] {
         var (within, last) = ([Bool](), false)
         for index in ids.indices {
@@ -69,7 +70,6 @@ package struct DecodedText: Sendable {
         return within
     }
 
-    /// Returns whether a token begins or ends at a place.
     func hasBound(_ place: Int) -> Bool {
         var (low, high) = (0, bounds.count)
         while low < high {
@@ -79,8 +79,8 @@ package struct DecodedText: Sendable {
         return low < bounds.count && bounds[low] == place
     }
 
-    /// Compares this text from `start`, at most up to `end`, with another text from `otherStart`. Returns the length of their common beginning. If
-    /// neither text ends there, the length is reduced to whole tokens of both texts.
+    /// Returns the length of the common prefix of this text from `start` to `end` and another text from `otherStart`. If both texts continue after
+    /// the prefix, the prefix is shortened to a token boundary of both.
     func agreed(from start: Int, to end: Int? = nil, with other: DecodedText, from otherStart: Int) -> Int {
         let (mine, others) = (bytes[start..<max(start, end ?? bytes.count)], other.bytes[otherStart...])
         var same = zip(mine, others).prefix { $0 == $1 }.count
@@ -91,7 +91,6 @@ package struct DecodedText: Sendable {
 }
 
 extension [UInt8] {
-    /// Returns the places at which `part` occurs. `part` is not empty.
     func places(of part: [UInt8]) -> [Int] {
         guard !part.isEmpty, part.count <= count else { return [] }
         return (0...(count - part.count)).filter {

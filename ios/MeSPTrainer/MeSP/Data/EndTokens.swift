@@ -2,9 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPFiles
 
-/// Returns the tokens at which generation stops, each once. The tokens come from four sources. The first source is `generation_config.json`, or
-/// `config.json` if `generation_config.json` has none, as in mlx-lm. The others are the bundle's manifest, the tokenizer, and the chat template.
-/// Training teaches the model to end an answer with the template's token.
+/// Returns the tokens at which generation stops, without duplicates. They come from `generation_config.json` or `config.json`, the bundle's manifest,
+/// the tokenizer, and the chat template.
 package func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
     struct Config: Decodable {
         let tokens: [Int]

@@ -1,10 +1,9 @@
 import Foundation
 import MeSPFiles
 
-/// A conversation with a mark in place of each of its texts. The marks locate the texts in the output of a chat template.
-/// `mesp/data/chat_template.py` does the same.
+/// A conversation with a mark in place of each text. The marks locate the texts in the output of a chat template.
 struct MarkedConversation {
-    /// A text of a message, without white space and flags at its ends.
+    /// A text of a message, without white space and flags such as `/no_think` at its ends.
     struct Text {
         let message: Int
         let kind: Conversation.TextKind
@@ -31,7 +30,7 @@ struct MarkedConversation {
         return "Mk\(String(repeating: "0", count: max(0, 4 - digits.count)))\(digits)yQ"
     }
 
-    /// Returns the marks in a text, each with its number and its range of bytes.
+    /// Returns the marks in a text, with the number and the byte range of each.
     static func marks(in bytes: [UInt8]) -> [(number: Int, range: Range<Int>)] {
         bytes.places(of: Array("Mk".utf8)).compactMap { start in
             let digits = bytes[(start + 2)...].prefix { (0x30...0x39).contains($0) }
@@ -43,8 +42,7 @@ struct MarkedConversation {
         }
     }
 
-    /// Returns the bounds of a text without white space at its ends and without final flags such as `/no_think`. A template may leave these flags
-    /// out.
+    /// Returns the range of a text without white space at its ends and without final flags such as `/no_think`. A template may leave these out.
     private static func ends(of text: String) -> Range<String.Index> {
         let scalars = text.unicodeScalars
         let start = scalars.firstIndex { !$0.properties.isWhitespace } ?? scalars.endIndex
@@ -62,10 +60,10 @@ struct MarkedConversation {
         return start..<end
     }
 
-    /// Returns the forms in which templates write a text: unchanged, escaped in JSON, and escaped as Python does in either quotes.
+    /// Returns the forms in which templates write a text: unchanged, escaped as in JSON, and escaped as in Python strings.
     static func forms(_ text: String) -> [String] {
         let json = [false, true].map { JSONValue.escaped(text, inASCII: $0) }
-        // Foundation writes a slash in JSON as \/, and so does swift-jinja, which uses Foundation.
+        // Foundation, and so swift-jinja, writes a slash in JSON as \/.
         return [text] + json + json.map { $0.replacingOccurrences(of: "/", with: "\\/") } + inPython(text)
     }
 
@@ -86,7 +84,7 @@ struct MarkedConversation {
         return [escaped, escaped.replacingOccurrences(of: "'", with: "\\'")]
     }
 
-    /// Returns whether Python writes a character without escaping it.
+    /// Returns whether Python's `repr` leaves a character unescaped.
     private static func isPrinted(_ scalar: Unicode.Scalar) -> Bool {
         switch scalar.properties.generalCategory {
         case .control, .format, .surrogate, .privateUse, .unassigned, .lineSeparator, .paragraphSeparator: false
@@ -99,9 +97,8 @@ struct MarkedConversation {
 extension Conversation {
     enum TextKind: Sendable { case content, thought, call, argument }
 
-    /// Returns the conversation with changed texts. These are the texts: the content of each message, split at the tags around thoughts; the name of
-    /// each tool call; and each string in the arguments of a call. `change` receives a text with the index of its message and its kind, always in the
-    /// same order.
+    /// Returns the conversation with changed texts: message contents without the tags around thoughts, names of tool calls, and strings in arguments.
+    /// `change` receives the index of the message, the kind and the text.
     func mapTexts(_ change: (Int, TextKind, String) throws -> String) throws -> Conversation {
         var changed = self
         for (index, message) in messages.enumerated() {
@@ -123,7 +120,7 @@ extension Conversation {
         return changed
     }
 
-    /// Splits an answer into texts and, between them, the tags around its thoughts. Templates look for the tags, so these stay.
+    /// Splits an answer at the tags around thoughts. Texts and tags alternate.
     private static func parts(_ content: String) -> [String] {
         var (parts, rest) = ([String](), content[...])
         while let tag = ["<think>", "</think>"].compactMap({ rest.range(of: $0) }).min(by: {
@@ -135,15 +132,15 @@ extension Conversation {
         return parts + [String(rest)]
     }
 
-    /// The strings besides the texts: tools, names, identifiers and arguments. Special tokens in them stay special.
+    /// The strings that no mark replaces: tools, names, identifiers and arguments.
     var besideTexts: [String] {
         let calls = messages.flatMap(\.toolCalls)
         return tools + messages.compactMap(\.name) + messages.compactMap(\.toolCallID) + calls.map(\.arguments)
             + calls.compactMap(\.id)
     }
 
-    /// The numbers, Booleans and blank strings in tool calls, which have no mark. Each value comes with a copy of the conversation in which only this
-    /// value is changed.
+    /// The values in tool calls that no mark replaces: numbers, Booleans and blank strings. For each value, a copy of the conversation in which only
+    /// this value is changed.
     var otherValues: [(message: Int, value: JSONValue, conversation: Conversation)] {
         get throws {
             try messages.enumerated().flatMap { index, message in
@@ -160,7 +157,7 @@ extension Conversation {
 }
 
 extension JSONValue {
-    /// Each value that has no mark, with a copy of the whole in which that value is changed.
+    /// The values that no mark replaces. For each value, a copy of the whole in which only this value is changed.
     fileprivate var changes: [(value: JSONValue, changed: JSONValue)] {
         switch self {
         case .object(let fields):

@@ -2,33 +2,31 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// Encodes texts that people wrote. Special tokens in them become ordinary text.
+/// Encodes texts that people wrote. Special tokens in these texts are encoded as plain text.
 ///
-/// A tokenizer finds special tokens wherever a text contains them. So the encoder cuts a person's text within each special token, and encodes the
-/// pieces separately. It cuts at the place that gives the fewest tokens. In most cases a tokenizer that reads the special token as ordinary text also
-/// ends a token at this place. In a conversation the template's special tokens stay special. A special token that a person wrote is encoded
-/// separately from the text around it, as `mesp data --split-special-tokens` does.
+/// A tokenizer recognizes a special token anywhere in a text. To avoid this, the encoder cuts the text within each special token and encodes the
+/// pieces separately. It chooses the cut with the fewest tokens. In a conversation the template's own special tokens stay special.
 package struct PlainEncoder {
     private let tokenizer: any TextTokenizer
-    /// The text of each special token met so far, by its id. Other tokens met so far have an empty text.
+    /// The text of each special token so far, by its id. The text of other tokens is empty.
     private var specials = [Int: [UInt8]]()
-    /// The place to cut the text of each special token met so far.
+    /// The cut of each special token so far, in bytes from its start.
     private var cuts = [[UInt8]: Int]()
     /// Whether a text had special tokens.
     package private(set) var hasSplit = false
 
     package init(_ tokenizer: any TextTokenizer) { self.tokenizer = tokenizer }
 
-    /// Returns the ids of `text`, as `TextTokenizer.encode` does.
+    /// Returns the token ids of `text`.
     ///
-    /// - Throws: `MeSPError` if it has a special token that cannot be encoded as text.
+    /// - Throws: `MeSPError` if a special token in the text cannot be encoded as plain text.
     package mutating func encode(_ text: String, addsSpecialTokens: Bool) throws -> [Int] {
         let bytes = Array(text.utf8)
         guard !specials(in: bytes).isEmpty else { return tokenizer.encode(text, addsSpecialTokens: addsSpecialTokens) }
         hasSplit = true
         let ids = encode(try pieces(of: bytes))
         guard addsSpecialTokens else { return ids }
-        // The text gets the special tokens that any other text has around it.
+        // The ids get the special tokens that the tokenizer puts around a text.
         let (bare, whole) = (
             tokenizer.encode("a", addsSpecialTokens: false), tokenizer.encode("a", addsSpecialTokens: true)
         )
@@ -36,10 +34,10 @@ package struct PlainEncoder {
         return whole[..<start] + ids + whole.dropFirst(start + bare.count)
     }
 
-    /// Returns the ids of a conversation in the chat template, as `TextTokenizer.applyChatTemplate` does.
+    /// Returns the token ids of a conversation in the chat template.
     ///
-    /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON in a string.
-    /// - Throws: `MeSPError` if it has a special token that cannot be encoded as text; also the tokenizer's errors.
+    /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON text.
+    /// - Throws: `MeSPError` if a special token in a text cannot be encoded as plain text; also the tokenizer's errors.
     package mutating func encode(
         _ conversation: Conversation, argumentsAreText: Bool = false, addsGenerationPrompt: Bool
     ) throws -> [Int] {
@@ -66,7 +64,7 @@ package struct PlainEncoder {
         let text = tokenizer.decode(rendered)
         let pieces = text.components(separatedBy: mark).map { Array($0.utf8) }
         let split = encode(pieces)
-        // The text must be as the template writes it. All its special tokens must be the template's.
+        // The pieces must decode to the template's text, and have only the template's special tokens.
         guard tokenizer.encode(text, addsSpecialTokens: false) == rendered,
             specialTexts(of: split) == specialTexts(of: rendered),
             Array(tokenizer.decode(split).utf8) == pieces.flatMap({ $0 })
@@ -74,12 +72,12 @@ package struct PlainEncoder {
         return split
     }
 
-    /// Returns the text of a special token that the tokenizer finds in a text; nil if there is none.
+    /// Returns the text of a special token in `text`; nil if there is none.
     mutating func special(in text: String) -> String? { specials(in: Array(text.utf8)).first.map(Self.string) }
 
     // MARK: - Special tokens
 
-    /// Returns the texts of the special tokens among `ids`, in their order.
+    /// Returns the text of each id's special token; empty for other tokens.
     private mutating func specialTexts(of ids: [Int]) -> [[UInt8]] {
         ids.map { id in
             if let known = specials[id] { return known }
@@ -90,8 +88,7 @@ package struct PlainEncoder {
         }.filter { !$0.isEmpty }
     }
 
-    /// Returns the texts of special tokens that the tokenizer finds in a text, the longest first. The token for an unknown character is not among
-    /// them, because its text does not occur.
+    /// Returns the special tokens that the tokenizer recognizes in a text, the longest first.
     private mutating func specials(in text: [UInt8]) -> [[UInt8]] {
         let ids = tokenizer.encode(Self.string(text), addsSpecialTokens: false)
         return Set(specialTexts(of: ids)).filter { !text.places(of: $0).isEmpty }.sorted { $0.count > $1.count }
@@ -103,7 +100,7 @@ package struct PlainEncoder {
 
     // MARK: - Pieces
 
-    /// Cuts a text into pieces without special tokens. With `apart`, no piece has both a part of a special token and other text.
+    /// Cuts a text into pieces without special tokens. `apart` also separates the halves of special tokens from other text.
     private mutating func pieces(of text: [UInt8], apart: Bool = false) throws -> [[UInt8]] {
         var (done, rest) = ([[UInt8]](), [text])
         while let piece = rest.popLast() {
@@ -116,7 +113,6 @@ package struct PlainEncoder {
     private mutating func split(_ text: [UInt8], at tokens: [[UInt8]], _ apart: Bool) throws -> [[UInt8]] {
         var (pieces, start, place) = ([[UInt8]](), 0, 0)
         func end(at next: Int) {
-            // An empty piece separates a token at an end from the template's text there.
             if next > start || apart { pieces.append(Array(text[start..<next])) }
             start = next
         }
@@ -134,11 +130,11 @@ package struct PlainEncoder {
         return pieces
     }
 
-    /// Returns the number of bytes of a special token before its cut.
+    /// Returns the position of a special token's cut, in bytes from its start.
     private mutating func cut(of token: [UInt8]) throws -> Int {
         if let known = cuts[token] { return known }
         var best: (cut: Int, count: Int)?
-        // The cut is not within a character.
+        // A cut never divides a character.
         for cut in token.indices.dropFirst() where token[cut] & 0xC0 != 0x80 {
             let halves = [Array(token[..<cut]), Array(token[cut...])]
             guard specials(in: halves[0]).isEmpty, specials(in: halves[1]).isEmpty else { continue }
@@ -150,12 +146,11 @@ package struct PlainEncoder {
         return best.cut
     }
 
-    /// Returns the ids of pieces of a text, each encoded separately.
     private func encode(_ pieces: [[UInt8]]) -> [Int] {
         pieces.filter { !$0.isEmpty }.enumerated().flatMap { index, piece in
             let text = Self.string(piece)
-            // SentencePiece puts a space before the first word of a text. So the piece is encoded after another character, and the ids of this
-            // character are removed. If the character shares a token with the piece, the next character is tried.
+            // SentencePiece adds a space before the first word of a text. To avoid this, the piece is encoded after another character, whose ids are
+            // then removed. If that character shares a token with the piece, the next character is tried.
             for feed in index == 0 ? [] : ["\n", ":"] {
                 let before = tokenizer.encode(feed, addsSpecialTokens: false)
                 let ids = tokenizer.encode(feed + text, addsSpecialTokens: false)
@@ -165,7 +160,6 @@ package struct PlainEncoder {
         }
     }
 
-    /// Returns a word that occurs in none of these texts.
     private static func mark(for texts: [String]) -> String {
         var mark = "MeSPcut0z"
         var number = 0

@@ -1,15 +1,14 @@
 import MeSPBundle
 import MeSPSentences
 
-/// The place of a record, as messages name it.
+/// The place of a record, for messages.
 package struct RecordPlace: Sendable {
     package enum Kind: Sendable { case line, record, choice, conversation }
 
     /// The number of the record, from 1.
     package let number: Int
-    /// The kind of place: a line, a record in a list, a choice or a conversation.
     let kind: Kind
-    /// The file's name; nil if there is only one file.
+    /// The file's name; nil if the message need not name a file.
     let file: String?
 
     package var sentence: Sentence {
@@ -24,14 +23,14 @@ package struct RecordPlace: Sendable {
     }
 }
 
-/// The refused records. The error names the first refused record, and the number of refused records.
+/// The records that were refused.
 package struct RefusedRecords {
     private var first: Sentence?
     private var count = 0
 
     package init() {}
 
-    /// Runs `body`, and counts a `MeSPError` that it throws as a refusal. In the message, the error's sentence follows the record's place.
+    /// Runs `body`. Counts a `MeSPError` as a refusal of the record.
     package mutating func collect(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
         do { try body() } catch let error as MeSPError {
             count += 1
@@ -39,7 +38,9 @@ package struct RefusedRecords {
         }
     }
 
-    /// - Throws: `MeSPError` if a record was refused.
+    /// Throws if a record was refused.
+    ///
+    /// - Throws: `MeSPError` with the first refused record, its reason and the number of refused records.
     package func check() throws {
         guard let first else { return }
         throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.")

@@ -2,11 +2,10 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The arguments of a chat template for a conversation.
 extension Conversation {
-    /// Returns the ids of the conversation in a tokenizer's chat template.
+    /// Returns the token ids of the conversation, by the tokenizer's chat template.
     ///
-    /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON in a string.
+    /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON text.
     package func applied(
         to tokenizer: any TextTokenizer, argumentsAreText: Bool, addsGenerationPrompt: Bool
     ) throws -> [Int] {
@@ -41,7 +40,6 @@ extension Conversation.ToolCall {
 }
 
 extension JSONValue {
-    /// Returns the fields of a JSON object.
     static func object(text: String) throws -> [String: JSONValue] {
         guard case .object(let fields) = try? JSONValue(json: text.utf8) else {
             throw MeSPError("a tool, or the arguments of a call, are not a JSON object; write one.")
@@ -49,9 +47,9 @@ extension JSONValue {
         return fields
     }
 
-    /// Returns the value in the form that chat templates take.
+    /// Returns the value as an argument for chat templates.
     ///
-    /// - Throws: `MeSPError` for a number that is too large, and for JSON that is nested too deep.
+    /// - Throws: `MeSPError` for a number that is too large, or for JSON that is nested too deeply.
     func templateValue() throws -> any Sendable {
         switch self {
         case .null: return String?.none
@@ -70,7 +68,7 @@ extension JSONValue {
         }
     }
 
-    /// The value without null entries of objects.
+    /// The value without the null entries of its objects.
     var withoutNull: JSONValue {
         switch self {
         case .array(let values): .array(values.map(\.withoutNull))
@@ -79,7 +77,7 @@ extension JSONValue {
         }
     }
 
-    /// Returns the value with changed strings. `change` receives them always in the same order.
+    /// Returns the value with changed strings. `change` is called in a fixed order.
     func mapStrings(_ change: (String) throws -> String) rethrows -> JSONValue {
         switch self {
         case .string(let text): return .string(try change(text))

@@ -3,56 +3,53 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Tokenizes a text that a run trains on instead of the bundle's own text. The tokens are kept in a folder that `RunSettings.data` names.
+/// Tokenizes a text for a run, and writes the tokens to a folder. `RunSettings.data` names this folder.
 ///
-/// A text becomes one packed stream. Records with `text` become one packed stream too. Records with `prompt` and `completion`, or with `messages`, go
-/// through the chat template. Each of these becomes one sequence, cut to the sequence length. Only its answers are in the loss, unless `answersOnly`
-/// is false. Without a template a completion directly follows its prompt. The last tenth is held out. If a record has a field that is not trained and
-/// may matter, the record is refused with an error that names the field. The rules are those of `mesp-export --data --split-special-tokens`, except that files of preferences are refused.
+/// Plain text and records with `text` become one stream of tokens. A record with `prompt` and `completion`, or with `messages`, becomes one sequence
+/// by the chat template, cut to the sequence length. Without a template the completion directly follows the prompt. Only answers are in the loss,
+/// unless `answersOnly` is false. The last tenth is held out. A record is refused if it has an unsupported field that may matter.
 package struct TextData: Sendable {
     package enum Source: Sendable {
-        /// A UTF-8 file. `.txt` and `.md` are text. `.jsonl` and `.ndjson` have a record on each line. `.json` has a record on each line, or one list
-        /// of records.
+        /// A UTF-8 file: text (`.txt`, `.md`), a record on each line (`.jsonl`, `.ndjson`), or `.json` with a record on each line or one list of
+        /// records.
         case file(URL)
         case text(String)
-        /// Conversations, which follow the rules of a file's records.
         case conversations([Conversation])
-        /// Pairs of answers, for a run with an objective. Only the answers are in the loss, as with `mesp-export --data`.
+        /// Preference pairs. Only the answers are in the loss.
         case choices([Choice])
     }
 
     /// The name of the folder of tokens, within a run's folder.
     package static let folderName = "data"
-    /// The name of the folder with the tokens of the general text.
+    /// The name of the folder of the general text's tokens.
     package static let generalName = "general"
-    /// A page of English, on which a run measures forgetting; nil if the resource is missing.
+    /// An English text, on which a run measures forgetting; nil if the resource is missing.
     package static var generalText: Source? {
         Bundle.module.url(forResource: "general", withExtension: "txt").map { .file($0) }
     }
-    /// The length of the general text's sequences, in tokens.
+    /// The sequence length for the general text, in tokens.
     package static let generalLength = 64
-    /// A run holds out one part in `heldOut` of the data.
+    /// The divisor for held-out data: 1/`heldOut` of the data is held out.
     static let heldOut = 10
 
     let tokenizer: any TextTokenizer
-    /// T, the number of tokens in a sequence.
+    /// The sequence length, in tokens.
     let length: Int
-    /// Whether only answers are in the loss, for records that have answers.
+    /// Whether only answers are in the loss.
     let answersOnly: Bool
 
     package init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true) {
         (self.tokenizer, self.length, self.answersOnly) = (tokenizer, length, answersOnly)
     }
 
-    /// Tokenizes `source` and writes `data.json` and the token files to `folder`, all or none.
+    /// Tokenizes `source`. Writes `data.json` and the token files to `folder`, or nothing if an error is thrown.
     ///
     /// - Parameters:
     ///   - source: the text.
     ///   - folder: the folder to create or replace.
-    ///   - progress: receives the completed fraction, from 0 to 1. It may throw to stop.
+    ///   - progress: receives the completed fraction, from 0 to 1. It may throw an error to stop.
     /// - Returns: notices about data that was left out, added or cut.
-    /// - Throws: `MeSPError` if the text cannot be read, is too short, or has records that cannot be trained as intended; also the errors of
-    ///   `progress`.
+    /// - Throws: `MeSPError` if the text cannot be read, is too short, or has unsuitable records; also the errors of `progress`.
     @discardableResult
     package func write(
         _ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }
@@ -69,7 +66,7 @@ package struct TextData: Sendable {
         return notices
     }
 
-    /// Returns the first sequence that `write` would make of `source`, with the notices that are known before the rest is tokenized.
+    /// Returns the first sequence that `write` would make of `source`, with the notices known so far.
     ///
     /// - Throws: `MeSPError` as `write` does, except for faults in the tokens of later records.
     package func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
@@ -135,7 +132,7 @@ package struct TextData: Sendable {
         MeSPError("\(name) has \(count) usable records, too few to train on and hold out one; give it more.")
     }
 
-    /// Returns the ids of all texts, each followed by the token that ends a text.
+    /// Returns the token ids of the texts. After each text comes the end-of-text token.
     ///
     /// - Parameter limit: the number of ids at which to stop.
     /// - Returns: the ids, and whether they cover all texts.
@@ -157,8 +154,7 @@ package struct TextData: Sendable {
         return (ids, true)
     }
 
-    /// Appends the ids of `text` and the token that ends a text. The text of a file is tokenized in pieces. The text of a record gets the model's
-    /// special tokens, as in mlx-lm.
+    /// Appends the token ids of `text` and the end-of-text token. A record is encoded with special tokens. A file's text is encoded in pieces.
     ///
     /// - Returns: whether the ids cover the whole text.
     private func encode(
@@ -177,7 +173,7 @@ package struct TextData: Sendable {
         return true
     }
 
-    /// Cuts a long text at starts of lines, because tokenizing it whole takes much memory. Byte-level BPE cuts there too.
+    /// Cuts a long text at starts of lines, because tokenizing the whole text at once takes much memory.
     static func pieces(_ text: String, size: Int = TokenFolder.pieceSize) -> [Substring] {
         var (pieces, rest) = ([Substring](), text[...])
         while let limit = rest.unicodeScalars.index(rest.startIndex, offsetBy: size, limitedBy: rest.endIndex),
@@ -189,7 +185,7 @@ package struct TextData: Sendable {
         return rest.isEmpty ? pieces : pieces + [rest]
     }
 
-    /// Returns the start of the first line in `text` whose first character, after at most one space, is not white space; nil if there is none.
+    /// Returns the start of the next line that begins with a word, or with one space and a word; nil if there is none.
     private static func startOfLine(in text: Substring.UnicodeScalarView) -> String.Index? {
         var rest = text
         while let lineFeed = rest.firstIndex(of: "\n") {
@@ -202,7 +198,6 @@ package struct TextData: Sendable {
 
     // MARK: - Examples
 
-    /// Tokens, and whether each is in the loss.
     typealias Encoded = (tokens: [UInt32], counted: [Bool])
 
     private func needTemplate(for contents: TextDocuments, _ name: Sentence) throws {
@@ -219,9 +214,9 @@ package struct TextData: Sendable {
         }
     }
 
-    /// Encodes a conversation, or an answer with its prompt. Returns nil if no token of it can be trained.
+    /// Encodes a conversation, or a prompt with its answer. Returns nil if no token can be trained.
     ///
-    /// - Throws: `MeSPError`. The error's sentence follows the record's place in the message.
+    /// - Throws: `MeSPError` for an unsuitable record.
     private func encode(
         _ document: TextDocuments.Document, _ encoder: inout ConversationEncoder, _ notices: inout DataNotices
     ) throws -> Encoded? {
@@ -249,7 +244,7 @@ package struct TextData: Sendable {
         }
     }
 
-    /// Cuts tokens to a sequence's length. Returns nil if the rest has no token in the loss.
+    /// Cuts token ids to the sequence length. Returns nil if no token in the loss remains.
     func cut(_ ids: [Int], _ counted: [Bool], _ notices: inout DataNotices) -> Encoded? {
         let (tokens, kept) = (ids.prefix(length + 1).map { UInt32($0) }, Array(counted.prefix(length + 1)))
         guard kept.dropFirst().contains(true) else {
@@ -260,7 +255,7 @@ package struct TextData: Sendable {
         return (tokens, kept)
     }
 
-    /// Encodes a prompt, then the answer and the token that ends a text, without a template.
+    /// Encodes a prompt, its answer and the end-of-text token, without a chat template.
     private func joined(
         _ prompt: String, _ answer: String, _ notices: inout DataNotices
     ) throws -> ([Int], counted: [Bool]) {
@@ -275,8 +270,8 @@ package struct TextData: Sendable {
         notices.hasSplit = notices.hasSplit || plain.hasSplit
         let text = tokenizer.decode(whole)
         if tokenizer.decode(ids) != text {
-            // If the prompt and the answer were encoded separately, the tokens could decode to another text, for example because the tokenizer puts a
-            // space before each of the two. So they are encoded together here. A token with characters of the prompt and the answer is in the loss.
+            // Separately encoded, the prompt and the answer decode to another text, for example with an added space. So both are encoded together. A
+            // token with characters of both is in the loss.
             var pieces = [Int: [UInt8]]()
             let (read, asked) = (DecodedText(whole, tokenizer, pieces: &pieces), Array(tokenizer.decode(before).utf8))
             let border = zip(read.bytes, asked).prefix { $0 == $1 }.count
@@ -295,7 +290,7 @@ package struct TextData: Sendable {
             counted: encoded.counted.indices.dropFirst().filter { encoded.counted[$0] }.map { $0 - 1 })
     }
 
-    /// Returns a stream of consecutive examples, or of pairs: a chosen example, then a rejected one.
+    /// Returns a stream of examples. With `inPairs`, chosen and rejected examples alternate.
     static func stream(_ examples: some Sequence<Encoded>, inPairs: Bool = false) -> TokenStream {
         var (tokens, bounds, mask, labels) = ([UInt32](), [UInt32](), Data(), Data())
         for (index, example) in examples.enumerated() {
@@ -327,7 +322,7 @@ package struct TextData: Sendable {
 }
 
 extension TextTokenizer {
-    /// The token that the tokenizer puts before a text; nil if it puts none.
+    /// The begin-of-text token that the tokenizer puts before a text; nil if it puts none.
     fileprivate var begin: UInt32? {
         guard let beginOfText, encode("", addsSpecialTokens: true).first == beginOfText else { return nil }
         return UInt32(beginOfText)

@@ -2,10 +2,9 @@ import Foundation
 import MeSPBundle
 import MeSPSentences
 
-/// The tokens of choices between two answers: preference data.
 extension TextData {
-    /// Returns two examples for each choice: the chosen answer, directly followed by the rejected one. A choice whose prompt leaves no room for an
-    /// answer is left out.
+    /// Returns two examples for each choice: the chosen answer, then the rejected answer. Leaves out a choice whose prompt leaves no room for an
+    /// answer.
     func pairs(
         _ choices: [Choice], _ notices: inout DataNotices, _ progress: (Double) throws -> Void
     ) throws -> [String: TokenStream] {

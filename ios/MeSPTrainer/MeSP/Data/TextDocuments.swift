@@ -3,7 +3,7 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// The kinds of text files, by their path extension in any letter case.
+/// The kinds of text files.
 package enum TextFileKind: Sendable {
     case text
     /// A JSON record on each line.
@@ -11,7 +11,9 @@ package enum TextFileKind: Sendable {
     /// A JSON list of records, or a record on each line.
     case list
 
-    /// - Throws: `MeSPError` for any other extension.
+    /// Returns the kind by the file's extension, in any letter case.
+    ///
+    /// - Throws: `MeSPError` for an unknown extension.
     package init(of file: URL) throws {
         switch file.pathExtension.lowercased() {
         case "txt", "text", "md", "markdown": self = .text
@@ -25,26 +27,26 @@ package enum TextFileKind: Sendable {
     }
 }
 
-/// The contents of a source as documents to tokenize.
 struct TextDocuments: Sendable {
     enum Document: Sendable, Equatable {
         case text(String, isRecord: Bool)
-        /// A completion and its prompt, which go through the chat template if the model has one.
         case answer(String, prompt: String)
         case conversation(Conversation)
     }
 
     private(set) var documents = [Document]()
-    /// The places of the documents that are records.
+    /// The places of the records, in the order of `documents`.
     private(set) var places = [RecordPlace]()
-    /// The number of records with a key that excludes them from training.
+    /// The number of records that are excluded from training by a key.
     private(set) var leftOut = 0
-    /// The keys of records that are not read.
+    /// The keys of records that are ignored.
     private(set) var unread = Set<String>()
 
     init(text: String) { documents = [.text(text, isRecord: false)] }
 
-    /// - Throws: `MeSPError` for the first refused record, with the number of refused records.
+    /// Reads records.
+    ///
+    /// - Throws: `MeSPError` with the first refused record and the number of refused records.
     init(_ records: [(place: RecordPlace, fields: [String: JSONValue]?)]) throws {
         var refusals = RefusedRecords()
         for (place, fields) in records {
@@ -101,7 +103,7 @@ struct TextDocuments: Sendable {
         }
     }
 
-    /// Returns a file's text with line feeds as the only line ends, and without a byte order mark.
+    /// Returns a file's text without a byte order mark, with line feeds as its line ends.
     private static func plain(_ text: String) -> String {
         var text = text.replacingOccurrences(of: "\r\n", with: "\n").replacingOccurrences(of: "\r", with: "\n")
         if text.unicodeScalars.first == "\u{FEFF}" { text.unicodeScalars.removeFirst() }
@@ -134,7 +136,6 @@ struct TextDocuments: Sendable {
         )
     }
 
-    /// Returns the conversation in a record's fields.
     static func conversation(_ fields: [String: JSONValue]) throws -> Conversation {
         guard let conversation = try document(fields).0.conversation else {
             throw MeSPError("it has no conversation; records have \"messages\", or \"prompt\" and \"completion\".")
@@ -142,7 +143,7 @@ struct TextDocuments: Sendable {
         return conversation
     }
 
-    /// Returns the document of a prompt and a completion, each a text or a list of messages. Answers within the prompt are not trained.
+    /// Returns the document of a prompt and a completion. Each is a text or a list of messages. Answers within the prompt are not trained.
     private static func answer(_ completion: JSONValue, prompt: JSONValue, tools: [String]) throws -> Document {
         if let prompt = prompt.string, let completion = completion.string, tools.isEmpty {
             if TextRecords.isBlank(completion) { throw TextRecords.emptyAnswer }
@@ -154,7 +155,7 @@ struct TextDocuments: Sendable {
         }
         let asked = try messages(prompt, "user", "prompt")
         let answer = try messages(completion, "assistant", "completion")
-        // Some programs repeat the prompt in the completion.
+        // A completion may begin with a copy of the prompt.
         var conversation = Conversation(
             asked + answer.dropFirst(answer.starts(with: asked) ? asked.count : 0), tools: tools)
         conversation.prompt = asked.count
@@ -175,7 +176,7 @@ extension TextDocuments.Document {
         }
     }
 
-    /// The kind of record. All records of a file must have one kind.
+    /// The kind of document. All records of a file have the same kind.
     fileprivate var kind: Int {
         switch self {
         case .text: 0

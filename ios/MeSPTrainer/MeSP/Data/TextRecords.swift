@@ -3,11 +3,11 @@ import MeSPBundle
 import MeSPFiles
 import MeSPSentences
 
-/// Reads the records of files, in training and in evaluation.
+/// Reads records of files for training and evaluation.
 package enum TextRecords {
-    /// Returns the records in a file's bytes, with their places. Empty lines are skipped.
+    /// Returns the records in a file's bytes. Empty lines are skipped.
     ///
-    /// - Returns: the place of each record, and its fields that are not null. The fields are nil if the record is not a JSON object.
+    /// - Returns: for each record, its place and its fields that are not null. The fields are nil if the record is not a JSON object.
     package static func objects(
         in data: Data, of file: String?, isList: Bool = true
     ) -> [(place: RecordPlace, fields: [String: JSONValue]?)] {
@@ -25,8 +25,7 @@ package enum TextRecords {
         return records
     }
 
-    /// Returns the file as one value: a list, or one object over several lines. Returns nil if the file is empty, is not one JSON value, or has a
-    /// record on each line.
+    /// Returns the file as one JSON value; nil if the file is not one value, or has a record on each line.
     private static func whole(_ data: Data) -> JSONValue? {
         guard let start = data.firstIndex(where: { $0 > 0x20 }) else { return nil }
         func read(_ bytes: Data) -> JSONValue? { try? JSONValue(json: bytes) }
@@ -36,29 +35,27 @@ package enum TextRecords {
 
     // MARK: - Messages
 
-    /// The names of roles in other formats -> the names of these roles in MeSP.
+    /// The names of roles in other formats -> their names in MeSP.
     private static let otherRoles = [
         "model": "assistant", "bot": "assistant", "gpt": "assistant", "chatgpt": "assistant", "ai": "assistant",
         "human": "user", "usr": "user",
     ]
     private static let roles = ["system", "user", "assistant", "developer", "tool", "function"]
-    /// Keys of a message that do not affect training.
+    /// The keys of a message that do not affect training.
     private static let identifiers: Set = ["id", "index"]
-    /// The keys of a message that are read.
     private static let others: Set = ["role", "content", "tool_calls", "name", "tool_call_id"]
-    /// Keys of a record with values that its answer depends on and that MeSP cannot encode. Such a record is refused.
+    /// The keys of a record that MeSP cannot use and on which the answer depends. A record with such a key is refused.
     private static let unusable = [
         "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "function_call",
         "tool_calls",
         "history", "system", "system_prompt",
     ]
-    /// Keys that say whether a record or a message is trained. If `masked` is true, the record or the message is not trained.
+    /// The keys that say whether a record or a message is trained. `masked` has the opposite meaning of the other keys.
     private static let weights = ["weight", "train", "training", "trainable", "loss", "masked"]
 
     /// Returns the messages in a record's field.
     ///
-    /// - Throws: `MeSPError` for a value that is not a message, and for content of a message that would be lost. The error's sentence follows the
-    ///   record's place in the message.
+    /// - Throws: `MeSPError` if the value is not a list of messages, or if content of a message would be lost.
     package static func messages(_ value: JSONValue, in key: String) throws -> [Conversation.Message] {
         guard let list = value.array, !list.isEmpty else {
             throw MeSPError("\"\(key)\" is not a list of messages; write each with \"role\" and \"content\".")
@@ -76,7 +73,7 @@ package enum TextRecords {
         guard let role = given.string else { throw MeSPError("the \"role\" of a message is not a text; make it one.") }
         try check(role: role)
         let isTrained = try isTrained(fields)
-        // Some programs write a `weight` of 1 on every message. So this key is allowed on a message that is not an answer, and has no effect there.
+        // Some programs write a `weight` of 1 with each message, so this key is allowed, without effect, on messages that are not answers.
         if role != "assistant", isTrained, let key = weights.dropFirst().first(where: { fields[$0] != nil }),
             key != "masked"
         {
@@ -107,7 +104,7 @@ package enum TextRecords {
         return message
     }
 
-    /// Returns the string of a field that names a message, a tool or a call; nil if the field is missing.
+    /// Returns the string of a field; nil if the field is missing.
     private static func text(_ key: String, of fields: [String: JSONValue]) throws -> String? {
         guard let value = fields[key] else { return nil }
         guard let text = value.string else { throw MeSPError("\"\(key)\" is not a text; make it one.") }
@@ -121,7 +118,7 @@ package enum TextRecords {
         return try list.map(call)
     }
 
-    /// Returns a tool call, whose fields may be within `function`.
+    /// Returns a tool call. Its fields may be within `function`.
     static func call(_ value: JSONValue) throws -> Conversation.ToolCall {
         let outer = value.fields ?? [:]
         let function = outer["function"] == nil ? outer : outer["function"]?.fields ?? [:]
@@ -149,7 +146,7 @@ package enum TextRecords {
         return Conversation.ToolCall(name: name, arguments: arguments.json, id: try text("id", of: outer))
     }
 
-    /// Returns the definitions of a record's tools, from a list or from a string of JSON.
+    /// Returns a record's tools as JSON texts. The record has a list, or a string of JSON.
     package static func tools(_ fields: [String: JSONValue]) throws -> [String] {
         guard var value = fields["tools"]?.withoutNull, !value.isEmpty else { return [] }
         if let text = value.string { value = (try? JSONValue(json: text.utf8)) ?? value }
@@ -180,7 +177,7 @@ package enum TextRecords {
         throw MeSPError("the role \(role) is not known; write system, user, assistant, developer, tool or function.")
     }
 
-    /// Returns the text of a message, from one string or from a list of parts.
+    /// Returns the text of a message. The value is a string or a list of parts.
     private static func content(_ value: JSONValue) throws -> String {
         if let text = value.string { return text }
         guard let parts = value.array else {
@@ -209,7 +206,7 @@ package enum TextRecords {
 
     // MARK: - Keys
 
-    /// Returns whether a message or a record is in the loss, by the keys in `weights`. Without these keys the message or the record is in the loss.
+    /// Returns whether a message or a record is trained, by keys such as `weight`. Without such a key it is trained.
     package static func isTrained(_ fields: [String: JSONValue]) throws -> Bool {
         var isTrained = true
         for key in weights {
@@ -227,14 +224,16 @@ package enum TextRecords {
         return isTrained
     }
 
-    /// - Throws: `MeSPError` if a record has a key that its answer depends on and that cannot be used.
+    /// Checks that a record has no unusable key on which its answer depends.
+    ///
+    /// - Throws: `MeSPError` if it has one.
     package static func refuseUnusable(in fields: [String: JSONValue]) throws {
         if let key = unusable.first(where: { fields[$0].map { !$0.isEmpty } ?? false }) {
             throw MeSPError("it has \"\(key)\", which cannot be used; write its text as messages, or remove it.")
         }
     }
 
-    /// Returns the keys of a record that have a value and are not read.
+    /// Returns the keys of a record that have a value and are ignored.
     package static func unread(_ fields: [String: JSONValue], but known: [String]) -> Set<String> {
         Set(fields.filter { !$0.value.isEmpty }.keys).subtracting(known).subtracting(weights)
     }

@@ -1,32 +1,31 @@
-/// A tokenizer, which turns text into token ids and back.
+/// A tokenizer. It turns text into token ids and back. Token ids are indices into the model's vocabulary, from 0.
 ///
-/// The library `MeSPTokenizers` has a tokenizer that reads the files in a bundle with swift-transformers. An app that loads the model with
-/// mlx-swift-lm adapts the tokenizer of mlx-swift-lm. Token ids are indices into the model's vocabulary, from 0.
+/// The library `MeSPTokenizers` has a tokenizer for the files in a bundle, based on swift-transformers. An app with mlx-swift-lm can adapt the
+/// tokenizer of mlx-swift-lm.
 public protocol TextTokenizer: Sendable {
-    /// The id of the token that begins a text; nil if the model has none.
+    /// The id of the begin-of-text token; nil if the model has none.
     var beginOfText: Int? { get }
-    /// The id of the token that ends a text; nil if the model has none.
+    /// The id of the end-of-text token; nil if the model has none.
     var endOfText: Int? { get }
-    /// Returns the ids of `text`. If `addsSpecialTokens` is true, the ids include the special tokens that the model puts around a text. `beginOfText`
-    /// may be one of these. Some models define `beginOfText` and do not use it.
+    /// Returns the token ids of `text`. `addsSpecialTokens` adds the special tokens that the model puts around a text.
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int]
-    /// Returns the text of ids, including the text of special tokens. ``encode(_:addsSpecialTokens:)`` turns that text back into the same ids.
+    /// Returns the text of token ids, including special tokens. Encoding this text gives the same ids again.
     func decode(_ tokens: [Int]) -> String
-    /// Returns whether a token is special, such as the token that ends a message.
+    /// Returns whether a token is special, such as the end-of-message token.
     func isSpecial(_ token: Int) -> Bool
     /// Whether the model has a chat template.
     var hasChatTemplate: Bool { get }
-    /// Encodes a conversation in the model's chat template.
+    /// Encodes a conversation with the model's chat template.
+    ///
+    /// MeSP sometimes passes placeholders in place of texts. If the template refuses the arguments of tool calls as JSON objects, MeSP calls this
+    /// function again with the arguments as JSON text. Write the keys of a dictionary in a fixed order, for example sorted.
     ///
     /// - Parameters:
-    ///   - messages: the messages in the form that Hugging Face's templates take: `role` and `content`, and optionally `tool_calls`, `name` and
-    ///     `tool_call_id`. A tool call is `{"type": "function", "function": {"name": …, "arguments": {…}}}`. If the template refuses this form, MeSP
-    ///     calls this function again, with the arguments as JSON text. MeSP sometimes passes placeholder texts, to locate the texts in the result. A
-    ///     JSON object is a dictionary, and JSON's null is an `Optional` without a value. Write the keys of a dictionary in the same order each time,
-    ///     for example sorted, as swift-transformers does.
+    ///   - messages: the messages, with `role` and `content`, and optionally `tool_calls`, `name` and `tool_call_id`. A tool call is
+    ///     `{"type": "function", "function": {"name": …, "arguments": {…}}}`. A JSON object is a dictionary, and JSON's null is an empty `Optional`.
     ///   - tools: the definitions of tools; nil if there are none.
-    ///   - addsGenerationPrompt: whether the opening of an answer follows the last message.
-    /// - Returns: the ids.
+    ///   - addsGenerationPrompt: whether to add the opening of an answer after the last message.
+    /// - Returns: the token ids.
     /// - Throws: an error if the template refuses the conversation.
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool

@@ -89,7 +89,7 @@ import Testing
     @Test func theBundleThatComesWithTheAppTrains() async throws {
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
-        // On a phone whose GPU is too old for MLX, the demo for the CPU is chosen.
+        // On a phone with an unsupported GPU, the demo for the CPU is chosen.
         let folder = DocumentsFolder(documents: documents, included: home, gpuRefusal: "The GPU is too old.")
         let model = AppModel(monitor: monitor, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
@@ -106,8 +106,7 @@ import Testing
         #expect(model.controller.state == .finished(.finished))
     }
 
-    /// In the simulator, and when iOS launches the app in the background, MLX must not be used to list bundles. On a machine without a GPU, MLX would
-    /// report a problem. The bundles are listed without one, so MLX was not used.
+    /// MLX must not be used to list bundles. MLX would report a problem on a machine without a GPU.
     @Test func bundlesForTheGPUAreListedWithoutMLX() async throws {
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
@@ -177,7 +176,7 @@ import Testing
         model.asksToDelete = false
         await model.confirmDeletion()
         #expect(model.library.bundles.count == 1, "the person has decided against it")
-        // A bundle that comes into use between the question and the answer is not deleted.
+        // A bundle can come into use between the question and the answer. Then it is not deleted.
         model.askToDelete(.bundle(bundle))
         model.checkDevice()
         await model.confirmDeletion()
@@ -266,7 +265,7 @@ import Testing
         #expect(model.form.file?.lastPathComponent == "notes.txt")
         #expect(!FileManager.default.fileExists(atPath: dropped.path))
 
-        // A file in another app's folder stays there, and the app trains on a copy.
+        // A file in another app's folder is copied, not moved.
         let other = documents.appendingPathComponent("elsewhere.jsonl")
         let record = #"{"prompt": "Who?", "completion": "You."}"# + "\n"
         try Data(String(repeating: record, count: 8).utf8).write(to: other)
@@ -448,7 +447,6 @@ import Testing
         while model.controller.isRunning { try await Task.sleep(for: .milliseconds(5)) }
         #expect(model.controller.state == .finished(.stopped))
 
-        // The complete run is in the list.
         await model.refresh()
         let run = try #require(model.library.runs.first)
         #expect(run.name == "Recorded run" && run.status == .finished)

@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// A system that grants background time when the test tells it to.
+/// A system that grants background time on request of the test.
 @MainActor private final class Scheduler: BackgroundScheduler {
     var onGrant: ((any BackgroundTime) -> Void)?
     var givesGPU = false
@@ -40,7 +40,7 @@ import Testing
 @MainActor private final class Board: NotificationDisplay {
     var shown: RunNotification?
     var permissions = 0
-    /// The phone whose app is inactive until the system's question is answered; nil if the system asks no question.
+    /// The phone on which the system asks for permission; nil if it does not ask. The app is inactive during the question.
     var asksOver: TestMonitor?
     private(set) var answer: (() -> Void)?
     func askPermission() async {
@@ -54,7 +54,6 @@ import Testing
     func clear() { shown = nil }
 }
 
-/// A lock screen.
 @MainActor private final class Lock: LiveActivityDisplay {
     var title: Sentence?
     var shown: LiveActivityContent?
@@ -152,7 +151,7 @@ import Testing
         #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
-    /// Progress is also reported within a step: the system ends background time without progress, and a step of a large model takes minutes.
+    /// A step of a large model takes minutes, and the system ends background time without progress.
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
         model.form.settings.gradAccumulationSteps = 60_000
@@ -166,7 +165,6 @@ import Testing
         try await end()
     }
 
-    /// Replays a run on the GPU.
     private func playOnGPU() async throws {
         let recorded = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
             .appendingPathComponent("../../Recorded/metrics.jsonl").standardizedFileURL
@@ -200,7 +198,6 @@ import Testing
         try await reach(.finished(.stopped))
     }
 
-    /// The system's task and an intent may both have granted background time. If one grant is taken back, the other stays.
     @Test func aTimeThatIsTakenBackLeavesTheOther() async throws {
         try await train()
         let (first, second) = (scheduler.give(.continued), scheduler.give(.continued))
@@ -244,7 +241,7 @@ import Testing
         #expect(board.shown == nil)
     }
 
-    /// Copies the folder of a run during the run. A crash or an empty battery would leave the same files.
+    /// Copies the folder of a run during the run, as a crash would leave it.
     private func cutOff(from uninterrupted: RunSettings) throws {
         let (files, original) = (FileManager.default, documents.appendingPathComponent("original"))
         let killed = model.library.folder.runsFolder.appendingPathComponent("killed")
@@ -255,7 +252,7 @@ import Testing
             if case .step(let step) = record, step.step == 5 { try files.copyItem(at: original, to: killed) }
         }
         try files.removeItem(at: original)
-        // A power failure can leave a log that ends within a line and before the step of the saved state.
+        // After a power failure, the log can end within a line, before the step of the saved state.
         let log = killed.appendingPathComponent("metrics.jsonl")
         try Data(contentsOf: log).dropLast(700).write(to: log)
     }
@@ -288,8 +285,7 @@ import Testing
         try await reach(.finished(.finished))
         #expect(model.controller.log.events.contains { $0.name == "log_cut_off" })
         let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
-        // The log lacks the records between the cut and the saved state. The losses in the other records equal the uninterrupted run's to the last
-        // bit.
+        // The log lacks the records between the cut and the saved state. The other losses equal the uninterrupted run's, to the last bit.
         let losses = try LogSummary(folder: run.url).steps
         #expect(losses.last?.step == 9 && losses.allSatisfy { $0.loss == expected[$0.step - 1] })
     }
@@ -310,7 +306,6 @@ import Testing
         #expect(model.controller.state == .finished(.finished), "there is nothing to go on with")
     }
 
-    /// Time with the GPU, which the intent asks for, also continues a run that was cut off.
     @Test func timeWithTheGPUContinuesARunThatWasCutOff() async throws {
         try await prepare(steps: 9)
         try cutOff(from: try settings())
@@ -375,7 +370,7 @@ import Testing
         #expect(
             lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to continue.")
         #expect(lock.shown?.lifetime == nil, "that stays true")
-        // In background time that the app asked for, iOS itself shows the run, so the app removes its own display from the lock screen.
+        // In background time iOS itself shows the run, so the app removes its own display.
         _ = scheduler.give(.continued)
         try await reach(.training)
         #expect(lock.title == nil && lock.shown == nil)

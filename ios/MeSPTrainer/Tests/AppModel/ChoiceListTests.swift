@@ -12,7 +12,6 @@ import Testing
 
     init() throws { app = try TestApp() }
 
-    /// Begins a conversation with a fine-tuned model, with two answers in each turn.
     private func talk(_ turns: Int) async throws {
         try await app.importTied()
         let form = model.form
@@ -29,7 +28,7 @@ import Testing
         #expect(model.problem == nil && model.chat.problem == nil)
     }
 
-    /// A folder in place of the file cannot be read, just as the file cannot be read while the phone is locked.
+    /// A folder in place of the file simulates a file that cannot be read while the phone is locked.
     @Test func choicesThatCannotBeReadYetRaiseNoAlert() async throws {
         try FileManager.default.createDirectory(at: model.choices.url, withIntermediateDirectories: true)
         app.monitor.scene = .background

@@ -7,7 +7,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// The preview shows the first sequence that a run would train, and which of its tokens are in the loss.
 @Suite(.serialized) @MainActor final class DataPreviewTests {
     private let documents = temporaryFolder()
     private lazy var model = makeModel(TemplateTokenizer(template: TemplateTokenizer.chatML))
@@ -38,7 +37,6 @@ import Testing
         let left = #"{"prompt": "x", "completion": "y", "train": false}"#
         try await choose("a.jsonl", "\(left)\n\(record)\n\(record)\n")
         await model.updatePreview()
-        // The record has 27 tokens, and a sequence has up to 33, so the preview shows the whole record.
         let preview = try #require(model.preview.current)
         #expect(model.preview.problem == nil)
         #expect(
@@ -53,7 +51,7 @@ import Testing
                 "Records that ask not to be trained are left out: 1.", "Keys of records that are not read: source.",
             ])
 
-        // If the person then chooses to train the whole text, the preview is read again, and all tokens except the first are in the loss.
+        // After a change of `answersOnly`, the preview is read again. All tokens except the first are then in the loss.
         model.form.answersOnly = false
         #expect(model.preview.current == nil)
         await model.updatePreview()
@@ -82,7 +80,6 @@ import Testing
         let first = try #require(try bundle.tokens("train")?.sequences(lengths: [model.form.settings.seqLen])[0])
         let text = ByteTokenizer().decode(first.tokens.map { Int($0) })
         let spans = try #require(model.preview.current).spans
-        // A sign replaces a control character.
         let seen = spans.map(\.text).joined().replacing("⏎", with: "").replacing("⇥", with: "\t").unicodeScalars.map {
             (0x2400..<0x2420).contains($0.value) ? $0.value - 0x2400 : $0.value
         }
@@ -112,7 +109,6 @@ import Testing
         #expect(model.preview.problem == "The tokenizer is not there.")
     }
 
-    /// A preview that began before the form's inputs changed is not shown.
     @Test func anEarlierLookShowsNothing() async throws {
         try await importTied()
         (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "First line.\n", count: 200))

@@ -100,7 +100,7 @@ import Testing
         #expect(outline.lastStep == 3 && outline.lastLoss == log.steps.last?.loss && outline.end == .finished)
         let url = folder.appendingPathComponent("metrics.jsonl")
         let data = try Data(contentsOf: url)
-        // A log that is cut off at any place gives the records before that place.
+        // A truncated log gives the complete records before its end.
         for length in stride(from: 0, through: data.count, by: 97) {
             try data.prefix(length).write(to: url)
             let (outline, log) = (try LogOutline(folder: folder), try LogSummary(folder: folder))
@@ -114,7 +114,7 @@ import Testing
         }
     }
 
-    /// A copy of the run's folder that is made during the run has the files that a killed process would leave.
+    /// A copy of a run's folder during the run has the files that a killed process would leave.
     @Test func aKilledRunGoesOnFromItsLastSavedStateAndGivesTheSameLosses() async throws {
         var uninterrupted = try settings("uninterrupted", steps: 9)
         uninterrupted.optimizer = .adamw
@@ -131,7 +131,7 @@ import Testing
             try files.copyItem(at: original, to: killed)
         }
 
-        // The bundle has moved since the run, as after an update of the app.
+        // An update of the app can move the bundle.
         try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))
         let run = try #require(try store.runs().first { $0.name == "killed" })
         #expect(run.status == .interrupted)
@@ -182,7 +182,7 @@ import Testing
         #expect(try store.bundles().isEmpty)
     }
 
-    /// Only files that the manifest lists are imported. A tokenizer's library would also read other files, and a link could lead anywhere.
+    /// A tokenizer's library could read unlisted files, and a link could lead out of the folder.
     @Test func whatABundleDoesNotListIsNotImported() throws {
         let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
         defer { try? files.removeItem(at: source) }
@@ -208,14 +208,13 @@ import Testing
         #expect(documents.freeBytes ?? 0 > 0)
     }
 
-    /// Each kind of file gets its storage policy. `StoragePolicy` has the reasons.
     @Test func filesAreKeptAsTheyAreToBe() throws {
         final class Kept: @unchecked Sendable { var byName = [String: StoragePolicy]() }
         let kept = Kept()
         let store = DocumentsFolder(
             documents: documents,
             applyPolicy: { url, policy in
-                // The policy is applied while the folder is empty. New files get the folder's policy, and keep it when the folder is renamed.
+                // A folder gets its policy while it is empty, because new files inherit the policy.
                 let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
                 if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
                 kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy

@@ -15,7 +15,6 @@ import Testing
 
     private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
 
-    /// Returns the adapters of a short run.
     private func adapters() throws -> URL {
         var settings = try RunSettings.ofATest(folder)
         settings.steps = 3
@@ -47,13 +46,12 @@ import Testing
         #expect(score.base != score.tuned && score.difference?.contains((score.tuned ?? 0) - score.base) == true)
     }
 
-    /// A question counts as correct if the likelier of its two choices is the right answer.
     @Test(arguments: [#"" lazy dog""#, #""ABC, ABC""#, "0", "1"]) func choicesAreTheLikeliest(_ answer: String)
         async throws
     {
         try await measure(#"{"prompt": "The quick ", "choices": [" lazy dog", "ABC, ABC"], "answer": \#(answer)}"#)
         let evaluator = try Evaluator(ModelBundle(url: try bundle()))
-        // White space at the end of the prompt is scored with each choice.
+        // White space at the end of the prompt is moved to the start of each choice.
         let scores = try evaluator.scores(
             of: ["  lazy dog", " ABC, ABC"].map { $0.utf8.map { Int($0) } }, after: "The quick".utf8.map { Int($0) })
         let isFirst = scores[0].logLikelihood > scores[1].logLikelihood
@@ -103,7 +101,6 @@ import Testing
         }
     }
 
-    /// Special tokens in a record's texts are encoded as ordinary text.
     @Test func specialTokensInRecordsAreText() throws {
         let begin = TemplateTokenizer.id("<s>")
         let tokenizer = TemplateTokenizer(
@@ -118,7 +115,7 @@ import Testing
         #expect(ids.filter(tokenizer.isSpecial).count == 3)
     }
 
-    /// A token across the border of prompt and choice belongs to the choice.
+    /// A token across the border of the prompt and the choice belongs to the choice.
     @Test func aPromptIsABeginningOfWhatIsMeasured() throws {
         let tokenizer = TemplateTokenizer(words: ["ending", "end"])
         let (prompt, choices) = try tokenizer.encode("The end", followedBy: ["ing", "."])

@@ -13,7 +13,6 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// Tests the app's part in a federation, with a server in this process.
 @Suite(.serialized) @MainActor final class FederationTests {
     private let documents = temporaryFolder()
     private let monitor = TestMonitor()
@@ -46,7 +45,7 @@ import Testing
         func withdraw(_ grant: BackgroundGrant) {}
     }
 
-    /// Returns a request as the server makes it: `steps` steps of SGD from the initial adapters. The request contains only the matrices B.
+    /// Returns a request for `steps` steps of SGD. It contains only the matrices B, which are 0.
     private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> FlowerRecords {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
@@ -73,7 +72,7 @@ import Testing
             ])
     }
 
-    /// Joins the federation, leaves it when a round has been answered, and returns that round.
+    /// Joins the federation, answers one round and leaves. Returns the round.
     private func round(_ model: AppModel) async throws -> Federation.Round {
         let part = Task { await model.joinFederation() }
         while model.federation.rounds.first?.bytesUp == nil {
@@ -94,7 +93,7 @@ import Testing
         #expect(round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
         let answer = try #require(try SuperLink.answered(host).1)
 
-        // Trains the same adapters directly on the bundle's text.
+        // The same adapters are trained without a server, for comparison.
         let manifest = try #require(model.form.bundle?.manifest)
         var settings = RunSettings(
             bundle: try #require(model.form.bundle).url.path, output: documents.appendingPathComponent("by hand").path)
@@ -169,7 +168,6 @@ import Testing
         await part.value
     }
 
-    /// A message's time to live counts from its creation, even if the app was launched again since then.
     @Test func aRoundThatIsOverIsNotTrained() async throws {
         let model = try await model()
         try SuperLink.ask(host, question(model), age: 601)
@@ -219,7 +217,7 @@ import Testing
         }
     }
 
-    /// The server sets the number of sequences in a step. The node's memory limit also covers their tokens, which take memory before training begins.
+    /// The server sets the number of sequences in a step. Their tokens also count toward the node's memory limit.
     @Test func aNodesLimitHoldsForTheServersSequences() async throws {
         let model = try await model()
         let bundle = try #require(model.form.bundle)
@@ -234,7 +232,7 @@ import Testing
         #expect(settings.memoryLimitMb == 25)
         let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
         #expect(error?.sentence.english.contains("fewer in a step") == true)
-        // The sequences take at most 10% more memory than the planner predicts, and more than a third of the prediction.
+        // The measured memory of the sequences is between a third of the prediction and 110% of it.
         settings.memoryLimitMb = nil
         func peak(_ batch: Int) throws -> Int {
             settings.batchSize = batch
@@ -262,7 +260,7 @@ import Testing
 
     @Test func saysWhyAMessageWasPassedOver() async throws {
         let model = try await model()
-        // The response's fields 2 and 3, a message and its object tree, are empty.
+        // The response has an empty message and an empty object tree.
         SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
         let part = Task { await model.joinFederation() }
         func wait(until isSo: () -> Bool) async throws {

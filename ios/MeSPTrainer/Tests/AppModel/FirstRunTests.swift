@@ -4,7 +4,6 @@ import Testing
 @testable import MeSPAppModel
 @testable import MeSPCore
 
-/// Tests the app as a new user sees it.
 @Suite(.serialized) @MainActor final class FirstRunTests {
     private let app: TestApp
     private var model: AppModel { app.model }

@@ -8,7 +8,6 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPImport
 
-/// Tests imports of models in MLX's format that the person chooses in Files.
 @Suite(.serialized) @MainActor final class ImportModelTests {
     private let documents = temporaryFolder()
     private let place = temporaryFolder()
@@ -38,7 +37,6 @@ import Testing
 
     private var hasEnded = false
 
-    /// Begins an import, and waits for its question, or for its end if it asks none.
     private func begin(_ model: AppModel, at url: URL? = nil) async throws -> Task<Void, Never> {
         hasEnded = false
         let work = Task {
@@ -84,7 +82,6 @@ import Testing
         #expect(try contents() == [])
     }
 
-    /// A model in the folder of bundles is not a bundle yet, so an import rewrites it.
     @Test func aModelInTheAppsOwnFolderIsRewrittenToo() async throws {
         let inside = documents.appendingPathComponent("tiny-4bit")
         try files.moveItem(at: source, to: inside)
@@ -142,7 +139,7 @@ import Testing
         #expect(try contents() == [])
     }
 
-    /// Only folders of earlier launches are deleted, because imports of the present launch may be in progress.
+    /// Imports of the current launch may still be in progress, so only folders of earlier launches are deleted.
     @Test func whatAnEndedImportLeftIsDeletedAtTheNextStart() async throws {
         let folder = DocumentsFolder(documents: documents)
         for name in [".importing-ended", ".importing-\(folder.launch)-begun", ".downloading-a--b"] {

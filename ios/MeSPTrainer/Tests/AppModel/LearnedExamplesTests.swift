@@ -50,13 +50,11 @@ import Testing
         #expect(Set(samples.map(\.prompt)).count == 2 && samples.allSatisfy { !$0.prompt.isEmpty && !$0.isMessage })
         #expect(samples.contains { $0.before != $0.after }, "training changed nothing")
 
-        // The prompts are from the held-out data, and the base model continues them.
         let bundle = try ModelBundle(url: try #require(model.form.bundle).url)
         let stream = try #require(try bundle.tokens("valid"))
         let text = ByteTokenizer().decode((0..<stream.tokenCount).map { stream.token($0) })
         #expect(samples.allSatisfy { text.contains($0.prompt) })
 
-        // The examples still exist when the app is opened again, and are not generated again.
         model = makeModel()
         await model.refresh()
         await model.examples.load(run)
@@ -78,7 +76,6 @@ import Testing
         #expect(model.examples.of(run).map(\.prompt) == ["Q27?", "Q28?"])
         #expect(model.examples.of(run).map(\.isMessage) == [true, true])
 
-        // One tap opens the chat with the run.
         model.openChat(with: run)
         #expect(model.tab == .tryIt && model.writingRun?.id == run.id && model.writingBundle?.name == "bundle")
         #expect(model.chat.draft.prompt == "Q27?" && model.chat.draft.isChat)
@@ -127,7 +124,7 @@ import Testing
         monitor.scene = .inactive
         try await Task.sleep(for: .milliseconds(200))
         #expect(model.examples.writing == run.id && model.examples.of(run).isEmpty)
-        // The app is active for a shorter time than `settling`, so no example is generated.
+        // The app is active only briefly, so no example is generated.
         monitor.scene = .active
         monitor.scene = .background
         try await Task.sleep(for: .milliseconds(200))
@@ -153,7 +150,7 @@ import Testing
         }
         let first = try await train()
         await Task.detached { Self.wait(entered) }.value
-        // `stop` returns at once, although the thread that generates the examples is still working.
+        // `stop` returns at once, although the thread is still working.
         let begin = ContinuousClock.now
         model.examples.stop()
         #expect(ContinuousClock.now - begin < .seconds(1))
@@ -168,7 +165,7 @@ import Testing
 
     nonisolated private static func wait(_ semaphore: DispatchSemaphore) { semaphore.wait() }
 
-    /// A tokenizer that is slow for each text, so that there is time between the first example and the second.
+    /// A slow tokenizer, so that some time passes between two examples.
     private struct SlowTokenizer: TextTokenizer {
         var atText: @Sendable () -> Void = { Thread.sleep(forTimeInterval: 0.1) }
         private let bytes = ByteTokenizer()
@@ -214,7 +211,6 @@ import Testing
         #expect(model.canShowExamples(of: run))
     }
 
-    /// A bundle without held-out data has no examples, and the app says so.
     @Test func withoutHeldOutDataThatIsSaid() async throws {
         let bundle = documents.appendingPathComponent("bundle.mesp")
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()

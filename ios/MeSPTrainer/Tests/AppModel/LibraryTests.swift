@@ -9,7 +9,7 @@ import Testing
     private let documents = temporaryFolder()
     deinit { try? FileManager.default.removeItem(at: documents) }
 
-    /// Returns the longest time, in seconds, for which the main thread was busy during `work`.
+    /// Returns the longest time for which `work` blocks the main thread, in seconds.
     private func longestHitch(while work: () async -> Void) async -> Double {
         let beat = Task {
             var (last, longest) = (Date.now, 0.0)
@@ -70,7 +70,7 @@ import Testing
         }
 
         let model = AppModel(monitor: TestMonitor(), folder: folder) { _ in ByteTokenizer() }
-        // The limits below are parts of the time that reading one log takes, because a busy machine slows down all of them.
+        // The limits are relative to the time to read one log, so that they also hold on a busy machine.
         var start = Date.now
         #expect(try LogSummary(folder: first).steps.count == 10_000)
         let whole = Date.now.timeIntervalSince(start)

@@ -25,7 +25,7 @@ import Testing
         while model.selfChecker.isRunning { try await Task.sleep(for: .milliseconds(5)) }
     }
 
-    /// Returns settings for a quick self-check, whose findings do not matter.
+    /// Returns settings for a quick self-check. The tests ignore its findings.
     private func quick() throws -> SelfCheck.Settings {
         var settings = SelfCheck.Settings(bundle: try bundle)
         (settings.repeats, settings.seconds) = (2, 0.01)
@@ -45,7 +45,6 @@ import Testing
         #expect(written.checks.map(\.name) == report.checks.map(\.name) && written.end != nil)
     }
 
-    /// Plans use the newest report of this machine and this version of MLX, for each kind of bundle.
     @Test func plansCountWhatWasMeasuredOfMetal() async throws {
         defer { MetalMemory[.cpu] = nil }
         let manifest = try ModelBundle(url: URL(fileURLWithPath: try bundle)).manifest

@@ -22,7 +22,7 @@ import Testing
         return request
     }
 
-    /// A tokenizer that writes the tiny model's tokens as numbers.
+    /// A tokenizer that decodes tokens as numbers.
     private struct Numbers: TextTokenizer {
         var bytes = ByteTokenizer()
         var beginOfText: Int? { bytes.beginOfText }
@@ -42,7 +42,6 @@ import Testing
         while chat.writing != nil { try await Task.sleep(for: .milliseconds(2)) }
     }
 
-    /// Trains adapters and returns their folder.
     private func train(in output: URL, seed: UInt64 = 0) throws -> URL {
         var settings = RunSettings(bundle: try bundle().path, output: output.path)
         (settings.optimizer, settings.learningRate, settings.seed) = (.sgd, 1, seed)
@@ -62,14 +61,13 @@ import Testing
         #expect(chat.base.text != chat.tuned.text, "training changed nothing")
     }
 
-    /// A tokenizer that records each conversation that it is asked to encode.
     private final class Asked: TextTokenizer, @unchecked Sendable {
         let beginOfText: Int? = nil
         let endOfText: Int? = nil
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[Said]]()
-        /// The recorded conversations, without the ones that find out how the template ends an answer.
+        /// The recorded conversations, without those for detecting the template's end tokens.
         var conversations: [[Said]] {
             lock.withLock { all.filter { !($0.first?.content.hasPrefix("Mk0") ?? false) } }
         }
@@ -117,18 +115,15 @@ import Testing
         #expect(asked.conversations[3] == conversation(first.tuned.text))
         #expect(first.base.text != first.tuned.text)
 
-        // A message that fails is not part of the conversation.
         try await say("refused")
         #expect(chat.problem == "The template takes no such message." && chat.turns.count == 2)
 
-        // The conversation exists in the next launch of the app, and continues.
         chat = SideBySideChat(monitor: monitor, folder: documents)
         #expect(chat.turns.map(\.base.text).first == first.base.text)
         #expect(chat.bundleName == "bundle" && chat.turns.map(chat.tunedName) == ["run", "run"], "who answers is said")
         try await say("Three")
         #expect(chat.turns.count == 3 && asked.conversations.last?.count == 6)
 
-        // Other models begin a new conversation.
         chat.start(message("Four"), bundle: try bundle(), adapters: [], tokenizer: asked)
         try await written()
         #expect(chat.turns.map(\.prompt) == ["Four"])
@@ -136,8 +131,8 @@ import Testing
         #expect(try chat.turns.isEmpty && documents.readChat() == nil)
     }
 
-    /// Each answer equals the answer of a new chat that reads the whole conversation. The manifest is moved away after the first turn, to show that
-    /// the bundle is not opened again.
+    /// Each answer equals the answer of a new chat with the whole conversation. The manifest is moved away after the first turn, so the bundle cannot
+    /// be opened again.
     @Test func aConversationGoesOnWithOtherStrengths() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)
@@ -178,8 +173,7 @@ import Testing
         #expect(chat.tunedName(of: chat.turns[1]) == "a + b × \(half)", "it is kept who answered")
     }
 
-    /// A conversation that cannot be read is not replaced. When the system launches the app, at night or because a download has arrived, the phone
-    /// may be locked, and the file cannot be read.
+    /// While the phone is locked, the file of the conversation cannot be read.
     @Test func aConversationThatCannotBeReadIsNotReplaced() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let locked = Flag()
@@ -205,7 +199,6 @@ import Testing
         locked.value = false
         #expect(try documents.readChat() == kept)
 
-        // The conversation is read when the phone is unlocked, and continues.
         monitor.tell(.change)
         #expect(chat.turns.map(\.prompt) == ["One"])
         try await say("Two")
@@ -236,7 +229,6 @@ import Testing
         #expect(once > 0)
         let answer = try await say("Two")
         #expect(chat.bytesRead > once)
-        // After a new launch of the app, the model reads the whole conversation again and gives the same answer.
         let kept = try #require(try documents.readChat())
         documents.save(StoredChat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
         chat = SideBySideChat(monitor: monitor, folder: documents)
@@ -278,7 +270,7 @@ import Testing
         #expect(endTokens(of: copy, ByteTokenizer()) == [0], "the tokenizer's, where the model names none")
     }
 
-    /// A text also ends at the token that the template writes after an answer, because a base model's config.json may name another end token.
+    /// The config.json of a base model may name an end token other than the chat template's. Both end a text.
     @Test func whatTrainingEndsWithEndsTheText() throws {
         let copy = folder.appendingPathComponent("copy.mesp")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

@@ -13,7 +13,6 @@ import Testing
 
     init() throws { app = try TestApp() }
 
-    /// With held-out text the run chooses the strength of the adapters, and reports it.
     @Test(arguments: [true, false]) func keepsWhatTheModelKnows(_ isAsked: Bool) async throws {
         try await app.importTied()
         (form.settings.valBatches, form.settings.steps, form.keepsKnowledge) = (2, 2, isAsked)
@@ -25,7 +24,6 @@ import Testing
         if let sentence = log.strength?.sentence.english { #expect(sentence.hasPrefix("The model ")) }
     }
 
-    /// Text that is typed into a field counts as it stands when Start is pressed, even if the person has not pressed Return or left the field.
     @Test func whatIsTypedCountsAtOnce() async throws {
         try await app.importTied()
         for text in ["", "2"] { form[text: .steps] = text }

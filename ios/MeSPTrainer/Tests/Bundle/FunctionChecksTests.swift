@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// Tests the checks of function files before MLX reads them.
 @Suite struct FunctionChecksTests {
     private static let demos = ["Demo.mesp", "Demo-GPU.mesp"].map {
         URL(fileURLWithPath: #filePath + "/../../../" + $0).standardizedFileURL
@@ -39,7 +38,7 @@ import Testing
         let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         let length = try #require(ModelBundle(url: source, checksums: false).manifest.seqLens.max())
         let x = TestFunction.Array.array([16])
-        // MLX would read beyond the input of the first function.
+        // This Slice lies outside of its input, so MLX would read other memory.
         let lies = TestFunction(x, [.node("Slice", [[100], [104], [1]], [0], .array([4]))], outputs: 9)
         let other = TestFunction(x, [.node("Exp", [], [0], x)], outputs: 9)
         let file = "block.\(length).mlxfn"
@@ -70,7 +69,6 @@ import Testing
         }
     }
 
-    /// Each refused file is compared with a similar file that passes.
     @Test func aFileThatLiesIsRefused() throws {
         let x = TestFunction.Array.array([16])
         func refused(
@@ -110,8 +108,7 @@ import Testing
         }
     }
 
-    /// MLX's operations never make the primitives below: for such arguments they return their input or refuse it. The primitives rely on that, so a
-    /// file with one of them is refused.
+    /// MLX's operations never create these primitives: for such arguments they return their input or throw an error.
     @Test func whatMLXNeverMakesIsRefused() throws {
         typealias Node = TestFunction.Node
         let column = TestFunction.Array.array([4, 1])
@@ -142,7 +139,7 @@ import Testing
         refused(.node("AsType", [], type: .float32, [0], column), of: column)
         refused(.node("View", [], type: .float32, [0], column), of: column)
         refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
-        // Attention divides the number of heads by the number of key heads, which may be 0.
+        // Attention divides by the number of key heads, which may be 0.
         let state = Data([0, 0, 128, 63, 1, 0, 0, 0])
         for (heads, size, isRefused) in [
             (1, 64, false), (1, 72, false), (1, 96, false), (0, 64, true), (1, 256, true),
@@ -154,7 +151,7 @@ import Testing
                 said.contains("do not match") == isRefused && (isRefused || said.isEmpty),
                 "\(heads) of \(size): \(said)")
         }
-        // These bytes say whether there are sinks and logarithms, and whether attention must be fused.
+        // These bytes are the flags for sinks, for logarithms and for fused attention.
         for index in 5...7 {
             var other = state
             other[index] = 1
@@ -181,7 +178,7 @@ import Testing
         for index: Int32 in [-1, 16, 1_000_000, .min] {
             #expect(gather(of: 16, .constant([index]), indices: 1, shape: []).contains(refused))
         }
-        // Indices that are computed from the input are accepted only if a mask or their type keeps them in bounds.
+        // Computed indices are accepted only if a mask or their type keeps them within bounds.
         let computed = TestFunction.Node.node("View", [], type: .uint32, [0], .array([16], .uint32))
         #expect(gather(of: 16, computed, indices: 1, shape: [16]).contains(refused))
         func masked(_ mask: Int32, operation: Int32 = 0) -> String {
@@ -232,7 +229,7 @@ import Testing
     }
 }
 
-/// A file with one function on the CPU. Its input has the id 0, and the nodes have the ids 1, 2, …; the last node is the output.
+/// A file with one function on the CPU. The input has the id 0. The nodes have the ids 1, 2, …. The last node is the output.
 private struct TestFunction {
     enum Element: Int32 {
         case uint8 = 1
@@ -268,7 +265,7 @@ private struct TestFunction {
             return Node(id: id, content: content + numberData(UInt64(0)) + output.data)
         }
 
-        /// Returns a constant, without dimensions if it has one element.
+        /// Returns a constant. One element gives a scalar.
         static func constant(_ values: [Int32], _ element: Element = .int32) -> Node {
             let shape = values.count == 1 ? [] : [Int32(values.count)]
             return Node(

@@ -8,7 +8,6 @@ import Testing
 @testable import MeSPFiles
 
 @Suite(.serialized) struct ModelBundleTests {
-    /// Copies a fixture's bundle and returns the copy.
     private func copy(_ fixture: URL? = Fixture.tied) throws -> URL {
         let source = try #require(fixture).appendingPathComponent("bundle.mesp")
             .resolvingSymlinksInPath()
@@ -66,7 +65,6 @@ import Testing
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
     }
 
-    /// A manifest with impossible entries is refused, for a model with two kinds of attention.
     @Test(arguments: [
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
         "scales of no format", "a norm that is stacked", "a matrix that is stacked",
@@ -106,7 +104,6 @@ import Testing
         #expect(sentence.hasSuffix("export the bundle again."), "\(sentence)")
     }
 
-    /// A kind of blocks has all functions or none.
     @Test(arguments: ["functions", "plain_functions", "packed_functions"])
     func refusesAKindWithSomeFunctions(_ kind: String) throws {
         let demo = URL(fileURLWithPath: #filePath + "/../../../Demo-GPU.mesp").standardizedFileURL
@@ -164,7 +161,7 @@ import Testing
     @Test func sha256KnownAnswers() throws {
         let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         defer { try? FileManager.default.removeItem(at: url) }
-        // These are the examples of FIPS 180-4. 1,000,000 times "a" spans several pieces.
+        // The examples of FIPS 180-4.
         for (text, digest) in [
             ("", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
             ("abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
@@ -195,8 +192,7 @@ import Testing
         #expect(windows.training(count, seed: 5) == first[0])
     }
 
-    /// Three examples, of 5, 3 and 5 tokens. The mask has two separate tokens of the first, all tokens of the second, and only the last token of the
-    /// third.
+    /// Three examples, of 5, 3 and 5 tokens. The loss has two tokens of the first example, all tokens of the second, and the last token of the third.
     private let stream = TokenStream(
         tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 5, 3, 8, 5]),
         mask: Data([0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]))
@@ -224,7 +220,7 @@ import Testing
         #expect(throws: MeSPError.self) { try short.check(vocabulary: 10) }
     }
 
-    /// A sequence ends with the last target in the loss, because later tokens change nothing.
+    /// A sequence ends at the last token in the loss.
     @Test func anExampleIsAsShortAsALengthAllows() {
         let sequences = stream.sequences(lengths: [1, 2, 4, 8])
         #expect(sequences.count == 3)
@@ -239,7 +235,7 @@ import Testing
         #expect(windows.count == 2 && windows[0] == Example(tokens: [0, 1, 2], counted: [0, 1]))
     }
 
-    /// Each token except the first of the stream is a target once, with or without a `begin` token in the windows.
+    /// Each token except the first is a target exactly once, with or without a `begin` token.
     @Test func windowsBeginAsTheModelsTextsDo() {
         let windows = TokenStream(tokens: data([9, 1, 2, 3, 4]), begin: 9).sequences(lengths: [2])
         #expect(windows.count == 2)

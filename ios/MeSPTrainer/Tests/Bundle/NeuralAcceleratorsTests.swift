@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPBundle
 
-/// Tests of neural accelerators. They set an environment variable, which MLX on a CPU does not read.
+/// MLX on a CPU does not read the environment variable that these tests set.
 @Suite(.serialized) final class NeuralAcceleratorsTests {
     private let folder = temporaryFolder()
     private var record: URL { folder.appendingPathComponent("MeSP/neural-accelerators") }
@@ -24,11 +24,10 @@ import Testing
         return accelerators
     }
 
-    /// The architecture that MLX would read.
     private var told: String? { getenv(NeuralAccelerators.variable).map { String(cString: $0) } }
 
-    /// As in `is_nax_available` of MLX's device.cpp, a GPU has neural accelerators from generation 18 on if its name ends in p, and otherwise from
-    /// generation 17 on.
+    /// As in MLX's `is_nax_available`: a GPU has neural accelerators from generation 18 on if its name ends in p, and otherwise from generation 17
+    /// on.
     @Test(arguments: [
         ("applegpu_g18p", "applegpu_g17p"), ("applegpu_g19p", "applegpu_g17p"), ("applegpu_g17g", "applegpu_g16g"),
         ("applegpu_g17s", "applegpu_g16s"), ("applegpu_g18d", "applegpu_g16d"),
@@ -63,7 +62,7 @@ import Testing
     @Test(arguments: [(26, 2), (26, 3), (27, 0)])
     func laterSystemsHaveThem(_ major: Int, _ minor: Int) { #expect(make("applegpu_g18p", major, minor).state == .off) }
 
-    /// MLX reads the name once in a process, so it keeps using the neural accelerators after a failed check.
+    /// MLX reads the variable once in a process, so it keeps using the neural accelerators after a failed check.
     @Test func afterACheckThatFailedTheGPUIsRefused() throws {
         let failed = make("applegpu_g18p")
         failed.beginCheck()

@@ -15,7 +15,7 @@ import Testing
         }
     }
 
-    /// A thread begins when the previous one has ended, even if the previous one was within a block when it was abandoned.
+    /// The first thread is abandoned within a block.
     @Test func aThreadBeginsWhenTheOneBeforeHasEnded() async {
         let (entered, release) = (DispatchSemaphore(value: 0), DispatchSemaphore(value: 0))
         let (first, second) = (BoundaryGate(), BoundaryGate())
@@ -37,7 +37,6 @@ import Testing
         #expect(await end(after).messages == [2])
     }
 
-    /// A stopped run may still wait, because its step may have to finish. Abandoned work ends while it waits.
     @Test func whatIsAbandonedEndsWhereItWaits() async {
         let gate = BoundaryGate()
         gate.set([.away])

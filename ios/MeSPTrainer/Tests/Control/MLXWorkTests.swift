@@ -5,7 +5,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests that one thread works on MLX.
 @Suite(.serialized) struct MLXWorkTests {
     private final class Log: @unchecked Sendable {
         private let lock = NSLock()
@@ -14,7 +13,6 @@ import Testing
         func add(_ entry: String) { lock.withLock { entries.append(entry) } }
     }
 
-    /// If two threads begin work at once, the work of one ends before the work of the other begins.
     @Test func oneThreadAtATime() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let (log, ended) = (Log(), DispatchSemaphore(value: 0))
@@ -33,7 +31,6 @@ import Testing
         #expect([["a", "a", "b", "b"], ["b", "b", "a", "a"]].contains(log.all))
     }
 
-    /// Work that begins during other work waits for its end, and runs on the same thread.
     @Test func whatIsBegunLaterIsDoneLater() {
         let (log, ended) = (Log(), DispatchSemaphore(value: 0))
         for name in ["a", "b", "c"] {
@@ -50,7 +47,7 @@ import Testing
     }
 
     #if os(Linux)
-        /// Repeated runs leave no further threads. MLX starts a thread for each stream, and such a thread lives as long as the process.
+        /// MLX starts a thread for each stream. Such a thread lives as long as the process.
         @Test func runsLeaveNoThreads() throws {
             func threads() throws -> Int {
                 usleep(100_000)  // the thread that samples a run's footprint ends soon

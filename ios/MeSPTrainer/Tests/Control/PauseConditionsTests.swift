@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPCore
 
 struct PauseConditionsTests {
-    /// The rows of the table: scene, device, grant, and the reasons to wait.
+    /// Each row has the scene, whether the run uses the GPU, the grant, and the expected reasons to wait.
     static let rows: [(AppScene, usesGPU: Bool, BackgroundGrant?, Set<PauseReason>)] = [
         (.active, false, nil, []),
         (.active, false, .continued, []),

@@ -14,7 +14,7 @@ import Testing
 
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    /// Returns the settings of a run that ends only when it is stopped, unless `steps` are given.
+    /// Returns settings. Without `steps` the run ends only when it is stopped.
     private func settings(_ name: String = "run", steps: Int = 1_000_000) throws -> RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest
@@ -28,7 +28,6 @@ import Testing
         return settings
     }
 
-    /// Waits until `condition` is true.
     private func wait(_ comment: Comment, until condition: () -> Bool) async throws {
         let limit = Date(timeIntervalSinceNow: 60)
         while !condition() {
@@ -51,7 +50,6 @@ import Testing
         try await reach(.finished(.stopped))
     }
 
-    /// Returns the events in the log file, with their messages.
     private func events() throws -> [String] {
         try LogSummary(folder: folder.appendingPathComponent("run")).events.map { "\($0.name): \($0.message.english)" }
     }
@@ -70,7 +68,6 @@ import Testing
         #expect(controller.log.end?.reason == .finished)
     }
 
-    /// A run computes the same however often and wherever in a step it waits.
     @Test func pausedAtRandomGivesTheSameLosses() async throws {
         try await train()
         for _ in 0..<6 {
@@ -86,7 +83,6 @@ import Testing
         #expect(try paused == losses("uninterrupted").prefix(paused.count).map { $0 })
     }
 
-    /// The run pauses at every boundary of one step: forward, at the head, backward, and in MeZO's update.
     @Test(arguments: GradientMethod.allCases) func pausedAtEachBoundaryOfAStepGivesTheSameLosses(
         _ method: GradientMethod
     )
@@ -108,7 +104,6 @@ import Testing
         #expect(
             boundaries == 1 + 3 * (method == .mezo ? 3 * layers + 2 : 2 * layers + 1), "the first makes the trainer")
         let paused = try losses("\(method)-paused") {
-            // During a pause, other work uses MLX.
             eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
             Memory.clearCache()
             usleep(1000)
@@ -179,7 +174,7 @@ import Testing
     }
 
     @Test func aMemoryWarningPausesUntilThePhoneHasMemoryAgain() async throws {
-        // The app's own memory does not count as the run's.
+        // The run's memory does not include other memory of the app.
         let ballast = [UInt8](repeating: 1, count: 50_000_000)
         defer { withExtendedLifetime(ballast) {} }
         try await train()
@@ -215,7 +210,6 @@ import Testing
         try await end()
     }
 
-    /// The work ends before its caller continues, even if nobody reads the work's messages any more, as after a cancellation.
     @Test func otherWorkHasEndedWhenItsCallerGoesOn() async throws {
         let hasEnded = Flag()
         await controller.doOther { gate in

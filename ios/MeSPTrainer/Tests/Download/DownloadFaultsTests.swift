@@ -9,10 +9,10 @@
     @testable import MeSPCore
     @testable import MeSPDownload
 
-    /// Tests downloads in the app during which the disk is full, the process is killed or the power fails, at any call that changes a file. The
-    /// library tests/helpers/faults.c simulates these faults.
+    /// Tests downloads with faults at any call that changes a file: a full disk, a killed process or a power failure. tests/helpers/faults.c
+    /// simulates these faults.
     ///
-    /// Each download runs in another process of this program, with that library, because the process may be killed.
+    /// Each download runs in a separate process, because the process may be killed.
     @Suite(.serialized) @MainActor final class DownloadFaultsTests {
         private nonisolated static let environment = ProcessInfo.processInfo.environment
         private let folder = temporaryFolder()
@@ -45,7 +45,7 @@
                 case .killed: failed += kind == .full ? 0 : 1
                 case .said(let problem):
                     failed += problem == "" ? 0 : 1
-                    // The download may also succeed, because the data may arrive in fewer pieces, and the last calls need no room.
+                    // The number of calls varies with the pieces of data, and some calls need no space. So the download may also succeed.
                     #expect(problem == "" || kind == .full && problem.contains("space"), "call \(number): \(problem)")
                 }
                 for bundle in try bundles(documents) { _ = try ModelBundle(url: bundle) }
@@ -58,7 +58,7 @@
             #expect(failed >= 4)
         }
 
-        /// Runs the download, in a separate process.
+        /// The body of the separate process.
         @Test(.enabled(if: environment["MESP_DOWNLOAD_INTO"] != nil)) func goesOnWithTheDownload() async throws {
             let hub = try #require(Self.environment["MESP_HUB"].flatMap { URL(string: $0) })
             let documents = try #require(Self.environment["MESP_DOWNLOAD_INTO"].map { URL(fileURLWithPath: $0) })
@@ -80,14 +80,13 @@
 
         private enum End: Equatable {
             case killed
-            /// The download ended with this problem; the text is empty if there was none.
+            /// The download ended with this problem; empty if it succeeded.
             case said(String)
         }
 
         private func download(
             _ hub: Hub, into documents: URL, _ library: URL, _ faults: [String: String] = [:]
         ) throws -> End {
-            // The folder is created here, because the app's folder exists before the app runs.
             try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
             let said = folder.appendingPathComponent("said")
             let process = Process()

@@ -12,7 +12,7 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// A server like the Hub, in a separate process, that misbehaves on request. See hub_server.py.
+/// A server like the Hub, in a separate process, with faults on request (hub_server.py).
 final class Hub {
     let url: URL
     private let process = Process()
@@ -35,7 +35,6 @@ final class Hub {
         url = try #require(URL(string: "http://127.0.0.1:\(port)"))
     }
 
-    /// Ends the server, and returns the requests that it received.
     func end() -> [String] {
         kill(process.processIdentifier, SIGKILL)  // the server has inherited blocked signals
         let text = String(decoding: output.fileHandleForReading.readDataToEndOfFile(), as: UTF8.self)
@@ -43,7 +42,7 @@ final class Hub {
     }
 }
 
-/// The transfers to test. The system's background session exists only on phones, so another session replaces it here.
+/// The transfers to test. An ephemeral session replaces the system's background session, which exists only on phones.
 enum Way: CaseIterable { case foreground, background }
 
 @Suite(.serialized) @MainActor final class HubDownloadTests {
@@ -60,12 +59,12 @@ enum Way: CaseIterable { case foreground, background }
 
     /// Downloads from a server with these faults.
     ///
-    /// - Returns: the requests that the server received, and the problem, if any.
+    /// - Returns: the requests that the server received, and the problem; nil if there was none.
     private func fetch(
         _ faults: [String: [Any]], by way: Way = .foreground, from source: URL? = nil
     ) async throws -> ([String], String?) {
         let hub = try Hub(try source ?? fixture(), faults)
-        // A server on a busy machine may be slow too, so the timeout is short only if the server is to stall.
+        // The timeout is short only for a server that stalls, because a busy machine may also be slow.
         let stalls = faults.values.joined().contains { $0 as? String == "stall" }
         var problem: String?
         do {
@@ -123,7 +122,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try isWhole())
     }
 
-    /// After the app was terminated, the system has received one file and is receiving another. The next download uses both files.
+    /// After the app was terminated, the system continues the download. The app uses the files that have arrived.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try HubDownload(
@@ -143,7 +142,7 @@ enum Way: CaseIterable { case foreground, background }
         let slow = try #require(offer.manifest.files.first { $0.path == "blocks/01.bin" })
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self)
         async let fetched: Void = download.fetch(offer, to: folder) { sender.yield($0) }
-        // All files except the slow one have arrived, and a part of the slow file too.
+        // All files except a part of the slow file have arrived.
         for await count in bytes where count > offer.size - slow.size { break }
         _ = try await URLSession.shared.data(from: hub.url.appendingPathComponent("go-on"))
         try await fetched
@@ -185,14 +184,12 @@ enum Way: CaseIterable { case foreground, background }
         #expect(problem == sentence)
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("manifest.json").path))
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("blocks/00.bin").path))
-        // The next attempt continues and succeeds.
         #expect(try await fetch([:], by: way).1 == nil)
         #expect(try isWhole())
     }
 
     @Test func aFileThatStaysShortIsRefused() async throws {
         let (_, problem) = try await fetch(["blocks/00.bin": ["short", "short", "short", "short", "short"]])
-        // The download asks for the missing part of the file, which the server does not have.
         #expect(problem?.contains("blocks/00.bin of someone/tied-mesp") == true)
     }
 
@@ -218,7 +215,6 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try await fetch([:], from: source).1?.contains("is damaged") == true)
     }
 
-    /// Links in the folder, which somebody else may have created, are replaced and not followed.
     @Test(arguments: Way.allCases) func noLinkInTheFolderIsFollowed(_ way: Way) async throws {
         let outside = folder.appendingPathExtension("outside")
         let old = Data("of somebody else".utf8)
@@ -245,7 +241,6 @@ enum Way: CaseIterable { case foreground, background }
         for file in files { #expect(try Data(contentsOf: outside.appendingPathComponent(file)) == old) }
     }
 
-    /// A partial file of another commit is removed, whatever its length.
     @Test(arguments: Way.allCases) func aBundleThatChangedMeanwhileComesAsItIsNow(_ way: Way) async throws {
         let source = folder.appendingPathExtension("source")
         defer { try? FileManager.default.removeItem(at: source) }
@@ -288,7 +283,6 @@ enum Way: CaseIterable { case foreground, background }
 
     // MARK: - In the app
 
-    /// A network whose cost the tests set.
     @MainActor private final class Path: NetworkPath {
         var isCostly = false { didSet { onChange?() } }
         var onChange: (() -> Void)?
@@ -323,7 +317,6 @@ enum Way: CaseIterable { case foreground, background }
         await model.lookUp()
         await model.download()
         #expect(model.problem == "There is a bundle tied.mesp already; delete it first.")
-        // The bundle is deleted and downloaded again.
         model.askToDelete(.bundle(try #require(model.form.bundle)))
         await model.confirmDeletion()
         await model.download()
@@ -402,7 +395,6 @@ enum Way: CaseIterable { case foreground, background }
         #expect(model.problem == nil && model.form.bundle?.id == "tied.mesp")
     }
 
-    /// In the background a download waits for a network that is not costly, unless the person allows the costly one.
     @Test func aDownloadThatMeetsACostlyNetworkAsksAndGoesOn() async throws {
         let hub = try Hub(try fixture(), ["blocks/02.bin": ["stall"]])
         let network = Path()
@@ -447,7 +439,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(model.library.bundles.count == 1)
     }
 
-    /// The app ended when the bundle already had its final name and the record of the download still existed.
+    /// The app ended after the bundle had its final name, but before the download's record was removed.
     @Test func aDownloadThatEndedWithTheAppIsOver() async throws {
         let hub = try Hub(try fixture())
         let ended = try model(hub)

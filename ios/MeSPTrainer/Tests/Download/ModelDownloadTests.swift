@@ -9,7 +9,6 @@ import Testing
 @testable import MeSPFiles
 @testable import MeSPImport
 
-/// Tests downloads of models in MLX's format, which become bundles in the app.
 @Suite(.serialized) @MainActor final class ModelDownloadTests {
     private nonisolated static let repository = "someone/tiny-4bit"
     private let documents = temporaryFolder()
@@ -35,7 +34,6 @@ import Testing
         return model
     }
 
-    /// Looks up the repository on a server with these faults.
     private func lookUp(_ faults: [String: [Any]]) async throws -> (problem: String?, requests: [String]) {
         let hub = try Hub(source, faults)
         let model = model(hub)
@@ -53,7 +51,6 @@ import Testing
             })
     }
 
-    /// Returns whether the app's folder has the bundle and nothing else.
     private func hasBundleAlone() throws -> Bool {
         let bundle = try ModelBundle(url: documents.appendingPathComponent("tiny-4bit.mesp"))  // compares every SHA-256
         return try !bundle.manifest.files.isEmpty
@@ -252,7 +249,7 @@ import Testing
         #expect(hub.end().contains { $0.hasPrefix("\(weights) bytes=") }, "not from the beginning")
     }
 
-    /// Downloads by the functions of `DocumentsFolder`, without an `AppModel`, and cancels when the first piece of the bundle is written.
+    /// Begins a download, and cancels it when the first part of the bundle is written.
     private func endWhileRewriting(_ hub: Hub) async throws -> HubDownload.Offer {
         let download = try HubDownload(repository: Self.repository, hub: hub.url, patience: 5)
         let offer = try await download.fetchOffer()
@@ -279,8 +276,7 @@ import Testing
         #expect(hub.end().count == (try sizes().count + 4), "nothing is asked for again")
     }
 
-    /// The app ended after the rewriting. Either the bundle is complete and the model is partly deleted, or the bundle has its final place and the
-    /// hidden folder still exists.
+    /// The app ended after the conversion: the model is partly deleted, or the bundle is moved and the hidden folder remains.
     @Test(arguments: [false, true]) func aRewritingThatEndedWithTheAppIsOver(_ wasMoved: Bool) async throws {
         let hub = try Hub(source)
         _ = try await endWhileRewriting(hub)

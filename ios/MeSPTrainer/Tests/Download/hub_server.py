@@ -1,23 +1,23 @@
-"""Stands in for the Hub in tests: serves a folder's files, with the faults that it is given.
+"""Serves a folder's files as the Hub does, with faults for tests.
 
     python hub_server.py FOLDER FAULTS
 
-FAULTS is a JSON object: for a path, the list of the faults of its answers, in order. The path of
+FAULTS is a JSON object: for a path, the list of the faults of its responses, in order. The path of
 the list of files is `api`. A fault is one of these:
 
 - `cut`: the connection is closed in the middle of the body.
 - `stall`: nothing is sent after the middle of the body; 30 seconds later the connection is closed.
 - `flip`: the file's first byte is changed.
 - `long`, `short`: more, or fewer, bytes are sent than the file has.
-- `whole`: the whole file is sent although a part was asked for.
-- `other`: the answer says that it begins one byte later than the part that was asked for.
+- `whole`: the whole file is sent in response to a range request.
+- `other`: the response's range begins one byte later than the requested range.
 - `trickle`: the first half is sent slowly, byte by byte, until someone requests `/go-on`.
-- `expired`: the answer redirects to another host, which refuses.
-- a number: the answer has this status.
-- an object: the answer's body is the text in `answer`, repeated `times` times (default 1).
+- `expired`: the response redirects to another host. That host refuses the request.
+- a number: the response has this status.
+- an object: the response's body is the text in `answer`, repeated `times` times (default 1).
 
-The server prints its port, and then each request with its Range. It has the files of one commit;
-only `manifest.json` is also served for other revisions.
+The server prints its port, and then each request with its Range. It has the files of one commit.
+Only `manifest.json` is also served for other revisions.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ folder, faults = Path(sys.argv[1]), json.loads(sys.argv[2])
 
 
 def file_list() -> bytes:
-    """Returns the Hub's list of a model's files, with a SHA-256 only for the safetensors files."""
+    """Returns the Hub's list of a model's files. Only safetensors files have a SHA-256."""
     siblings = []
     for file in sorted(folder.rglob("*")):
         if file.is_file():
@@ -63,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         elif revision != COMMIT and path != "manifest.json":
             path = "of another commit"
         asked = self.headers.get("Range")
-        print(f"{path} {asked or 'whole'}\n", end="", flush=True)  # in one piece: others print too
+        # one write, because several threads print
+        print(f"{path} {asked or 'whole'}\n", end="", flush=True)
         left = faults.get(path, [])
         fault = left.pop(0) if left else None
         file = folder / path

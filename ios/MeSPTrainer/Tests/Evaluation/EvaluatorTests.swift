@@ -9,7 +9,7 @@ import Testing
 @Suite(.serialized) struct EvaluatorTests {
     static let cases = Fixture.cases
 
-    /// Returns, for each of a fixture's tokens except the first, log p and whether the token is the likeliest. Both follow from the reference's y.
+    /// Returns, for each token except the first, its log probability and whether it is the likeliest token. Both are computed from the reference's y.
     private func expected(_ fixture: Fixture, _ tokens: [Int]) throws -> [(logProbability: Double, isGreedy: Bool)] {
         let y = try fixture.array("y")
         return try fixture.bundle.withHead { weights in
@@ -26,7 +26,7 @@ import Testing
         }
     }
 
-    /// Chunks of 256 tokens read the text in one piece, with dequantized tiles. Chunks of 3 tokens use `quantizedMM`.
+    /// Chunks of 256 tokens use dequantized tiles. Chunks of 3 tokens use `quantizedMM`.
     @Test(arguments: cases, [3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
         throws
     {
@@ -40,10 +40,9 @@ import Testing
                 let sum = targets.reduce(0) { $0 + $1.logProbability }
                 let (prompt, continuation) = (Array(tokens[..<first]), Array(tokens[first...]))
                 let other = [Int](repeating: 3, count: 5)
-                // The continuation is scored alone, and with others after the same prompt.
                 for choices in [[continuation], [[5], continuation, other]] {
                     let score = try evaluator.scores(of: choices, after: prompt)[choices.count / 2]
-                    // The evaluator adds float32 numbers in another order than the reference.
+                    // The evaluator sums float32 numbers in another order than the reference.
                     #expect(abs(score.logLikelihood - sum) < 1e-5 * Double(targets.count) * max(1, -sum))
                     #expect(score.isGreedy == targets.allSatisfy(\.isGreedy))
                 }
@@ -53,8 +52,7 @@ import Testing
         }
     }
 
-    /// Some choices have one token. With chunks of 2 or 4 tokens, the choices together, and some choices alone, have more tokens than go through the
-    /// blocks at once.
+    /// With chunks of 2 or 4 tokens, some choices do not fit into one chunk.
     @Test(arguments: [2, 4, 256]) func choicesAreScoredAsIfAlone(_ chunk: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = Evaluator(try CachedModel(fixture.bundle, chunk: chunk))
@@ -63,7 +61,7 @@ import Testing
         let together = try evaluator.scores(of: choices, after: prompt)
         for (choice, score) in zip(choices, together) {
             let alone = try evaluator.scores(of: [choice], after: prompt)
-            // For several choices together, float32 numbers are added in another order.
+            // Scoring choices together changes the order of float32 sums.
             #expect(abs(score.logLikelihood - alone[0].logLikelihood) < 1e-4)
             #expect(score.isGreedy == alone[0].isGreedy)
         }
@@ -84,7 +82,7 @@ import Testing
         #expect(scores[0].logLikelihood > scores[1].logLikelihood)
     }
 
-    /// Each token is scored once. Every window except the first has the full length, even the last.
+    /// Each token is scored once. Each window except the first has the full length.
     @Test func aLongTextIsTakenInWindows() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = try Evaluator(fixture.bundle)
@@ -112,7 +110,7 @@ import Testing
         }
     }
 
-    /// A likelihood that is not finite is an error. Adapters give such likelihoods if their training diverged.
+    /// Adapters give such likelihoods if their training diverged.
     @Test func aLikelihoodThatIsNoNumberIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         try fixture.withAdapters(scaledBy: 1e30) { adapters in
@@ -124,7 +122,7 @@ import Testing
 }
 
 extension Fixture {
-    /// Calls `body` with a folder of adapters: the fixture's parameters multiplied by a factor.
+    /// Calls `body` with a folder of adapters: the fixture's parameters, multiplied by `factor`.
     fileprivate func withAdapters(scaledBy factor: Float = 1, _ body: (URL) throws -> Void) throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }

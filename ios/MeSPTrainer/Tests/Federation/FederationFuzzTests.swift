@@ -7,12 +7,11 @@ import Testing
 @testable import MeSPFederation
 @testable import MeSPFiles
 
-/// Tests damaged messages of a server. Each is read or refused with a sentence, within the memory limit. A crash ends the tests.
+/// Tests damaged messages of a server. Each is read or refused with a sentence, within the memory limit.
 @Suite(.serialized) struct FederationFuzzTests {
     private let cases = FuzzTests.cases
     private static let most = 1 << 20
 
-    /// Returns the bytes with some of them flipped, removed, inserted or overwritten.
     private func damaged(_ data: Data, _ random: inout FuzzTests.Generator) -> Data {
         var data = Data(data)
         for _ in 0..<Int.random(in: 1...3, using: &random) where !data.isEmpty {
@@ -33,7 +32,7 @@ import Testing
         return data
     }
 
-    /// Returns a message with damaged bodies of some objects. All ids are computed again, so that only the bodies are wrong.
+    /// Returns a message with one damaged object body. The ids are recomputed, so that they match.
     private func damaged(
         _ tree: FlowerObjectTree, _ contents: [String: Data], _ random: inout FuzzTests.Generator
     ) throws -> (FlowerObjectTree, [String: Data]) {
@@ -116,7 +115,6 @@ import Testing
         #expect(memoryFootprint() - before < 50_000_000)
     }
 
-    /// Tests damaged responses of the calls.
     @Test func answers() throws {
         var random = FuzzTests.Generator(state: 12)
         var metadata = try Metadata(ProtobufMessage(Data()))

@@ -6,9 +6,9 @@ import Testing
 @testable import MeSPFiles
 
 struct FlowerObjectsTests {
-    /// The contents of the objects that Flower 1.41's `deflate()` makes of `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}),
-    /// "metrics": MetricRecord({"num-examples": -3, "loss": 0.5}), "config": ConfigRecord({"lr": 0.25, "round": 2, "name": "n", "on": True, "raw":
-    /// b"\x00\x01"})})`, with `b` [[0, 1], [2, 3]] in float32 and `half` [1, 65535] in uint16.
+    /// The objects of Flower 1.41's `deflate()` for `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}), "metrics":
+    /// MetricRecord({"num-examples": -3, "loss": 0.5}), "config": ConfigRecord({"lr": 0.25, "round": 2, "name": "n", "on": True, "raw":
+    /// b"\x00\x01"})})`. `b` is [[0, 1], [2, 3]] in float32, and `half` is [1, 65535] in uint16.
     private let objects = [
         "QXJyYXlDaHVuayAgMTQ0AJNOVU1QWQEAdgB7J2Rlc2NyJzogJzxmNCcsICdmb3J0cmFuX29yZGVyJzogRmFsc2UsICdzaGFwZSc6"
             + "ICgyLCAyKSwgfSAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAKAAAAAAAA"
@@ -58,7 +58,7 @@ struct FlowerObjectsTests {
         #expect(try store.records(id, most: 1 << 26) == records)
     }
 
-    /// The objects equal Flower's except for spaces and order in JSON. Objects without JSON have Flower's ids.
+    /// The objects equal Flower's except for spaces and the order of keys in JSON.
     @Test func writesWhatFlowerWrites() throws {
         var (store, flowers) = (FlowerObjectStore(), FlowerObjectStore())
         let tree = try store.add(records)
@@ -82,7 +82,7 @@ struct FlowerObjectsTests {
         #expect(try store.records(tree.id, most: 1 << 26).arrays["arrays"]?["a"] == array)
     }
 
-    /// Equal chunks are one object, which an array may name any number of times. Here an array names a chunk of 1 MiB 100,000 times, which is 100 GB.
+    /// An array may name the same chunk several times. Here it names a chunk of 1 MiB up to 100,000 times.
     @Test(arguments: [1, 100_000])
     func aMessageTakesNoMoreMemoryThanItMay(times: Int) throws {
         var store = FlowerObjectStore()
@@ -101,13 +101,12 @@ struct FlowerObjectsTests {
         #expect(error?.sentence.english.contains("more than 67 MB") == (times > 1))
     }
 
-    /// The number of a message's fields is limited, because a field of two bytes takes some thirty bytes of memory.
+    /// A field of two bytes takes about thirty bytes of memory.
     @Test func aMessageHasNoMoreFieldsThanFlowers() throws {
         #expect(throws: MeSPError.self) { try ProtobufMessage(Data(repeating: 8, count: 1 << 20)) }
         #expect(try ProtobufMessage(Data(repeating: 8, count: 1 << 16)).number(1) == 8)
     }
 
-    /// Objects with a changed byte and incomplete objects are refused, because a server cannot be trusted.
     @Test func damagedObjectsAreRefused() throws {
         for content in objects.compactMap({ Data(base64Encoded: $0) }) {
             for length in 0..<content.count {

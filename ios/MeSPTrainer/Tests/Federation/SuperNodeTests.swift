@@ -17,9 +17,6 @@ final class SuperNodeTests {
             configuration: SuperLink.configuration(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
     }
 
-    /// Runs a node until an event for which `isLast` is true.
-    ///
-    /// - Returns: the events.
     @discardableResult
     private func run(
         _ node: SuperNode, until isLast: @escaping @Sendable (SuperNode.Event) -> Bool,
@@ -45,7 +42,6 @@ final class SuperNodeTests {
         Task { try await node.run(report: report, answer: train) }
     }
 
-    /// Returns the files of a message that still exist.
     private func keeps() throws -> [String] {
         try FileManager.default.subpathsOfDirectory(atPath: folder.path)
             .filter { ![".lock", "node.id", "node.key", "node.pub", "objects"].contains($0) }
@@ -55,7 +51,7 @@ final class SuperNodeTests {
         if case .sent = event { true } else { false }
     }
 
-    /// Answers with each number increased by one.
+    /// Returns each number plus one.
     @Sendable private static func train(_ question: SuperNode.Question) async throws -> FlowerRecords {
         let array = try #require(question.records.arrays["arrays"]?["a"])
         let numbers = array.data.withUnsafeBytes { $0.bindMemory(to: Float.self).map { $0 + 1 } }
@@ -80,20 +76,17 @@ final class SuperNodeTests {
 
     @Test func goesOnWhereItEnded() async throws {
         try SuperLink.ask(host)
-        // The node ends during training. The server considers the message delivered and does not send it again.
+        // The node ends during training. The server does not send the message again.
         let first = try node()
         await #expect(throws: CancellationError.self) {
             try await first.run(report: { _ in }, answer: { _ in throw CancellationError() })
         }
         let pulls = SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count }
-        // The node keeps its identity.
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "activate-node" }.count } == 1)
-        // The node ends while it sends.
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: MeSPError.self) {
             try await self.node().run(report: { _ in }, answer: Self.train)
         }
-        // Finally the node sends the saved answer without computing it again.
         try await run(node(), until: Self.isSent) { _ in throw Interrupted() }
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count } == pulls)
@@ -138,7 +131,7 @@ final class SuperNodeTests {
         #expect(!events.contains { if case .failed = $0 { true } else { false } })
         #expect(try keeps().isEmpty)
         #expect(SuperLink.with(host) { !$0.calls.contains("pull-object") && $0.answer == nil })
-        // The node also drops a message that expires while the server fails at each call about it.
+        // A message can also expire while the server fails at all calls about it.
         try SuperLink.ask(host, age: 3599.5)
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (500, ""), count: 100) }
         try await run(node(), until: Self.isDropped, answer: Self.train)
@@ -147,7 +140,6 @@ final class SuperNodeTests {
         try await answersTheNext()
     }
 
-    /// Checks that the node joins again and answers only the next message.
     private func answersTheNext(at host: String? = nil) async throws {
         let host = host ?? self.host
         let next = FlowerRecords(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]])
@@ -160,8 +152,7 @@ final class SuperNodeTests {
         #expect(try keeps().isEmpty)
     }
 
-    /// A server reports a message that it does not know as an internal error, after which a node repeats the call. So a node forgets the messages of
-    /// another server.
+    /// A server reports an unknown message as an internal error, and a node repeats such a call. So a node must forget messages of another server.
     @Test(arguments: [false, true])
     func forgetsAMessageOfAnotherServer(isElsewhere: Bool) async throws {
         try SuperLink.ask(host)
@@ -171,7 +162,7 @@ final class SuperNodeTests {
         }
         #expect(try !keeps().isEmpty)
         if isElsewhere {
-            // The other server claims to know the node.
+            // The other server also accepts the node's previous id.
             try await answersTheNext(at: UUID().uuidString.lowercased() + ".test")
         } else {
             // The server was restarted without its state.
@@ -180,7 +171,7 @@ final class SuperNodeTests {
         }
     }
 
-    /// If the process ended while it removed the files of a message, the next message finds none of them.
+    /// The process ended while it removed the files of a message.
     @Test func aMessageThatWasHalfRemovedLeavesNothing() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
@@ -225,7 +216,7 @@ final class SuperNodeTests {
         #expect(throws: MeSPError.self) { try node() }
     }
 
-    /// A change that makes a message unreadable, with its error.
+    /// A change that makes a message unreadable. The raw value is a part of the error.
     enum Damage: String, CaseIterable {
         case anotherObject = "not the one that was asked for"
         case noObject = "lacks a part"
@@ -236,7 +227,6 @@ final class SuperNodeTests {
         case noAnswer = "other than a protobuf message"
     }
 
-    /// The server learns that the message was not answered. The next message is answered.
     @Test(arguments: Damage.allCases)
     func goesOnAfterAMessageThatItCannotRead(damage: Damage) async throws {
         try SuperLink.ask(host)
@@ -282,7 +272,6 @@ final class SuperNodeTests {
         try await answersTheNext()
     }
 
-    /// The node ignores a message without metadata, and files that a crash has damaged.
     @Test func goesOnAfterAMessageThatIsNone() async throws {
         SuperLink.with(host) {
             $0.faults["pull-messages"] = [
@@ -296,7 +285,7 @@ final class SuperNodeTests {
                 try await answersTheNext()
             }
         }
-        // Only the saved answer was damaged, so the node computes it again.
+        // Only the saved answer is damaged, so the node computes it again.
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: MeSPError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }
@@ -305,7 +294,6 @@ final class SuperNodeTests {
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
     }
 
-    /// A node ends at once when it is stopped, whatever the server makes it do.
     @Test(arguments: ["pull-messages", "pull-object", "push-messages", "push-object", "send-node-heartbeat"])
     func endsWhileTheServerKeepsItBusy(call: String) async throws {
         try SuperLink.ask(host)
@@ -339,7 +327,7 @@ final class SuperNodeTests {
         #expect(Date.now.timeIntervalSince(began) < 2)
     }
 
-    /// The server considers the message delivered.
+    /// The message arrives after the task was cancelled.
     @Test func keepsAMessageThatArrivesWhileItEnds() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.delays["pull-messages"] = 0.2 }
@@ -351,7 +339,7 @@ final class SuperNodeTests {
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
     }
 
-    /// The node sends no objects that do not belong to the answer, and no object twice.
+    /// The server also requests objects outside of the answer, and one object several times.
     @Test func sendsWhatIsItsAnswerOnce() async throws {
         try SuperLink.ask(host)
         let question = try #require(SuperLink.with(host) { $0.question?.tree })
@@ -380,7 +368,6 @@ final class SuperNodeTests {
         try await run(node(), until: Self.isSent, answer: Self.train)
     }
 
-    /// The lock and the key do not follow a link to another file.
     @Test func followsNoLinkInItsFolder() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let elsewhere = folder.appendingPathComponent("elsewhere")
@@ -393,7 +380,6 @@ final class SuperNodeTests {
         #expect(try Data(contentsOf: elsewhere) == Data("kept".utf8))
     }
 
-    /// The key is permanent, and only its owner can read it.
     @Test func keepsItsKey() throws {
         func made() throws -> NodeKey { try NodeKey(file: folder.appendingPathComponent("key")) }
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

@@ -15,7 +15,7 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// Tests malicious files. Each is refused with a sentence, and nothing outside its folder is read or written.
+/// Tests malicious files. Each is refused with a sentence. No test may read or write outside of the bundle's folder.
 @Suite(.serialized) final class HostileFilesTests {
     private let folder = temporaryFolder()
     private let files = FileManager.default
@@ -102,7 +102,6 @@ import Testing
         #expect(try isUntouched())
     }
 
-    /// The log of a resumed or listed run must be a regular file.
     @Test func aLogThatIsNoFileIsNotRead() throws {
         let log = LogWriter.url(in: folder)
         try files.createSymbolicLink(atPath: log.path, withDestinationPath: "/dev/zero")
@@ -114,7 +113,7 @@ import Testing
         #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
     }
 
-    /// If a file is replaced between its check and its use, the checked file is used, or the new one is refused.
+    /// A file may be replaced between its check and its use. Then the checked file is used, or the new file is refused.
     @Test func aFileThatBecomesALinkIsNotRead() throws {
         let opened = try ModelBundle(url: bundle)
         let block = bundle.appendingPathComponent(ModelBundle.blockFile(0))
@@ -124,7 +123,7 @@ import Testing
         #expect(message { try opened.checkSums(of: opened.manifest.files) }.contains("Cannot read"))
     }
 
-    /// `generation_config.json` is read only if the bundle's manifest lists it, so a link to a device in its place does no harm.
+    /// A symbolic link in place of `generation_config.json` is not followed.
     @Test func endTokensComeFromNoDevice() throws {
         let config = bundle.appendingPathComponent("generation_config.json")
         try? files.removeItem(at: config)
@@ -157,7 +156,7 @@ import Testing
 
     // MARK: - Manifests
 
-    /// A bundle on the Hub is planned before any file of it is downloaded, so its manifest is checked.
+    /// A bundle on the Hub is planned before its files are downloaded.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
         "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",
@@ -199,7 +198,7 @@ import Testing
         #expect(sentence.hasPrefix("a/b: the manifest"), "\(sentence)")
     }
 
-    /// A manifest of 20 MB is refused before it is decoded, because decoding takes memory of many times the manifest's length.
+    /// Decoding takes much more memory than the manifest's size, so a manifest of 20 MB is refused before it is decoded.
     @Test func aLongManifestTakesLittleMemory() throws {
         let entry = #"{"path":"x","size":0,"sha256":""}"#
         let short = String(decoding: try manifest { $0["files"] = [Any]() }, as: UTF8.self)
@@ -217,7 +216,7 @@ import Testing
         let json = Data(String(repeating: opening, count: 1_000_000).utf8)
         try json.write(to: folder.appendingPathComponent("data.json"))
         let folder = folder
-        // This runs on a thread of the concurrency runtime, whose stack is small.
+        // A thread of Swift concurrency has a small stack.
         let sentences = await Task.detached {
             [
                 message { _ = try HubDownload.Offer(repository: "a/b", json: json, commit: nil) },
@@ -231,7 +230,7 @@ import Testing
 
     // MARK: - Functions
 
-    /// The function file is checked even if the bundle is opened without comparing checksums, as for a plan.
+    /// The digest of a function file is checked even if the bundle is opened without checksums.
     @Test func noFunctionIsImportedBeforeItsSumIsRight() throws {
         let bundle = try ModelBundle(url: bundle, checksums: false)
         let length = try #require(bundle.manifest.seqLens.max())

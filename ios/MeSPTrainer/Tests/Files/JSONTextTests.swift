@@ -2,7 +2,7 @@ import Testing
 
 @testable import MeSPFiles
 
-/// JSON is read and written as the exporter in Python does.
+/// The results equal those of Python's `json`.
 @Suite struct JSONTextTests {
     @Test(arguments: [
         (#" {"b": [1, -2.5, 1.0, 1e2, true, null], "a": {}} "#, #"{"a": {}, "b": [1, -2.5, 1.0, 100.0, true, null]}"#),
@@ -26,7 +26,7 @@ import Testing
         #expect(throws: (any Error).self) { try JSONValue(json: [0x22, 0xFF, 0x22]) }
     }
 
-    /// A text with any one byte replaced, removed or doubled is read or refused.
+    /// Each byte of the text is replaced, removed or doubled.
     @Test func noDamageEndsTheProcess() throws {
         let sound = Array(#"{"a": ["é\ud83d\ude00", -1.5e+3, true], "b": {"c": null, "d": ""}}"#.utf8)
         for index in sound.indices {

@@ -5,11 +5,10 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests the head separately. `TrainerTests` compares its loss and gradient with the reference.
 @Suite(.serialized) struct CrossEntropyHeadTests {
     private struct Ended: Error {}
 
-    /// Calls `body` with a head that has 8 rows in a tile, and with y `[1, n, hidden]` in the bundle's dtype.
+    /// Calls `body` with a head with tiles of 8 rows, and with y `[1, n, hidden]` in the bundle's dtype.
     private func withHead<R>(
         _ bundle: ModelBundle, work: Int = .max, y: (PackedWeights, Architecture) -> MLXArray,
         _ body: (CrossEntropyHead, MLXArray) throws -> R
@@ -24,7 +23,7 @@ import Testing
         }
     }
 
-    /// If the input is a row of W, its token has by far the largest logit. In bfloat16 neighbouring numbers near 16 are 1/8 apart.
+    /// If the input is a row of W, the token of this row has by far the largest logit. The loss is then close to 0.
     @Test(arguments: Fixture.cases + Fixture.roundedCases) func aConfidentTokensLossIsNotNegative(_ folder: URL) throws
     {
         let targets = MLXArray([0, 1, 7, 8, 100, 200, 319] as [Int32])
@@ -45,7 +44,6 @@ import Testing
         }
     }
 
-    /// The head computes the same however often it waits. Its boundaries depend only on sizes.
     @Test(arguments: [Fixture.tied, Fixture.roundedCases.first].compactMap { $0 }) func waitsBetweenTiles(_ folder: URL)
         throws
     {
@@ -61,7 +59,6 @@ import Testing
                 var boundaries = 0
                 let (loss, dy) = head.lossAndGradient(y, targets: targets, counted: [0, 2, 3], scale: 0.5) {
                     boundaries += 1
-                    // During a pause, other work uses MLX.
                     eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
                     Memory.clearCache()
                 }
@@ -76,7 +73,7 @@ import Testing
             #expect(waiting.boundaries == (waiting.tiles - 1) / tilesBetween)
             #expect(waiting.loss == never.loss && waiting.dy == never.dy)
         }
-        // If each tile has more work than is allowed between boundaries, there is a boundary after each tile except the last.
+        // If `tilesBetween` is 0, there is a boundary after each tile except the last.
         #expect(try run(tilesBetween: 0).boundaries == never.tiles - 1)
     }
 

@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// Compares the formulas with the recurrence by its definition, token by token, and with its automatic differentiation.
+/// Compares the formulas with the recurrence, token by token, and with its automatic differentiation.
 @Suite(.serialized) struct GatedDeltaNetTests {
     /// The outputs of the mixer's projections, and the gradient of its output.
     private struct Inputs {
@@ -21,7 +21,7 @@ import Testing
         }
     }
 
-    /// Returns a net with dk ≠ dv, so that confusing them is detected.
+    /// Returns a net with dk ≠ dv, so that the test detects confusing them.
     private func net(keyHeads: Int, valueHeads: Int, keyDim: Int = 8, valueDim: Int = 16) -> GatedDeltaNet {
         let keys = MLXRandom.split(key: MLXRandom.key(0), into: 4)
         let features = 2 * keyHeads * keyDim + valueHeads * valueDim
@@ -33,7 +33,7 @@ import Testing
             norm: RMSNorm(weight: MLXRandom.uniform(low: 0.5, high: 1.5, [valueDim], key: keys[3]), eps: 1e-2))
     }
 
-    /// Returns y of a whole sequence, `[T, value_heads · value_dim]`, by the recurrence.
+    /// Returns y, `[T, value_heads · value_dim]`, by the recurrence.
     private func sequential(_ net: GatedDeltaNet, _ inputs: [MLXArray]) -> MLXArray {
         let (qkv, z, b, a) = (inputs[0], inputs[1], inputs[2], inputs[3])
         let (n, w, reach) = (qkv.dim(0), net.convolution.weight, net.convolution.weight.dim(1) - 1)
@@ -53,7 +53,7 @@ import Testing
         let g = exp(-exp(net.aLog) * logAddExp(a + net.dtBias, Float(0)))
         let beta = sigmoid(b)
 
-        // A token's arrays get the axes of S: k and q are columns, and v is a row.
+        // The arrays of a token get the axes of S. Then k and q are columns, and v is a row.
         func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }
         func row(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -2) }
         func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }
@@ -69,12 +69,12 @@ import Testing
         return normed.reshaped(z.shape) * z * sigmoid(z)
     }
 
-    /// Returns a machine that processes this number of key heads of `length` tokens at a time.
+    /// Returns a machine whose tile has this number of key heads for `length` tokens.
     private func machine(_ net: GatedDeltaNet, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
         Machine(processor, bytes: heads * net.bytesOfHead(length))
     }
 
-    /// Expects that y and all gradients equal those of the sequential form, ‖found − expected‖ ≤ 1e-4 ‖expected‖.
+    /// Expects that y and the gradients equal those of the recurrence: ‖found − expected‖ ≤ 1e-4 ‖expected‖.
     private func expectEqual(
         _ net: GatedDeltaNet, _ inputs: Inputs, tile: Int, sourceLocation: SourceLocation = #_sourceLocation
     ) {
@@ -96,7 +96,7 @@ import Testing
         }
     }
 
-    /// For a single token, which has nothing to decay, da is 0.
+    /// For a single token, da is 0.
     @Test(
         arguments: [1, 2, 37, 64, 130, 256],
         [(keyHeads: 2, valueHeads: 2, tile: 2), (2, 2, 1), (2, 4, 1), (3, 6, 2)])
@@ -110,18 +110,18 @@ import Testing
         expectEqual(net, Inputs(net, length: 1024), tile: 1)
     }
 
-    /// Decays range from exp(κ) < 1e-37, which forgets everything, to exp(κ) = 1 in float32, which forgets nothing. β has a similar range.
+    /// The decays exp(κ) range from less than 1e-37 to 1 in float32. β has a similar range.
     @Test(arguments: [-20, -5, 5, 20] as [Float], [-20, 5, 100] as [Float])
     func extremeDecaysAndCorrections(_ b: Float, _ a: Float) {
         let net = net(keyHeads: 2, valueHeads: 4)
         var inputs = Inputs(net, length: 130)
-        // Half of the tokens have extreme values, so strong decays are beside weak ones.
+        // Every second token has extreme values.
         let every = (MLXArray.arange(130) % 2).expandedDimensions(axis: -1)
         (inputs.b, inputs.a) = (inputs.b + every * b, inputs.a + every * a)
         expectEqual(net, inputs, tile: 1)
     }
 
-    /// All keys are almost equal, so each token corrects the same entry. This is the worst case for the inverse.
+    /// All keys are almost equal. This is the worst case for the inverse.
     @Test func keysNearEachOther() {
         let net = net(keyHeads: 2, valueHeads: 2)
         var inputs = Inputs(net, length: 130)
@@ -132,7 +132,6 @@ import Testing
         expectEqual(net, inputs, tile: 2)
     }
 
-    /// For any cuts of a text, the state passes all information between the pieces.
     @Test(arguments: [[1, 1, 1, 127], [64, 66], [129, 1], [5, 2, 100, 1, 1, 21]])
     func piecesEqualTheWhole(_ pieces: [Int]) {
         let net = net(keyHeads: 2, valueHeads: 4)
@@ -154,7 +153,6 @@ import Testing
         #expect(cut.state.tail.shape == [3, inputs.qkv.dim(1)] && all(cut.state.tail .== whole.state.tail).item())
     }
 
-    /// For any cuts of a sequence into segments, the gradients equal those of the whole, from the states before and the carried gradients.
     @Test(arguments: [[64, 66], [129, 1], [2, 1, 100, 27]], [1, 2]) func segmentsHaveTheGradientsOfTheWhole(
         _ counts: [Int], _ tile: Int
     ) {
@@ -180,7 +178,7 @@ import Testing
         #expect(relativeError(concatenated(parts.map(\.dA).reversed()), whole.dA) < 1e-5)
     }
 
-    /// A GPU schedules the tiles of the derivative in another way than a CPU, with the same result.
+    /// A GPU schedules the tiles of the derivative in another way than a CPU.
     @Test func everyProcessorGivesTheSame() {
         let net = net(keyHeads: 3, valueHeads: 6)
         let i = Inputs(net, length: 100)
@@ -193,7 +191,7 @@ import Testing
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
     }
 
-    /// Arithmetic is float32, whatever the dtype of the block function's arrays.
+    /// The computation is in float32 for each dtype of the inputs.
     @Test func readsBFloat16() {
         let net = net(keyHeads: 2, valueHeads: 4)
         let i = Inputs(net, length: 70)
@@ -213,7 +211,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient, the derivative takes about 25 arrays, each with a third of a tile's bytes.
+    /// Besides the gradient, the derivative takes about 25 arrays, each a third of a tile's bytes.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
         let inputs = Inputs(net, length: 128)

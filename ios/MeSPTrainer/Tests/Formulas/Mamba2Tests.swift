@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// Compares the formulas with the recurrence by its definition, token by token, and with its automatic differentiation.
+/// Compares the formulas with the recurrence, token by token, and with its automatic differentiation.
 @Suite(.serialized) struct Mamba2Tests {
     /// The parts of the mixer's projection, and the gradient of its output.
     private struct Inputs {
@@ -19,7 +19,7 @@ import Testing
         }
     }
 
-    /// Returns a mixer with P ≠ N, so that confusing them is detected.
+    /// Returns a mixer with P ≠ N, so that the test detects confusing them.
     private func mamba(heads: Int, groups: Int, headDim: Int = 8, stateSize: Int = 16) -> Mamba2 {
         let keys = MLXRandom.split(key: MLXRandom.key(0), into: 6)
         let features = heads * headDim + 2 * groups * stateSize
@@ -33,7 +33,7 @@ import Testing
                 weight: MLXRandom.uniform(low: 0.5, high: 1.5, [heads * headDim], key: keys[5]), eps: 1e-2))
     }
 
-    /// Returns y of a whole sequence, `[T, heads · P]`, by the recurrence.
+    /// Returns y, `[T, heads · P]`, by the recurrence.
     private func sequential(_ mamba: Mamba2, _ inputs: [MLXArray]) -> MLXArray {
         let (z, xBC, dt) = (inputs[0], inputs[1], inputs[2])
         let (n, w, reach) = (xBC.dim(0), mamba.convolution.weight, mamba.convolution.weight.dim(1) - 1)
@@ -53,7 +53,7 @@ import Testing
         let step = logAddExp(dt + mamba.dtBias, Float(0))
         let decay = exp(-exp(mamba.aLog) * step)
 
-        // A token's arrays get the axes of S: x is a column, and b and c are rows.
+        // The arrays of a token get the axes of S. Then x is a column, and b and c are rows.
         func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }
         var s = MLXArray.zeros([heads, mamba.headDim, mamba.stateSize])
         let o = stacked(
@@ -68,12 +68,12 @@ import Testing
         return gated * rsqrt(gated.square().mean(axis: -1, keepDims: true) + mamba.norm.eps) * mamba.norm.weight
     }
 
-    /// Returns a machine that processes this number of heads of `length` tokens at a time.
+    /// Returns a machine whose tile has this number of heads for `length` tokens.
     private func machine(_ mamba: Mamba2, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
         Machine(processor, bytes: heads * mamba.bytesOfHead(length))
     }
 
-    /// Expects that y and all gradients equal those of the sequential form, ‖found − expected‖ ≤ 1e-4 ‖expected‖.
+    /// Expects that y and the gradients equal those of the recurrence: ‖found − expected‖ ≤ 1e-4 ‖expected‖.
     private func expectEqual(
         _ mamba: Mamba2, _ inputs: Inputs, tile: Int, sourceLocation: SourceLocation = #_sourceLocation
     ) {
@@ -104,16 +104,15 @@ import Testing
         expectEqual(mamba, Inputs(mamba, length: 1024), tile: 1)
     }
 
-    /// Decays range from exp(κ) < 1e-37, which forgets everything, to exp(κ) = 1 in float32, which forgets nothing.
+    /// The decays exp(κ) range from less than 1e-37 to 1 in float32.
     @Test(arguments: [-20, 5, 100] as [Float]) func extremeDecays(_ dt: Float) {
         let mamba = mamba(heads: 4, groups: 2)
         var inputs = Inputs(mamba, length: 130)
-        // Half of the tokens have extreme values, so strong decays are beside weak ones.
+        // Every second token has extreme values.
         inputs.dt = inputs.dt + (MLXArray.arange(130) % 2).expandedDimensions(axis: -1) * dt
         expectEqual(mamba, inputs, tile: 1)
     }
 
-    /// For any cuts of a text, the state passes all information between the pieces.
     @Test(arguments: [[1, 1, 1, 127], [64, 66], [129, 1], [5, 2, 100, 1, 1, 21]])
     func piecesEqualTheWhole(_ pieces: [Int]) {
         let mamba = mamba(heads: 4, groups: 2)
@@ -134,7 +133,6 @@ import Testing
         #expect(cut.state.tail.shape == [3, inputs.xBC.dim(1)] && all(cut.state.tail .== whole.state.tail).item())
     }
 
-    /// The records of a sequence have the same gradients as in separate sequences.
     @Test func recordsDoNotSeeEachOther() {
         let mamba = mamba(heads: 4, groups: 2)
         let i = Inputs(mamba, length: 130)
@@ -150,7 +148,7 @@ import Testing
         }
     }
 
-    /// A GPU schedules the tiles of the derivative in another way than a CPU, with the same result.
+    /// A GPU schedules the tiles of the derivative in another way than a CPU.
     @Test func everyProcessorGivesTheSame() {
         let mamba = mamba(heads: 6, groups: 2)
         let i = Inputs(mamba, length: 100)
@@ -161,7 +159,7 @@ import Testing
         for (a, b) in zip(run(2, .gpu), run(3, .cpu)) { #expect(relativeError(a, b) < 1e-6) }
     }
 
-    /// Arithmetic is float32, whatever the dtype of the block function's arrays.
+    /// The computation is in float32 for each dtype of the inputs.
     @Test func readsBFloat16() {
         let mamba = mamba(heads: 4, groups: 2)
         let i = Inputs(mamba, length: 70)
@@ -180,7 +178,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient and its parts, the derivative takes about 13 arrays, each with half of a tile's bytes.
+    /// Besides the gradient and its parts, the derivative takes about 13 arrays, each half of a tile's bytes.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
         let inputs = Inputs(mamba, length: 128)

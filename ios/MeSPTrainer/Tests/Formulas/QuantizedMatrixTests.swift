@@ -5,10 +5,9 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests both ways to compute a product. `TrainerTests` takes a step with each.
 @Suite(.serialized) struct QuantizedMatrixTests {
-    /// Products with packed weights equal products with dense ones, for any number of rows. Metal's kernels depend on that number, and two or three
-    /// rows are padded.
+    /// Products with packed weights equal products with dequantized weights. Metal's kernels depend on the number of rows. Two or three rows are
+    /// padded.
     @Test(arguments: Fixture.cases) func packedProductsAreTheDenseOnes(_ folder: URL) throws {
         var bundle = try Fixture(folder, "gradients").bundle
         func products(_ way: Backend, _ x: MLXArray, _ dy: MLXArray) throws -> [MLXArray] {
@@ -31,7 +30,7 @@ import Testing
         }
     }
 
-    /// The numbers equal MLX's, and the memory is at most twice that of 8 bits.
+    /// The memory is at most twice that of 8 bits.
     @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 64, 128]) func rowsAreDequantizedAsMLXDoes(_ bits: Int, _ groupSize: Int)
         throws
     {

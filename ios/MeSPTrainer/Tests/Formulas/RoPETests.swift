@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPCore
 
 @Suite struct RoPETests {
-    /// A pair that is not rotated needs a finite period, because an infinite one is not reliable under fast math.
+    /// An unrotated pair needs a finite period, because infinity is not reliable under fast math.
     @Test func aPairThatStaysHasAFinitePeriod() throws {
         let mixers = try Fixture.cases.flatMap { try Fixture($0, "gradients").bundle.architecture.mixers }
         let attentions = mixers.compactMap { mixer -> AttentionMixer? in

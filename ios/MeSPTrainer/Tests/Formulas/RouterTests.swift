@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests the choice of experts, their weights, and the mixture of the chosen ones.
 @Suite(.serialized) struct RouterTests {
     static let scores = [Experts.Scores.softmax, .sigmoid]
 
@@ -24,7 +23,7 @@ import Testing
         #expect(relativeError(experts.weightsBackward(z, dw: dw), expected[0]) < 1e-5)
     }
 
-    /// As in the reference, the first of equal scores is chosen.
+    /// Of equal scores, the first is chosen, as in the reference.
     @Test(arguments: scores) func tiesGoToTheFirst(_ scores: Experts.Scores) {
         let z = MLXArray([1, 2, 2, 2, 0, 0, 0, 0] as [Float], [2, 4])
         #expect(experts(scores).chosen(z, bias: nil).asType(.int32).asArray(Int32.self) == [1, 2, 0, 1])
@@ -38,7 +37,7 @@ import Testing
         #expect(experts.weights(z[0..., 0..<2]).asArray(Float.self).allSatisfy { abs($0 - 0.75) < 1e-5 })
     }
 
-    /// The weights of an expert that no token chose have no effect, even if they are NaN.
+    /// The weights of an unchosen expert have no effect, even if they are NaN.
     @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
     func anExpertWithoutTokensIsNotRead(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -53,7 +52,7 @@ import Testing
             let numbers = Set(chosen.asType(.int32).asArray(Int32.self).map(Int.init))
             #expect(numbers.count == experts.numExpertsPerTok)
 
-            // Every scale of the experts that no token chose becomes NaN.
+            // The scales of all unchosen experts become NaN.
             let words = weights.packed.words + UInt32(0)
             for array in weights.packed.arrays where array.stride != nil && array.name.hasSuffix("scales") {
                 for number in 0..<experts.numExperts where !numbers.contains(number) {
@@ -76,7 +75,7 @@ import Testing
         }
     }
 
-    /// The tokens of an expert that many tokens chose are processed in parts. Each token gets the same result as if it were processed alone.
+    /// Each token gets the same result as if it were processed alone.
     @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("moe") })
     func anExpertOfManyTokensTakesThemInParts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")

@@ -11,7 +11,7 @@ import Testing
         MLXRandom.split(key: MLXRandom.key(1), into: 4).map { MLXRandom.normal([length, 6], key: $0) }
     }
 
-    /// Returns y_t = c_t Σ_j w_j (b u)_{t − 2 + j}, for b, c and u.
+    /// Returns y_t = c_t Σ_j w_j (b u)_{t − 2 + j}.
     private func sequential(_ inputs: [MLXArray]) -> MLXArray {
         let (x, w): (MLXArray, MLXArray) = (inputs[0] * inputs[2], short.weight)
         var rows = [MLXArray]()
@@ -34,7 +34,6 @@ import Testing
         }
     }
 
-    /// For any cuts of a text, the tail passes all information between the pieces.
     @Test(arguments: [[1, 1, 1, 14], [16, 1], [2, 15]]) func piecesEqualTheWhole(_ pieces: [Int]) {
         let x = inputs(17)
         func run(_ pieces: [Int]) -> (convOut: MLXArray, tail: MLXArray) {

@@ -7,12 +7,11 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares the generator with `mesp.reference` and with the formulas of mlx-lm's sampler. tests/engine/test_generate.py compares whole texts with
-/// mlx-lm.
+/// Compares the generator with `mesp.reference` and with the formulas of mlx-lm's sampler.
 @Suite(.serialized) struct GeneratorTests {
     static let cases = Fixture.cases
 
-    /// Chunks of 256 tokens read the prompt in one piece, with dequantized tiles. Chunks of 1 or 5 tokens use `quantizedMM`.
+    /// Chunks of 256 tokens use dequantized tiles. Chunks of 1 or 5 tokens use `quantizedMM`.
     @Test(arguments: cases, [1, 5, 256]) func logitsEqualTheReference(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let adapters = temporaryFolder()
@@ -35,13 +34,13 @@ import Testing
             eval(capped)
             return capped
         }
-        // The generator adds float32 numbers in another order than the reference.
+        // The generator sums float32 numbers in another order than the reference.
         #expect(relativeError(logits, expected) < 1e-5)
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// Reading two texts together, one token of each at a time, gives the same outputs as reading all tokens at once. The texts have different
-    /// positions and grow beyond the allocated keys and values. The test uses both HostMLX's operations and plain ones.
+    /// Two texts are read together, one token of each at a time. The outputs equal those of reading each text at once. The test uses HostMLX's
+    /// operations and plain operations.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let lengths = [3, 7]
@@ -58,7 +57,7 @@ import Testing
                 for (i, length) in lengths.enumerated() {
                     var (cache, all) = (PromptCache(), [MLXArray]())
                     try model.forward((Array(1...length) + next.map { $0[i] })[...], &cache, {}) { all.append($1) }
-                    // For two texts together, float32 numbers are added in another order.
+                    // Reading two texts together changes the order of float32 sums.
                     let rows = concatenated(found.map { $0[i..<i + 1] })
                     #expect(relativeError(rows, concatenated(all)[length...]) < 1e-5)
                 }
@@ -69,16 +68,16 @@ import Testing
     }
 
     #if os(Linux)
-        /// Simulates that the system refuses to map the last file, and counts the bundle's maps afterwards.
+        /// Simulates that the system refuses to map the last file. Counts the bundle's maps.
         private final class LastFile: @unchecked Sendable {
             let bundle: ModelBundle
             var asked = 0
-            /// The numbers of maps at the refusal and after it.
+            /// The numbers of maps at the refusal and later.
             var held = [Int]()
             init(_ bundle: ModelBundle) { self.bundle = bundle }
             var isRefused: Bool {
                 asked += 1
-                // Invalid bytes are replaced, because other tests may have mapped files whose names are not valid text.
+                // Other tests may have mapped files whose names are not valid UTF-8.
                 let maps = String(
                     decoding: FileManager.default.contents(atPath: "/proc/self/maps") ?? Data(), as: UTF8.self)
                 let isLast = asked == Set(bundle.manifest.weightFiles.map(\.file)).count
@@ -89,7 +88,7 @@ import Testing
             }
         }
 
-        /// When addresses run out, no cached array keeps a map, so the addresses of all maps are free before the next file is mapped.
+        /// When addresses run out, all maps are released before the next file is mapped.
         @Test(arguments: [[1, 2, 3], [1]]) func whereAddressesRunOutNoMapIsHeld(_ prompt: [Int]) throws {
             let copy = temporaryFolder()
             defer { try? FileManager.default.removeItem(at: copy) }
@@ -112,8 +111,8 @@ import Testing
         }
     #endif
 
-    /// Texts that are generated together equal the separate ones. They have several lengths, some share a prompt, some are sampled, and the reader
-    /// stops one. The test uses several numbers of texts at once, and memory for only one.
+    /// Texts that are generated together equal separately generated texts. The texts differ in length, sampling and prompts. The reader stops one of
+    /// them.
     @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let adapters = temporaryFolder()
@@ -134,7 +133,7 @@ import Testing
             let summary = try generator.generate(request) { try read($0, &text, of: i) }
             return (text, summary.reason, summary.tokens)
         }
-        // The order of texts does not depend on the family, so only the plain models test every number of texts at once.
+        // Only the plain models test each number of texts at once, because the scheduling does not depend on the model.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         let ways = isPlain ? [(1, Int.max), (3, .max), (16, .max), (16, 1)] : [(3, .max), (16, .max)]
         for (atOnce, cacheLimit) in ways {
@@ -152,11 +151,11 @@ import Testing
         }
     }
 
-    /// Each turn of a conversation continues as if the whole text were read again, and reads only new text. In one turn an earlier text is changed,
-    /// and one turn is stopped within a block and repeated. If the cache has to be cut, a recurrent model reads the whole text again.
+    /// Each turn gives the same text as without a cache, and reads only new tokens. A recurrent model reads the whole text again if the cache must be
+    /// shortened.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        // With chunks of one token, each token calls each block once.
+        // With chunks of one token, each token takes one call of each block.
         let generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)
@@ -181,17 +180,17 @@ import Testing
             request.maxTokens = 3
             try whole.generate(request) { uncached.append($0) }
             #expect(text == uncached)
-            // The blocks read the new tokens of the prompt, and all generated tokens except the last.
+            // The blocks read the new tokens of the prompt, and the generated tokens except the last.
             #expect(read == (prompt.count - known + 2) * fixture.layers)
             #expect(cache.tokens == prompt + text.dropLast())
             said = prompt + text
         }
-        // The first text is generated before the count, because it has more boundaries on a GPU.
+        // The first text is not counted, because it has more boundaries on a GPU.
         try generator.generate(.init(prompt: [1])) { _ in throw CancellationError() }
         try check(said, known: 0)
         try check(said + tokens[5..<8], known: said.count - 1)
         try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
-        // The cache is cut back to the first turn, whose last token is read again.
+        // The cache is shortened to the first turn. Its last token is read again.
         try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
         _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
@@ -199,7 +198,6 @@ import Testing
         try check(said + tokens[5..<8], known: isRecurrent ? 0 : said.count + 1)
     }
 
-    /// A text that differs from the earlier one only after the mark is read from the mark on.
     @Test(arguments: cases.filter { ["qwen3_5", "lfm2", "granite-mamba"].contains($0.lastPathComponent) }, [1, 256])
     func aRecurrentModelGoesBackToItsMark(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -225,7 +223,7 @@ import Testing
             #expect(ours == uncached)
             #expect(cache.tokens == next + ours.dropLast())
         }
-        // A cache above its limit keeps only the mark, or nothing.
+        // A cache above its limit keeps only the mark or nothing.
         for (limit, kept) in [(cache.size - 1, mark), (0, 0)] {
             var small = PromptCache(limit: limit)
             _ = try text(prompt) { try generator.generate($0, continuing: &small, onToken: $1) }
@@ -245,7 +243,7 @@ import Testing
         try generator.generate(request, continuing: &cache) { text.append($0) }
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
 
-        // A text that is stopped before all blocks have read the first tokens leaves nothing in the cache.
+        // The text is stopped before all blocks have read its first tokens. Then nothing is cached.
         var (stopped, blocks) = (PromptCache(limit: 0), 0)
         let stop = {
             blocks += 1
@@ -255,8 +253,8 @@ import Testing
         #expect(blocks == 2 && stopped.size == 0)
     }
 
-    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the fewest tokens whose sum reaches p, and the temperature T draws them
-    /// with probabilities proportional to p^(1/T).
+    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the fewest tokens whose sum reaches p. Temperature T makes the
+    /// probabilities proportional to p^(1/T).
     @Test(arguments: [
         (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]), (0.6, 1.0, [0.5, 0.3, 0, 0]), (0.85, 1.0, [0.5, 0.3, 0.15, 0]),
         (0.79, 0.5, [0.25, 0.09, 0, 0]), (1.0, 2.0, [0.7071, 0.5477, 0.3873, 0.2236]), (1e-9, 5.0, [1, 0, 0, 0]),
@@ -294,8 +292,7 @@ import Testing
         }
     }
 
-    /// Adapters with magnitudes are read as they were written, for all layers and for some layers of the last block. Layers that were not trained
-    /// stay as in the base model, even if PEFT joins them with trained layers in one.
+    /// Layers without training stay as in the base model, even if PEFT's format joins them with trained layers.
     @Test(arguments: cases, ["", "peft"]) func magnitudesRoundTrip(_ folder: URL, _ format: String) throws {
         let architecture = try Fixture(folder, "gradients").bundle.architecture
         let (last, all) = (architecture.numHiddenLayers - 1, architecture.modules)

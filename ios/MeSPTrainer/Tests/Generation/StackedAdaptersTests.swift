@@ -7,14 +7,13 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests several adapters at once, each with a weight, and changes of adapters between texts.
 @Suite(.serialized) final class StackedAdaptersTests {
     private static let cases = Fixture.cases
     private let folder = temporaryFolder()
 
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    /// Writes random adapters of a model to a folder of this name.
+    /// Writes random adapters to a folder with this name.
     ///
     /// - Parameters:
     ///   - modules: the modules with adapters; nil for all linear layers.
@@ -53,8 +52,7 @@ import Testing
 
     // MARK: - What a stack computes
 
-    /// The three folders differ in rank, scale, format, projections and blocks. One has adapters of experts if the model has experts. The expected
-    /// result is that of one adapter of full rank with the sum of w s A B.
+    /// Three adapters of different rank, scale, format, modules and blocks give the same result as one adapter of full rank with the sum of w s A B.
     @Test(arguments: cases, [1, 256]) func aStackIsTheFusedSum(_ place: URL, _ chunk: Int) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -73,12 +71,12 @@ import Testing
         let found = try logits(CachedModel(bundle, adapters: stack, chunk: chunk))
         let expected = try logits(CachedModel(bundle, with: fused, chunk: chunk))
         let base = try logits(CachedModel(bundle, chunk: chunk))
-        // A stack adds float32 numbers in another order than one adapter.
+        // A stack sums float32 numbers in another order than one adapter.
         #expect(relativeError(found, expected) < 1e-5)
         #expect(relativeError(base, expected) > 1e-3)
     }
 
-    /// Returns adapters with the sum of w s A B as B, and the identity as A.
+    /// Returns adapters with the identity as A, and the sum of w s A B as B.
     private func fused(_ parts: [(weight: Float, LoadedAdapters)], _ architecture: Architecture) -> LoadedAdapters {
         let blocks = architecture.layers.indices.map { architecture.block($0) }
         let rank = blocks.flatMap { block in block.trainable.map { block.dimensions($0).inputs } }.max() ?? 0
@@ -103,7 +101,7 @@ import Testing
         return LoadedAdapters(rank: rank, scale: 1, lora: lora, layouts: layouts)
     }
 
-    /// For each projection of each block, the product with the stack equals the product with W + Σ w s A B, dequantized in float32.
+    /// The product with the stack equals the product with W + Σ w s A B in float32, for each module of each block.
     @Test(arguments: cases) func eachProductIsThatWithTheFusedMatrix(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -152,7 +150,7 @@ import Testing
 
     // MARK: - Others while a model generates
 
-    /// Files of weights that stay mapped are mapped once. Each text equals that of a generator that never had other adapters.
+    /// Changes of adapters map no weight file again, and do not affect later texts.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5", "lfm2_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func switchingMapsNoWeights(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
@@ -174,19 +172,18 @@ import Testing
             #expect(try texts.last == text(Generator(new, adapters: selection), prompt))
         }
         #expect(Set(texts + [first]).count == 4 && texts[0] == texts[4] && texts[1] == first)
-        // A copy of a generator keeps its adapters. A generator that is given adapters that cannot be loaded keeps its earlier ones.
+        // A copy of a generator keeps its adapters. A generator also keeps its adapters if new ones cannot be loaded.
         #expect(try text(before, prompt) == first)
         #expect(throws: MeSPError.self) { try generator.use([.init(b), .init(self.folder)]) }
         #expect(try text(generator, prompt) == texts[4])
         #expect(bundle.maps.mapped == mapped)
     }
 
-    /// A model with other adapters reads the prompt again, and a model with the same adapters does not.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5"].contains($0.lastPathComponent) })
     func aPromptIsReadAgainWithOtherAdapters(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (a, b) = (try adapters("a", of: fixture, rank: 4), try adapters("b", of: fixture, rank: 2))
-        // With chunks of one token, each token calls each block once.
+        // With chunks of one token, each token takes one call of each block.
         var generator = Generator(try CachedModel(fixture.bundle, chunk: 1))
         var (cache, prompt) = (PromptCache(), Array(1...20))
         func check(_ selection: [WeightedAdapters], known: Int) throws {
@@ -196,7 +193,7 @@ import Testing
             var alone = [Int]()
             try Generator(fixture.bundle, adapters: selection).generate(request) { alone.append($0) }
             #expect(text == alone)
-            // The blocks read the new tokens of the prompt, and all generated tokens except the last.
+            // The blocks read the new tokens of the prompt, and the generated tokens except the last.
             #expect(blocks == (prompt.count - known + 2) * fixture.layers)
             prompt += text
         }
@@ -206,13 +203,13 @@ import Testing
         for selection in [stack, [.init(a, weight: 0.25), .init(b)], [.init(a, weight: 0.25)], []] {
             try generator.use(selection)
             try check(selection, known: 0)
-            // The cache is also valid for another generator with the same adapters, and beside an adapter of weight 0.
+            // The cache stays valid for another generator with the same adapters, and if an adapter of weight 0 is added.
             generator = Generator(try CachedModel(fixture.bundle, adapters: selection, chunk: 1))
             try check(selection, known: prompt.count - 1)
             try generator.use([.init(b, weight: 0)] + selection)
             try check(selection, known: prompt.count - 1)
         }
-        // New files in the same folder count as other adapters.
+        // New files in the same folder are other adapters.
         try generator.use([.init(a)])
         try check([.init(a)], known: 0)
         try FileManager.default.removeItem(at: a)
@@ -221,7 +218,6 @@ import Testing
         try check([.init(a)], known: 0)
     }
 
-    /// The memory depends on the sum of the ranks, for any number of adapters and with experts' matrices.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "gemma4"].contains($0.lastPathComponent) })
     func memoryIsThatOfTheRanksTogether(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")

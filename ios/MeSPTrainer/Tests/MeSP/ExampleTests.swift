@@ -3,7 +3,6 @@ import MeSP
 import MeSPControl
 import Testing
 
-/// Runs the examples of the documentation (Examples.swift).
 @Suite(.serialized) @MainActor final class ExampleTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var adapters: URL { folder.appendingPathComponent("adapters") }
@@ -74,7 +73,7 @@ import Testing
         try await until { !learner.isTraining }
         #expect(learner.problem == nil && learner.canContinue)
         #expect(try weights() != whole)
-        // A new object stands for a new process.
+        // A new object simulates a new process.
         let other = Learner(try await tuner(), adapters: adapters)
         #expect(other.canContinue)
         other.resume()

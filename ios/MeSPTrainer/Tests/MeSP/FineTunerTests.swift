@@ -73,7 +73,6 @@ import Testing
                 == "There is no training to continue in \(runs.path); begin one.")
     }
 
-    /// The optimizer and the learning rate are the defaults of `mesp train`.
     @Test func theDefaultsAreTheRules() async throws {
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
@@ -145,7 +144,6 @@ import Testing
             for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: 0) {}
         }
         #expect(none?.errorDescription == "maxTokens must be at least 1.")
-        // Other work can begin again.
         for try await _ in tuner.answer(to: Conversation([.user("Hi")]), maxTokens: .max) { break }
         await tuner.stop()
         await #expect(throws: FineTuningError.self) {
@@ -173,7 +171,6 @@ import Testing
         #expect(preview.notices == [notice])
     }
 
-    /// A tokenizer that must not be called on the main thread.
     private struct AwayFromMain: TextTokenizer {
         let bytes = ByteTokenizer()
         var beginOfText: Int? { bytes.beginOfText }
@@ -217,7 +214,7 @@ import Testing
         let part = try contents(tuner.adapters)
         #expect(part != whole)
         #expect(tuner.canContinueTraining)
-        // This is the state after a process that ended while it tokenized the data of another run.
+        // Imitates a process that ended while it tokenized the data of another run.
         let unbegun = runs.appendingPathComponent("run-3/data")
         try FileManager.default.createDirectory(at: unbegun, withIntermediateDirectories: true)
         let other = try await self.tuner()
@@ -260,7 +257,6 @@ import Testing
         #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["run-2"])
     }
 
-    /// Only former runs are removed. Other contents of the folder stay, whatever form the folder's URL has.
     @Test func nothingButFormerRunsIsRemoved() async throws {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let own = runs.appendingPathComponent("2024")
@@ -276,7 +272,7 @@ import Testing
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 1)) {}
         let before = try tuner.adapters
-        // This is the state after a first save that failed on a full disk.
+        // Imitates a first save that failed on a full disk.
         let part = runs.appendingPathComponent("run-2/adapters/peft")
         try FileManager.default.createDirectory(at: part, withIntermediateDirectories: true)
         #expect(try tuner.adapters == before)
@@ -298,7 +294,6 @@ import Testing
         #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path).count == 2, "a copy is left")
     }
 
-    /// The first update of a run has no values of the previous run.
     @Test func updatesAreOfTheirRun() async throws {
         let tuner = try await tuner()
         for try await _ in tuner.train(on: try text(), options(steps: 3)) {}
@@ -414,7 +409,6 @@ import Testing
         await controller.stop()
     }
 
-    /// A run that is stopped while the app uses MLX saves its adapters afterwards. An answer that is requested meanwhile waits too.
     @MainActor @Test func whatEndsOrAnswersWaitsWhileTheAppUsesMLX() async throws {
         let tuner = try await tuner(monitor: TestMonitor())
         for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) where update.step == 2 {
@@ -464,7 +458,6 @@ import Testing
         #expect(tuner.canContinueTraining)
     }
 
-    /// A run that is cancelled before its first step has learned nothing, so its adapters do not replace earlier ones.
     @Test func adaptersOfNoStepAreNone() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await _ in tuner.train(on: text, options(steps: 2)) {}
@@ -491,7 +484,6 @@ import Testing
         #expect(try await sentence(tuner.train(on: text, options)).hasSuffix("lose their magnitudes; set dora."))
     }
 
-    /// A run continues even if its initial adapters were deleted.
     @Test func initialAdaptersAreKept() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await _ in tuner.train(on: text, options(steps: 2)) {}
@@ -508,7 +500,6 @@ import Testing
         #expect(try await sentence(tuner.train(on: text, options)).hasPrefix("Cannot read the adapters in "))
     }
 
-    /// The updates of a continued run do not begin at the first step.
     @Test func updatesNeverGoBack() async throws {
         let (tuner, text) = (try await tuner(), try text())
         for try await update in tuner.train(on: text, options(steps: 12)) where update.step == 4 { break }
@@ -525,7 +516,6 @@ import Testing
         func add() { lock.withLock { number += 1 } }
     }
 
-    /// A pause that is requested before a run begins holds the run.
     @MainActor @Test func aPauseHoldsTheNextRun() async throws {
         let tuner = try await tuner(monitor: TestMonitor())
         tuner.pause()
@@ -539,7 +529,6 @@ import Testing
         #expect(pauses == [.user])
     }
 
-    /// A memory warning holds only the run in progress, because the memory of that run is free when it has ended.
     @MainActor @Test(.timeLimit(.minutes(1))) func aMemoryWarningHoldsNoLaterRun() async throws {
         let monitor = TestMonitor()
         let tuner = try await tuner(monitor: monitor)
@@ -584,7 +573,7 @@ import Testing
     }
 
     @Test func itSetsNoVariableOfTheProcess() async throws {
-        // Only the engine's process sets these variables. A library must not change the variables of the app's process.
+        // A library must not change the environment variables of the app's process.
         let names = ["MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"]
         let before = names.map { getenv($0).map { String(cString: $0) } }
         for name in names { unsetenv(name) }
@@ -598,7 +587,6 @@ import Testing
     }
 }
 
-/// Tests the limits of MLX, which belong to the process.
 @Suite(.serialized) struct MLXLimitsTests {
     @Test func ofTheProcessComeBack() {
         let before = (Memory.cacheLimit, Memory.memoryLimit)
@@ -614,7 +602,7 @@ import Testing
                     #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 30))
                 }
                 #expect((Memory.cacheLimit, Memory.memoryLimit) == (10, 20))
-                // Other code may set the limit on another thread.
+                // Imitates other code that sets the limit on another thread.
                 Memory.cacheLimit = 4000
             }
             #expect((Memory.cacheLimit, Memory.memoryLimit) == (4000, 3000))

@@ -83,7 +83,6 @@ import Testing
     }
 }
 
-/// Values that another thread collects.
 private final class Collected<Value: Sendable>: Sendable {
     private let lock = NSLock()
     private nonisolated(unsafe) var all = [Value]()  // guarded by the lock

@@ -4,7 +4,6 @@ import Testing
 @testable import MeSPCore
 
 @Suite struct FootprintTests {
-    /// A process whose memory the tests set, with a kernel that records the peak.
     private final class Process: @unchecked Sendable {
         private let lock = NSLock()
         private var (present, most, asked) = (0, 0, 0)

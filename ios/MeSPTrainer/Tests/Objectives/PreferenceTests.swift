@@ -5,9 +5,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests training on preference data: losses and gradients compared with the reference, and whole runs.
 @Suite(.serialized) struct PreferenceTests {
-    /// Returns the fixture's answers.
     private func answers(_ fixture: Fixture) throws -> [PreferenceAnswer] {
         let length = fixture.length + 1
         let tokens = try fixture.array("answers").asArray(Int32.self)
@@ -24,7 +22,7 @@ import Testing
         }
     }
 
-    /// A learning rate so high that the change of the parameters by a step of SGD gives the gradient with enough precision.
+    /// With a learning rate this high, the parameters change enough in one SGD step to compute the gradient from the change.
     private static let rate: Float = 1e5
 
     private func trainer(_ fixture: Fixture, _ objective: Objective, plan: Plan = Plan(tileBytes: 1 << 20)) throws
@@ -35,7 +33,6 @@ import Testing
         }
     }
 
-    /// The tested combinations: ORPO and KTO for every family, and every objective for a plain model.
     private static let trained = Fixture.cases.flatMap { folder in
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         return (isPlain ? Objective.allCases : [.orpo, .kto]).map { (folder, $0) }
@@ -68,7 +65,6 @@ import Testing
         }
     }
 
-    /// If the block inputs of the rejected answer are kept, that answer needs only one forward pass. The gradients are the same.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func anAnswerThatWaitsRunsForwardOnce(_ objective: Objective) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -124,8 +120,8 @@ import Testing
         }
     }
 
-    /// The gradient of two pairs, in one batch or in two, is the mean of the pairs' gradients. ORPO's supervised loss is an exception, because it is
-    /// a mean over the targets of a batch.
+    /// The gradient of a batch of pairs is the mean of the pairs' gradients. ORPO's supervised loss is an exception: it is a mean over the batch's
+    /// targets.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func batchesAreMeans(_ objective: Objective) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -169,7 +165,6 @@ import Testing
 
     // MARK: - Runs
 
-    /// Writes a folder of data with pairs of answers, or with single answers.
     private func data(inPairs: Bool, count: Int = 12) throws -> URL {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -202,7 +197,6 @@ import Testing
             .map { try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any]) }
     }
 
-    /// A run learns the preference, and a stopped run continues as if it had not been stopped.
     @Test(arguments: Objective.allCases)
     func runsAndResumes(_ objective: Objective) throws {
         let (data, whole, parts) = (try data(inPairs: objective.takesPairs), temporaryFolder(), temporaryFolder())
@@ -230,7 +224,7 @@ import Testing
             (try SavedState.load(from: parts, stopped)?.vectors["reference.answers"] != nil) == objective.hasReference)
     }
 
-    /// A single answer is not held out. Without another answer to compare with, its loss would be 0, and no later loss would be lower.
+    /// A single answer is not held out, because its held-out loss would be 0.
     @Test func aSingleAnswerIsNotHeldOut() throws {
         let (few, many, output) = (try data(inPairs: false, count: 1), try data(inPairs: false), temporaryFolder())
         defer { for folder in [few, many, output] { try? FileManager.default.removeItem(at: folder) } }

@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// Tests numbers that are not finite, and a lack of memory. Tests that need separate processes are in tests/test_reliability.py.
 @Suite(.serialized) struct ReliabilityTests {
     private func records(_ folder: URL, _ type: String) throws -> [[String: Any]] {
         try String(contentsOf: LogWriter.url(in: folder), encoding: .utf8).split(separator: "\n")
@@ -16,7 +15,6 @@ import Testing
 
     // MARK: - Backups
 
-    /// A state is large and useful only on this phone. Even a partial file, which a terminated process leaves, is excluded from backups.
     @Test func aSavedStateIsLeftOutOfBackupsBeforeItHasABit() throws {
         final class Seen: @unchecked Sendable {
             var files = [(name: String, size: Int, isInPlace: Bool)]()
@@ -42,8 +40,6 @@ import Testing
 
     // MARK: - NaN and infinity
 
-    /// A step with a gradient that is not finite names the gradient, and is taken back if bad steps are skipped. Here block 0's parameters become NaN
-    /// after the later blocks were updated.
     @Test(arguments: [false, true], [1, 2])
     func aGradientThatIsNotFiniteIsNamedAndTakenBack(_ skip: Bool, _ sequences: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -52,7 +48,7 @@ import Testing
             ($0.skipBadSteps, $0.momentum, $0.batchSize) = (skip, 0.9, sequences)
         }
         let start = try SavedState.vectors(of: trainer)
-        // The boundaries are each block's forward pass, the head, and each block's backward pass, up to the last sequence.
+        // Per sequence: each block's forward pass, the head, and each block's backward pass.
         var boundaries = sequences * (2 * fixture.layers + 1)
         trainer.clock.atBlock = {
             boundaries -= 1
@@ -90,7 +86,7 @@ import Testing
         }
     }
 
-    /// Only whole pages are mapped. Metal uses no other memory without a copy, and MLX would silently copy it.
+    /// Only whole pages are mapped. MLX would silently copy other memory.
     @Test func wholePagesAreMapped() throws {
         let url = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: url) }
@@ -149,7 +145,6 @@ import Testing
 
     // MARK: - Memory
 
-    /// A run that is short of memory at step 2 takes the next cheaper plan. When it is resumed it keeps that plan, and the losses are the same.
     @Test func aCheaperPlanIsTakenAndKept() throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
@@ -199,7 +194,7 @@ import Testing
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
         settings.memoryLimitMb = Double(Planner(manifest, settings).leastPeak) / 1e6 + 1
         settings.steps = 50
-        // The planner does not know this array, which puts the process above any limit of the tiny model.
+        // The planner does not count this array, so the process exceeds the memory limit.
         let ballast = MLXArray.ones([4_000_000])
         eval(ballast)
         let sentence = withExtendedLifetime(ballast) { message { try Run.run(settings) } }
@@ -219,8 +214,6 @@ import Testing
         #expect(sentence.contains("The system allows") && sentence.contains("at least"), "\(sentence)")
     }
 
-    /// Sequences go through the blocks together if this order takes no more memory. They also do if there is room for this order, but not for the
-    /// mapped weights.
     @Test func sequencesGoByBlocksWhereThatPays() throws {
         var settings = try RunSettings.ofATest(temporaryFolder())
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
@@ -232,7 +225,7 @@ import Testing
         }
         #expect(try order() == nil, "of one sequence there is no order")
 
-        // A sum of all gradients takes more memory than the block inputs of a few sequences.
+        // The order of sequences keeps a sum of all gradients. The order of blocks keeps the block inputs of all sequences.
         settings.batchSize = 256
         #expect(try order() == .sequences && peak(.blocks) > peak(.sequences))
         settings.batchSize = 2
@@ -262,7 +255,6 @@ import Testing
         #expect(try order() == .sequences)
     }
 
-    /// A pair's second forward pass is avoided if that costs no memory, or if a limit leaves room for it.
     @Test func aPairsInputsStayWhereThereIsRoom() throws {
         var settings = try RunSettings.ofATest(temporaryFolder())
         settings.objective = .dpo

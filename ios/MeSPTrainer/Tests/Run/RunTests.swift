@@ -8,7 +8,6 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// Tests whole runs through the public interface.
 @Suite(.serialized) struct RunTests {
     private func settings(_ output: URL) throws -> RunSettings {
         var settings = try RunSettings.ofATest(output)
@@ -79,8 +78,7 @@ import Testing
         #expect(adapters.allSatisfy { $0.key.hasSuffix("lora_a") || $0.value.square().sum().item(Float.self) == 0 })
     }
 
-    /// If SGD trains only B, two runs equal one run. The second begins with the B that the first has saved, without A, and continues the first run's
-    /// steps.
+    /// With SGD on B alone, a run can begin with another run's B and continue its steps. Both together equal one long run.
     @Test func goesOnFromTheStepsOfOthers() throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
@@ -126,7 +124,6 @@ import Testing
             FileManager.default.fileExists(atPath: output.appendingPathComponent("adapters/adapters.safetensors").path))
     }
 
-    /// A run that is stopped and resumed logs the same losses, to the last bit, as an uninterrupted run.
     @Test(arguments: [
         "momentum", "adamw", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks", "mezo", "bfloat16",
         "B alone", "B of some", "the last block", "dropout", "dora", "dora offloaded",
@@ -187,13 +184,12 @@ import Testing
         for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
     }
 
-    /// A setting that was added later has its default in an older run and its log.
     @Test func aStateFromBeforeASettingWasThereIsResumed() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
         var settings = try settings(output)
         try Run.run(settings)
-        /// Returns the setting with a comma, because keys have any order.
+        /// Returns the setting's JSON with the comma after or before it.
         func part(_ setting: String, of text: String) throws -> String {
             try #require([setting + ",", "," + setting].first { text.contains($0) })
         }
@@ -216,7 +212,6 @@ import Testing
         #expect(try #require(try SavedState.load(from: output, settings)).state.step == settings.steps)
     }
 
-    /// With a clock on which a step takes more than a minute, the state is saved after the first step and then every third minute.
     @Test func savesByTimeToo() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
@@ -234,7 +229,7 @@ import Testing
         #expect(saved == [0, 1, 1, 1, 4, 4], "what is there after each step")
     }
 
-    /// After a power failure the disk has the state, but not the whole log.
+    /// Imitates a power failure after which the disk has the state, but not the whole log.
     @Test(arguments: ["cut off", "zeros", "zeros beyond", "zeros within", "half a line", "empty", "no start"])
     func aDamagedLogGoesOnFromTheState(_ damage: String) throws {
         let (whole, cut) = (temporaryFolder(), temporaryFolder())
@@ -303,7 +298,7 @@ import Testing
 
     // MARK: - What a state belongs to
 
-    /// A run whose bundle, a copy of the fixture's, changes between its parts.
+    /// A run on a copy of the fixture's bundle. Tests change the copy between the start and the resumption of the run.
     private final class Changing {
         let folder = temporaryFolder()
         var settings: RunSettings
@@ -321,7 +316,6 @@ import Testing
 
         deinit { try? FileManager.default.removeItem(at: folder) }
 
-        /// Replaces a file of the bundle and updates its size and digest in the manifest.
         func replace(_ path: String, by newPath: String? = nil, _ change: (inout Data) -> Void = { _ in }) throws {
             let url = bundle.appendingPathComponent("manifest.json")
             var manifest = try #require(
@@ -344,7 +338,6 @@ import Testing
             try JSONSerialization.data(withJSONObject: manifest).write(to: url)
         }
 
-        /// Resumes the run. Returns its error message, and whether its folder changed.
         func resume() throws -> (message: String, changed: Bool) {
             func contents() throws -> [String: Data] {
                 let paths = try FileManager.default.subpathsOfDirectory(atPath: output.path).filter { $0 != ".lock" }
@@ -361,7 +354,6 @@ import Testing
         }
     }
 
-    /// Reverses the order of tokens.
     private func turned(_ data: inout Data) {
         data = stride(from: 0, to: data.count, by: 4).reversed().reduce(into: Data()) { $0 += data[$1..<$1 + 4] }
     }
@@ -390,7 +382,6 @@ import Testing
         #expect(!changed)
     }
 
-    /// Changes that affect no result are allowed: the bundle's place, the files of the same tokens, and splits that the run does not read.
     @Test func aResumeMindsNothingElse() throws {
         let run = try Changing()
         run.settings.valBatches = 0
@@ -404,7 +395,7 @@ import Testing
         #expect(try LogOutline(folder: run.output).lastStep == 4)
     }
 
-    /// The bundle's config.json has the number of positions that the model was trained for. YaRN multiplies that number by its factor.
+    /// `max_position_embeddings` limits the sequence length. YaRN multiplies this limit by its factor.
     @Test(arguments: [(31, true), (32, false), (8, false)]) func moreTokensThanPositionsAreRefused(
         _ positions: Int, _ isRefused: Bool
     ) throws {
@@ -420,7 +411,7 @@ import Testing
         #expect(FileManager.default.fileExists(atPath: run.output.path) == !isRefused)
     }
 
-    /// Your own text has no manifest, so its files are compared.
+    /// Data outside a bundle has no manifest, so its files are compared.
     @Test func aResumeOnAnotherTextIsRefused() throws {
         let run = try Changing()
         let data = run.folder.appendingPathComponent("data")
@@ -442,7 +433,7 @@ import Testing
         #expect(try run.resume().message.isEmpty)
     }
 
-    /// A state is refused if one bit of any byte is changed. The test changes every byte at the beginning and the end, and some between.
+    /// A state is refused if any of its bytes is changed. The test changes all header bytes, the last 40 bytes and some between them.
     @Test func aStateWithAChangedByteIsRefused() throws {
         let run = try Changing()
         try Run.run(run.settings)
@@ -477,7 +468,6 @@ import Testing
         #expect(!changed)
     }
 
-    /// A run that continues to another number of steps says so if the schedule depends on that number.
     @Test(arguments: RunSettings.Schedule.allCases) func aScheduleOfOtherStepsIsSaid(_ schedule: RunSettings.Schedule)
         throws
     {
@@ -491,7 +481,6 @@ import Testing
         #expect(events.compactMap { $0["message"] as? String } == expected)
     }
 
-    /// The best adapters are kept, and a run that no longer improves ends.
     @Test func stopsEarly() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
@@ -581,7 +570,6 @@ import Testing
         }
     }
 
-    /// Settings that a file leaves out have the paper's values, so that a run from before the present defaults continues unchanged.
     @Test func whatASettingsFileLeavesOutIsThePapers() throws {
         let file = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: file) }
@@ -594,7 +582,6 @@ import Testing
         #expect(unset.optimizer == nil && unset.learningRate == nil && unset.effectiveOptimizer == .adamw8bit)
     }
 
-    /// A run without an optimizer and a learning rate takes the defaults, and writes them to the log and the saved state.
     @Test func aRunThatNamesNoUpdateTakesTheDefault() throws {
         let (unset, named) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [unset, named] { try? FileManager.default.removeItem(at: folder) } }

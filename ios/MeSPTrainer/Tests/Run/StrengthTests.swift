@@ -7,10 +7,9 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// Tests the choice of the adapters' strength at the end of a run.
 @Suite(.serialized) struct StrengthTests {
-    /// Chooses the strength s for adapters that raise the general text's loss by `forgets` s², and whose held-out loss is `curve` (s − `best`)² above
-    /// its minimum.
+    /// Chooses a strength s for simulated adapters. The adapters raise the general text's loss by `forgets` s². Their held-out loss is `curve` (s −
+    /// `best`)² above its minimum.
     private func result(limit: Double, forgets: Float, best: Float, curve: Float = 1, before: Float = 2) throws
         -> (LogRecord.Strength, evaluations: Int)
     {
@@ -41,13 +40,11 @@ import Testing
         #expect(found.strength == 1 && found.lossAfter == 0.5)
     }
 
-    /// Half of the adapters' strength has the lowest held-out loss, as when adapters were trained too long.
     @Test func takesLessWhereHeldOutLossIsLower() throws {
         let (found, _) = try result(limit: 3, forgets: 0, best: 0.5)
         #expect((0.4...0.6).contains(found.strength))
     }
 
-    /// The adapters forget more than the limit. The strength with the lowest held-out loss is below the highest strength that the limit allows.
     @Test func takesLessThanTheLimitWhereHeldOutLossIsLower() throws {
         let (found, _) = try result(limit: 3, forgets: 0.05, best: 0.3, before: 0.6)
         #expect((0.2...0.4).contains(found.strength))
@@ -66,7 +63,6 @@ import Testing
 
     // MARK: - A run
 
-    /// - Parameter tokens: the tokens of the general text.
     private func settings(_ output: URL, _ tokens: [Int] = (0..<50).map { $0 * 7 % 60 }) throws -> RunSettings {
         var settings = try RunSettings.ofATest(output)
         settings.valBatches = 2
@@ -102,8 +98,6 @@ import Testing
         try #require(try LogSummary(folder: folder).strength)
     }
 
-    /// The adapters equal the plain run's with each B multiplied by the strength. The strength does not affect a run that is resumed from the saved
-    /// state.
     @Test func writesTheAdaptersAtTheirStrength() throws {
         let (plain, kept) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [plain, kept] { try? FileManager.default.removeItem(at: folder) } }
@@ -133,7 +127,6 @@ import Testing
         #expect(summary.steps.map(\.loss) == (try LogSummary(folder: plain).steps.map(\.loss)))
     }
 
-    /// The logged losses are those of the saved adapters: a run of no steps from these adapters measures the same losses.
     @Test func theLossesAreThoseOfTheSavedAdapters() throws {
         let (kept, second) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [kept, second] { try? FileManager.default.removeItem(at: folder) } }

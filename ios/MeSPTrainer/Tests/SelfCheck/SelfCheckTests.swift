@@ -69,13 +69,12 @@ import Testing
         #expect((json?["checks"] as? [[String: Any]])?.compactMap { $0["verdict"] as? String }.count == all.count)
     }
 
-    /// The bundles differ in the places of norms, joined modules and biases, and some have bfloat16 activations.
     @Test(arguments: (Fixture.cases + Fixture.roundedCases).filter { !Fixture.noisyCases.contains($0) })
     func everyBundleFollowsTheFormulas(_ folder: URL) throws {
         var settings = try settings(folder)
         settings.seconds = 1  // for all of a model's gradients
         let suite = try makeSuite(settings)
-        // Blocks with experts have no function, and a finite difference may be between two choices of experts.
+        // Blocks with experts have no function. A finite difference can cross a change of the chosen experts.
         let bundle = try Fixture(folder, "gradients").bundle
         let hasExperts = bundle.architecture.hasExperts
         let skipped = [
@@ -89,7 +88,6 @@ import Testing
         }
     }
 
-    /// A bundle without functions has nothing to differentiate automatically.
     @Test func checksOfFunctionsAreSkippedWithoutThem() throws {
         let bare = try copyWithoutFunctions(#require(Fixture.tied).appendingPathComponent("bundle.mesp"))
         defer { try? FileManager.default.removeItem(at: bare) }
@@ -109,7 +107,7 @@ import Testing
         "decode.mamba2",
     ])
     func anErrorIsFound(_ name: String) throws {
-        // The mapped array is copied, and other arrays are changed by a thousandth. Each check must detect that.
+        // A mapped array is replaced by a copy, and every other array is multiplied by 1.001.
         let faulty = try makeSuite(settings()) { check, array in
             guard check == name else { return array }
             return array.dtype == .uint32 ? array + MLXArray(UInt32(0)) : array * 1.001
@@ -118,7 +116,6 @@ import Testing
         #expect(found.verdict == .fail, "\(found.sentence.english)")
     }
 
-    /// The self-check fails if the backward pass uses another value of a setting than the forward pass.
     @Test(
         arguments: [
             ("hidden_act", "gelu"), ("rms_norm_eps", 0.02), ("attention_scale", 1.01), ("frequencies", 1.1),
@@ -159,7 +156,7 @@ import Testing
     }
 
     @Test func productsWithTF32AreFound() throws {
-        // The numbers have the last bit that TF32 keeps, half of it, and more than half.
+        // TF32 keeps 10 fraction bits and rounds to nearest.
         let numbers: [Float] = [1 + 0x1p-10, 1 + 0x1p-11, 1 + 0x1p-11 + 0x1p-23, -3 - 0x1p-10, .infinity]
         let rounded: [Float] = [1 + 0x1p-10, 1, 1 + 0x1p-10, -3, .infinity]
         #expect(TF32.rounded(MLXArray(numbers)).asArray(Float.self) == rounded)
@@ -176,7 +173,7 @@ import Testing
         }
     }
 
-    /// TF32 has a relative error of up to 2⁻¹¹, which reaches every gradient, even through attention and the gated delta rule.
+    /// TF32 has a relative error of up to 2⁻¹¹. The error is visible in every gradient.
     @Test(arguments: [Fixture.tied].compactMap { $0 } + Fixture.cases.filter { $0.path.hasSuffix("qwen3_5") })
     func eachGradientTellsWhatTF32WouldCost(_ folder: URL) throws {
         let found = try result("tf32", makeSuite(settings(folder)))
@@ -240,8 +237,8 @@ import Testing
         #expect(message { try SelfCheck(settings).run() }.hasPrefix("There is no check tf31; there are machine, gpu, "))
     }
 
-    /// A wrong row is found, although the error of the whole product stays below the bound. The tolerance is for a CPU, which sums in bfloat16 and so
-    /// has larger errors than a GPU.
+    /// A single wrong row is found, even if the error of the whole product is below the bound. A CPU sums in bfloat16, so the tolerance is larger
+    /// than for a GPU.
     @Test(arguments: [9, 33, 256])
     func oneWrongRowIsFound(_ rows: Int) throws {
         func found(_ folder: URL?, wrong: Int?) throws -> SelfCheckReport.Check {
@@ -289,7 +286,7 @@ import Testing
     }
 
     @Test func stoppingEndsIt() throws {
-        // The number of boundaries is not exact: it depends on the machine's speed, and a step that has changed parameters is completed.
+        // The bounds are loose: the number of boundaries depends on the machine's speed, and a step that has changed parameters is completed.
         var (boundaries, checks) = (0, 0)
         #expect(throws: CancellationError.self) {
             try SelfCheck(settings()).run(

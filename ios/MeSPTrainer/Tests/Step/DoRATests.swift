@@ -35,7 +35,6 @@ import Testing
         return (loss, gradients)
     }
 
-    /// Returns the relative errors of the matrices and magnitudes of a gradient, by name.
     private func errors(_ gradient: MLXArray, _ expected: MLXArray, _ layout: LoRALayout) throws -> [String: Float] {
         var errors = [String: Float]()
         #expect(gradient.shape == expected.shape && gradient.size == layout.count)
@@ -79,7 +78,6 @@ import Testing
         #expect(relativeError(MLXArray([loss]), try fixture.array("dropout.loss")) < tolerance)
     }
 
-    /// Gradients are the same with tiles of any size, in segments, with kept intermediates, with arrays on disk, and with plain products.
     @Test(arguments: cases) func theyAreTheSameByAnyPlan(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (loss, expected) = try gradients(fixture)
@@ -98,8 +96,8 @@ import Testing
         }
     }
 
-    /// The error of bfloat16 is about that without DoRA; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`. A gate with one output per head
-    /// has few numbers, whose errors vary, so its bound is larger.
+    /// The error of bfloat16 is about the same as without DoRA. A gate with one output per head has few values, so its error varies more and its
+    /// bound is larger.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let trainer = try trainer(fixture)
@@ -116,7 +114,7 @@ import Testing
 
     // MARK: - A run
 
-    /// With B = 0 DoRA equals LoRA, and so the model, to the last bit.
+    /// With B = 0, DoRA's result equals LoRA's to the last bit.
     @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (trainer, lora) = (try trainer(fixture), try fixture.trainer(.mesp))
@@ -152,7 +150,7 @@ import Testing
         }
     }
 
-    /// Before any step π equals π₀, so neither answer is preferred and DPO's loss is log 2. After a step it differs.
+    /// Before any step π equals π₀, so DPO's loss is log 2. After a step the loss differs.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func theReferenceModelIsTheBase(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
@@ -173,7 +171,6 @@ import Testing
 
     // MARK: - Generation
 
-    /// Generation gives the same results as the training formulas, even if only some projections have adapters.
     @Test(arguments: cases, [nil, ["o", "out", "down"]]) func generationIsTheSame(_ folder: URL, _ some: [String]?)
         throws
     {
@@ -201,8 +198,9 @@ import Testing
         }
     }
 
-    /// For each projection, the product with weighted adapters of DoRA and LoRA equals the product with W + Σ w (W′ − W), where W′ is g ∘ (W + s (A
-    /// B)ᵀ) or W + s (A B)ᵀ.
+    /// Weighted adapters of DoRA and LoRA act as the weight matrix W + Σ w (W′ − W).
+    ///
+    /// W′ is the weight matrix with one adapter: g ∘ (W + s (A B)ᵀ) for DoRA, and W + s (A B)ᵀ for LoRA.
     @Test(arguments: cases) func aStackIsTheFusedSum(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -248,7 +246,6 @@ import Testing
         }
     }
 
-    /// For modules that adapters lack, `readScaled` gives a reader the parameters of the base model.
     @Test(arguments: cases) func absentModulesAreTheModels(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let layouts = fixture.bundle.architecture.layouts(rank: 2, hasMagnitudes: true)

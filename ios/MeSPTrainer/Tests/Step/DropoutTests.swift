@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares LoRA dropout with `mesp.reference`; see `tests/fixtures/make_fixtures.py`.
 @Suite(.serialized) struct DropoutTests {
     private static let cases = Fixture.cases.filter(hasDropout)
     private static let roundedCases = Fixture.roundedCases.filter(hasDropout)
@@ -18,7 +17,7 @@ import Testing
     /// The tolerance for another order of sums in float32.
     private let tolerance: Float = 1e-4
 
-    /// Returns a trainer at the fixture's step, whose next sequence is the fixture's.
+    /// Returns a trainer that is about to process the fixture's sequence at the fixture's step.
     private func trainer(
         _ fixture: Fixture, plan: Plan = Plan(tileBytes: 1 << 20),
         _ change: (inout RunSettings) throws -> Void = { _ in }
@@ -40,7 +39,6 @@ import Testing
         return (loss, gradients)
     }
 
-    /// Returns the relative errors of the matrices of a gradient, by name.
     private func errors(_ gradient: MLXArray, _ expected: MLXArray, _ layout: LoRALayout) -> [String: Float] {
         var errors = [String: Float]()
         for module in layout.modules {
@@ -53,7 +51,6 @@ import Testing
 
     @Test func fixturesAreThere() { #expect(Self.cases.count > 30 && Self.roundedCases.count > 8) }
 
-    /// Each number of a mask is compared, for whole layers and for some rows and columns.
     @Test(arguments: cases) func masksAreTheReferences(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let key = try #require(trainer(fixture).dropout).key[Int(fixture.number("sequence"))]
@@ -103,7 +100,6 @@ import Testing
         }
     }
 
-    /// Gradients are the same with tiles of any size, in segments, with kept intermediates, and with plain products.
     @Test(arguments: cases) func theyAreTheSameByAnyPlan(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let (loss, expected) = try gradients(fixture)
@@ -122,7 +118,6 @@ import Testing
         }
     }
 
-    /// Two records in one sequence have the masks of that sequence.
     @Test(arguments: cases) func packedRecordsToo(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let start = Int(try fixture.array("starts").asArray(Int32.self)[1])
@@ -144,7 +139,6 @@ import Testing
         }
     }
 
-    /// The error of bfloat16 is about that without dropout; see `TrainerTests.bfloat16CostsLittleMoreThanStoringIt`.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let trainer = try trainer(fixture)
@@ -158,7 +152,6 @@ import Testing
         }
     }
 
-    /// Each step has new masks, which equal the reference's.
     @Test(arguments: cases) func lossesOfARunEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dropout")
         let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])

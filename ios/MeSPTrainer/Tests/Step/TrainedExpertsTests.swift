@@ -6,7 +6,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests runs that also train the experts of mixtures.
 @Suite(.serialized) struct TrainedExpertsTests {
     private static let cases = Fixture.cases.filter { $0.lastPathComponent.contains("moe") }
     /// The tolerance for another order of sums in float32.
@@ -75,7 +74,6 @@ import Testing
         }
     }
 
-    /// Initial adapters equal the reference's, and another seed gives other adapters.
     @Test(arguments: cases) func theyStartAsTheReferenceDoes(_ folder: URL) throws {
         let fixture = try Fixture(folder, "experts")
         for (block, layout) in try trainer(fixture).model.layouts.enumerated() {
@@ -85,8 +83,8 @@ import Testing
         }
     }
 
-    /// Calls `body` with the gradients of a mixture's experts for the input x `[n, hidden]`, and with the experts that x chooses. The output's
-    /// gradient is x too.
+    /// Calls `body` with the gradients of a mixture's experts and with the experts that the input x `[n, hidden]` chooses. x is also the gradient of
+    /// the output.
     private func ofMixture(
         _ fixture: Fixture, _ x: (_ hidden: Int) -> MLXArray,
         _ body: (LoRAGradients, _ chosen: Set<Int>, Experts, LoRALayout) throws -> Void
@@ -109,7 +107,6 @@ import Testing
         }
     }
 
-    /// Experts that no token chose have the gradient 0.
     @Test(arguments: cases) func anExpertWithoutTokensHasNoGradient(_ folder: URL) throws {
         let one = { MLXRandom.normal([1, $0], key: MLXRandom.key(3)) }
         try ofMixture(Fixture(folder, "experts"), one) { gradients, chosen, experts, layout in
@@ -127,7 +124,6 @@ import Testing
         }
     }
 
-    /// If an expert processes many tokens in parts, the gradients of the parts are summed.
     @Test(arguments: cases) func thePartsOfManyTokensAddUp(_ folder: URL) throws {
         let fixture = try Fixture(folder, "experts")
         var found = [MLXArray]()
@@ -138,7 +134,6 @@ import Testing
         #expect(relativeError(found[1], 150 * found[0]) < 1e-5)
     }
 
-    /// Adapters are read in the formats of mlx-lm and PEFT, for all blocks and for the last.
     @Test(arguments: cases, [nil, 1]) func adaptersAreReadAsTheyWereWritten(_ folder: URL, _ layers: Int?) throws {
         let fixture = try Fixture(folder, "experts")
         let (rank, architecture) = (Int(try fixture.number("rank")), fixture.bundle.architecture)
@@ -152,7 +147,7 @@ import Testing
         ) { try fixture.array("lora.\($0)") }
         let config = try String(contentsOf: output.appendingPathComponent("adapter_config.json"), encoding: .utf8)
         let ofPEFT = try String(contentsOf: output.appendingPathComponent("peft/adapter_config.json"), encoding: .utf8)
-        // PEFT refuses to load adapters of parameters with a dropout.
+        // PEFT does not load adapters of parameters (`target_parameters`) if `lora_dropout` is not 0.
         #expect(config.contains(#""dropout" : 0.25"#) && ofPEFT.contains(#""lora_dropout" : 0,"#))
         for from in [output, output.appendingPathComponent("peft")] {
             let loaded = try loadAdapters(from: from, architecture: architecture)

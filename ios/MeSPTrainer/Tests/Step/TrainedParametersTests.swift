@@ -6,11 +6,9 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests runs that train some projections, some blocks, or only B.
 @Suite(.serialized) struct TrainedParametersTests {
     struct Part: Sendable, CustomTestStringConvertible {
         let testDescription: String
-        /// The trained projections; nil for all.
         var projections: [Projection]?
         var numLayers: Int?
         var freezesA = false
@@ -32,7 +30,7 @@ import Testing
             freezesA: true),
     ]
 
-    /// Returns the fixture's parameters, with B = 0 for modules that `layouts` lack, because untrained adapters add nothing.
+    /// Returns the fixture's parameters. Modules that `layouts` do not contain have B = 0, so they add nothing.
     private func parameters(_ fixture: Fixture, _ layouts: [LoRALayout]) throws -> [MLXArray] {
         try layouts.enumerated().map { block, layout in
             let (whole, vector) = (layout.whole, try fixture.array("lora.\(block)"))
@@ -45,11 +43,10 @@ import Testing
         }
     }
 
-    /// Untrained adapters add zeros.
     @Test(arguments: Fixture.cases, parts)
     func gradientsAreThoseOfARunThatTrainsAll(_ folder: URL, _ part: Part) throws {
         let fixture = try Fixture(folder, "gradients")
-        // MeBP computes its gradients in the same way for every family.
+        // MeBP does not depend on the model family, so one family suffices.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         for method in isPlain ? [GradientMethod.mesp, .mebp] : [.mesp] {
             let all = try fixture.trainer(method)
@@ -72,13 +69,12 @@ import Testing
                 let whole = try #require(expected.gradients[block])
                 let right = layouts[block].trained(in: layouts[block].part(of: whole))
                 #expect(gradient.shape == [layouts[block].trainedCount])
-                // OpenBLAS's kernels for AVX2 sum eight terms in another order than four, even if four of the eight are 0.
+                // OpenBLAS can sum the terms in another order, even if some of them are 0.
                 #expect(relativeError(gradient, right) < 1e-6, "\(method), block \(block)")
             }
         }
     }
 
-    /// Frozen parameters do not change, even by weight decay or stochastic rounding.
     @Test(arguments: GradientMethod.allCases, RunSettings.LoRADtype.allCases)
     func whatIsFrozenStaysToTheBit(_ method: GradientMethod, _ dtype: RunSettings.LoRADtype) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -102,12 +98,11 @@ import Testing
         }
     }
 
-    /// With LoRA+, A is updated with its learning rate, and B with that rate multiplied by the ratio. The ratio is a power of two, so that both round
-    /// in the same way.
+    /// With LoRA+, B's learning rate is A's multiplied by the ratio. The tested ratio is a power of two, so the product is exact.
     @Test(arguments: Fixture.cases, RunSettings.OptimizerKind.allCases)
     func aAndBHaveRatesOfTheirOwn(_ folder: URL, _ optimizer: RunSettings.OptimizerKind) throws {
         let fixture = try Fixture(folder, "gradients")
-        // MeBP and MeZO update in the same way for every family.
+        // The updates of MeBP and MeZO do not depend on the model family, so one family suffices.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         for method in isPlain ? GradientMethod.allCases : [.mesp] {
             func matrices(rate: Float, ratio: Float) throws -> [LoRAMatrices] {
@@ -135,8 +130,8 @@ import Testing
         }
     }
 
-    /// With fewer trained parameters, a step's measured peak and the planner's prediction are each lower by at least the size of the vectors that are
-    /// not needed.
+    /// A step that trains fewer parameters has a lower measured peak and a lower predicted peak. Each peak falls by at least the size of the vectors
+    /// that are not needed.
     @Test(
         arguments: [
             (["q", "v"], false, nil), (nil, true, nil), (["q", "v"], true, nil), (nil, false, 1),
@@ -154,8 +149,7 @@ import Testing
                 settings = $0
             }
             _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: 0)
-            // While one piece of a step runs, the graph of the next is built, so an operand may be freed early or late. The median of several steps
-            // is used.
+            // A step builds the next graph while the current one runs, so its peak varies. The test uses the median of several steps.
             let peaks = try (1...9).map { number in
                 Memory.peakMemory = 0
                 _ = try takeStep(trainer, [SequenceLoss([try fixture.example()])], number: number)
@@ -176,7 +170,6 @@ import Testing
         #expect(all.predicted - some.predicted >= less)
     }
 
-    /// Blocks of a kind that has none of the trained projections are not trained.
     @Test func blocksWithoutTheProjectionsAreNotTrained() throws {
         let folder = try #require(Fixture.cases.first { $0.lastPathComponent == "qwen3_5" })
         let fixture = try Fixture(folder, "gradients")

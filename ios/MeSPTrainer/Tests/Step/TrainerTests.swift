@@ -39,7 +39,6 @@ import Testing
         }
     }
 
-    /// The gradients are the same with HostMLX's products and with MLX's own. For MLX's own products, W is dequantized first.
     @Test(arguments: Fixture.cases) func gradientsAreTheSameWithPlainProducts(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         func gradients() throws -> (loss: Float, [Int: MLXArray]) {
@@ -55,9 +54,8 @@ import Testing
         }
     }
 
-    /// Storing arrays in bfloat16 causes an error, the fixture's `floor`, and computing adds little to it. This is tested at the width of
-    /// Qwen2.5-0.5B with biases of k as large as that model's. Without such biases, a tiny model's error also includes the rounding of norms and, on
-    /// the GPU, of each product.
+    /// Computing in bfloat16 adds little to the error of storing arrays in bfloat16, which is the fixture's `floor`. The wide fixtures have the width
+    /// of Qwen2.5-0.5B. In the other, tiny models the rounding of norms and products adds more error, so their bound is larger.
     @Test(arguments: Fixture.roundedCases)
     func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -85,7 +83,6 @@ import Testing
         }
     }
 
-    /// The forward pass uses the formulas on a CPU, and the bundle's function on a GPU. Both give the same results.
     @Test(arguments: Fixture.cases + Fixture.roundedCases)
     func theFormulasGiveWhatTheFunctionGives(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -121,7 +118,7 @@ import Testing
         }
     }
 
-    /// A run on a CPU does not call the functions. The fixtures cover several families, and a mixture in which some blocks have no functions.
+    /// A run on a CPU does not call the exported functions of a bundle.
     @Test(
         arguments: Fixture.cases.filter { ["tied-32", "gemma3", "qwen3_5", "lfm2_moe"].contains($0.lastPathComponent) })
     func aRunOnACPUNeedsNoFunctions(_ folder: URL) throws {
@@ -146,7 +143,6 @@ import Testing
         #expect(losses[0].count == 2 && losses[0] == losses[1], "\(losses)")
     }
 
-    /// A GPU computes blocks without functions by the formulas. The gradients equal those of the reference and of automatic differentiation.
     @Test(arguments: Fixture.cases) func aGPUTrainsWithoutFunctions(_ folder: URL) throws {
         let url = try copyWithoutFunctions(folder.appendingPathComponent("bundle.mesp"))
         defer { try? FileManager.default.removeItem(at: url) }
@@ -207,7 +203,6 @@ import Testing
         }
     }
 
-    /// Mixer, MLP and loss are computed in segments of a few tokens. Long sequences have segments of hundreds.
     @Test(arguments: Fixture.cases, [2, 3]) func segmentsGiveTheSameGradients(_ folder: URL, _ tokens: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let plan = tokens == 2 ? Plan(tileBytes: 1 << 10) : Plan(tileBytes: 1 << 20, keptBlocks: fixture.layers)
@@ -244,7 +239,7 @@ import Testing
         }
     }
 
-    /// A step's gradient is that of the mean loss over all its targets, in one sequence or several.
+    /// A step's loss is the mean over all its targets, whether they are in one sequence or in several.
     @Test(arguments: Fixture.cases) func contextAndPaddingDoNotCount(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let whole = try fixture.example()
@@ -264,7 +259,7 @@ import Testing
             #expect(abs(splitNorm - norm) < tolerance * norm)
         }
 
-        // Tokens after the last target in the loss change nothing.
+        // Tokens after the last target do not change the loss.
         var tokens = whole.tokens
         for index in (middle + 1)..<tokens.count { tokens[index] = 0 }
         let (padded, half) = (
@@ -280,13 +275,11 @@ import Testing
         Plan(tileBytes: 1 << 16, order: .blocks),
     ]
 
-    /// The tested combinations: two of the plans for each case, and all plans for the plain models.
     private static let packed = (Fixture.cases + Fixture.roundedCases).enumerated().flatMap { index, folder in
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         return packing.enumerated().filter { isPlain || $0.offset % 2 == index % 2 }.map { (folder, $0.element) }
     }
 
-    /// Records that share a sequence have the same loss and gradients as in separate sequences.
     @Test(arguments: packed.filter { $0.0.lastPathComponent != "wide-gpu-bfloat16" })
     func packedRecordsTrainAsABatch(_ folder: URL, _ plan: Plan) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -326,7 +319,6 @@ import Testing
         }
     }
 
-    /// The function for packed records gives the same results as the formulas for each record.
     @Test(arguments: (Fixture.cases + Fixture.roundedCases).filter { $0.lastPathComponent.contains("gpu") })
     func theFunctionKeepsPackedRecordsApart(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -355,8 +347,6 @@ import Testing
         }
     }
 
-    /// The first place with a number that is not finite is named, because the whole step runs again to find it. This also works behind blocks with
-    /// shared keys and values, and for packed records.
     @Test(arguments: Fixture.cases) func whatIsNotFiniteHasAName(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let whole = try fixture.example()
@@ -378,7 +368,6 @@ import Testing
 
     struct Ordered: Sendable, CustomTestStringConvertible {
         let testDescription: String
-        /// The number of sequences in a step; `batches` is the number of batches.
         let sequences: Int
         var batches = 1
         var plan = Plan(tileBytes: 1 << 14)
@@ -404,7 +393,6 @@ import Testing
         Ordered(testDescription: "MeBP", sequences: 2, method: .mebp) { $0.projections = ["q", "down"] },
     ]
 
-    /// Sequences that go through each block together give the same sums, in the same order, as sequences that go through the model one after another.
     @Test(
         arguments: orders, Fixture.cases.filter { ["tied-32", "tied-gpu"].contains($0.lastPathComponent) })
     func theOrderOfSequencesChangesNothing(_ ordered: Ordered, _ folder: URL) throws {
@@ -444,8 +432,8 @@ import Testing
         }
     }
 
-    /// In the order of blocks, a file of weights is mapped once per pass, and otherwise once per pass of each sequence. The planner predicts these
-    /// numbers.
+    /// In the order of blocks, a pass maps a weight file once. In the order of sequences, every sequence maps the file in each of its passes. The
+    /// planner predicts these numbers.
     @Test(arguments: [("untied-7", nil), ("untied-7", 1), ("qwen3_moe", nil)])
     func weightsAreReadOnceAPass(_ name: String, _ layers: Int?)
         throws
@@ -469,7 +457,6 @@ import Testing
         }
     }
 
-    /// A kept map does not hide a change of its file.
     @Test func aFileThatChangesWhileItIsMappedIsNoticed() throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -524,7 +511,6 @@ import Testing
         #expect(Set(all).count == all.count)
     }
 
-    /// A stop ends a step that has changed nothing. Otherwise the step is completed, and the next one stops.
     @Test(arguments: GradientMethod.allCases, [nil, 1 as Float?])
     func aStopIsHeededWhileNothingHasChanged(_ method: GradientMethod, _ maxGradNorm: Float?) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
@@ -560,7 +546,6 @@ import Testing
         }
     }
 
-    /// A step can also pause within the head, without an effect on the results.
     @Test func theHeadHasBoundaries() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func step(work: Int) throws -> (boundaries: Int, loss: Float, vectors: [String: MLXArray], waiting: Double) {
@@ -586,7 +571,6 @@ import Testing
         }
     }
 
-    /// With `keepsMaps` a file of weights is mapped once, and without it at each use. In both cases a deleted file is noticed.
     @Test(arguments: [true, false]) func weightsStayMappedWhereThePlanSaysSo(_ keepsMaps: Bool) throws {
         let copy = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: copy) }
@@ -623,8 +607,6 @@ import Testing
                 == exact.asArray(Float.self))
     }
 
-    /// With parameters in bfloat16 the model equals the float32 model to the precision of bfloat16, and its loss falls in the same way. The cases of a
-    /// GPU are left out, because the storage of parameters does not depend on how products are computed.
     @Test(arguments: Fixture.cases.filter { !$0.lastPathComponent.contains("gpu") })
     func trainsInBFloat16(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
@@ -637,7 +619,7 @@ import Testing
         }
         for (step, reference) in expected.prefix(20).enumerated() {
             let loss = try takeStep(trainer, [SequenceLoss([stream.training(step, seed: 0)])], number: step).loss
-            // Parameters with 8 significant bits change the outputs by some 2⁻⁸ of the adapters' part.
+            // bfloat16 has 8 significant bits, so the adapters' outputs have a relative error of about 2⁻⁸.
             #expect(abs(loss - reference) < 5e-3 * reference, "step \(step + 1)")
         }
     }

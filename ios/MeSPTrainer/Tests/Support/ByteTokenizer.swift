@@ -29,7 +29,6 @@ struct ByteTokenizer: TextTokenizer {
     }
 }
 
-/// The role and the text of a message, as a chat template receives them.
 struct Said: Equatable {
     var role: String
     var content: String

@@ -3,36 +3,33 @@ import Testing
 
 @testable import MeSPFiles
 
-/// The token ids that the commands make of texts with a tokenizer of one token per byte, from `text_ids` in `tests/fixtures/make_cases.py`.
+/// Token ids that the Python commands make of texts, from `text_ids` in `tests/fixtures/make_cases.py`. The tokenizers have one token per byte.
 struct CommandIDs: Decodable, Sendable {
     let words: String
     /// A text file, with line ends of all kinds.
     let file: String
-    /// A paragraph. A thousand of it are a long text, which `mesp-export` cuts into pieces of `pieces` characters.
+    /// A paragraph that a test repeats a thousand times. `mesp-export` cuts the result into pieces of `pieces` characters.
     let paragraph: String
     let pieces: [Int]
-    /// The results of three tokenizers: one puts a token before each text, one has a token for the beginning of a text but does not add it, and one
-    /// has no such token.
+    /// The results of three tokenizers: one adds a begin token to each text, one has a begin token but does not add it, and one has none.
     let tokenizers: [OfTokenizer]
 
     struct OfTokenizer: Decodable, Sendable {
         private let beginOfText: Int?
         private let addsBegin: Bool
-        /// The ids of `words` as a text in `mesp evaluate`. `prompt` has the ids of `words` as a prompt in `mesp generate` without a template, and
-        /// `record` as a record in `mesp-export`. `file` has the ids of the text file.
+        /// The ids of `words` as a text in `mesp evaluate`, as a prompt in `mesp generate` without a template, and as a record in `mesp-export`.
+        /// `file` has the ids of the text file.
         let text: [Int]
         let prompt: [Int]
         let record: [Int]
         let file: [Int]
         /// The first token of each window of a packed text; nil if it is not replaced.
         let begin: Int?
-        /// The ids of the words with the completion " again", joined without a template. `answerCounted` says which are in the loss.
+        /// The ids of `words` followed by the completion " again". `answerCounted` marks the ids in the loss.
         let answer: [Int]
         let answerCounted: [Bool]
-        /// The ids of questions with choices in `mesp evaluate`.
         let questions: [Question]
 
-        /// The same tokenizer in Swift.
         var tokenizer: ByteTokenizer {
             ByteTokenizer(beginOfText: beginOfText, addsBegin: addsBegin, hasChatTemplate: false)
         }

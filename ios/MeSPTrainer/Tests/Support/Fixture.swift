@@ -11,7 +11,7 @@ func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
     ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
 }
 
-/// A fixture of `tests/fixtures/make_fixtures.py`, in the folder that MESP_FIXTURES names: a bundle, and the reference's results on it.
+/// A bundle and the Python reference's results on it, written by `tests/fixtures/make_fixtures.py` to the folder MESP_FIXTURES.
 struct Fixture {
     /// The folders of the cases, each with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
     static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
@@ -19,8 +19,7 @@ struct Fixture {
     /// The cases with activations in bfloat16.
     static let roundedCases = folders.filter { !cases.contains($0) }
 
-    /// The cases in bfloat16 in which the rounding of stored arrays changes a gradient by up to a seventh, because biases of k are large or a gated
-    /// delta net normalizes few small heads.
+    /// The bfloat16 cases in which the rounding of stored arrays changes a gradient by up to a seventh.
     static let noisyCases = roundedCases.filter {
         ["wide", "qwen3_5"].contains(where: $0.lastPathComponent.hasPrefix)
     }
@@ -35,7 +34,7 @@ struct Fixture {
     /// A plain model of three blocks, for tests that do not depend on the family.
     static let tied = cases.first { $0.lastPathComponent == "tied-32" }
 
-    /// The bundle. If the folder's name contains `gpu`, the bundle computes products as on a GPU, as its functions do.
+    /// The bundle, which computes as on a GPU if the folder's name contains `gpu`.
     let bundle: ModelBundle
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]
@@ -44,7 +43,7 @@ struct Fixture {
     ///   - other: a bundle in place of the folder's.
     ///   - onGPU: whether to compute as on a GPU; nil to decide by the folder's name.
     init(_ folder: URL, _ name: String, bundle other: URL? = nil, onGPU: Bool? = nil) throws {
-        // Hashing would take most of the time in a debug build. Runs compare the checksums.
+        // Computing checksums would take most of the time in a debug build.
         var bundle = try ModelBundle(url: other ?? folder.appendingPathComponent("bundle.mesp"), checksums: false)
         if onGPU ?? folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
         self.bundle = bundle
@@ -71,14 +70,12 @@ struct Fixture {
         Example(tokens: try array("tokens").asArray(Int32.self), counted: Array(0..<length))
     }
 
-    /// Computes the gradients with the fixture's parameters and tokens. Returns the mean loss.
     func backpropagate(_ trainer: Trainer, into sink: GradientSink) throws -> Float {
         try restore(trainer)
         let weight = 1 / Float(length)
         return try trainer.backpropagate([(example: example(), weight: weight)], into: sink)
     }
 
-    /// Restores the fixture's parameters in a trainer.
     func restore(_ trainer: Trainer) throws { try SavedState.restore(trainer) { arrays[$0] } }
 
     func trainer(
@@ -96,7 +93,6 @@ struct Fixture {
     }
 }
 
-/// Returns the message of the error that `body` throws; empty if there is none.
 func message(_ body: () throws -> Void) -> String {
     do {
         try body()
@@ -110,7 +106,6 @@ func temporaryFolder() -> URL {
     FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
 }
 
-/// Copies a bundle to a temporary folder, with a manifest without block functions.
 func copyWithoutFunctions(_ bundle: URL) throws -> URL {
     let copy = temporaryFolder()
     try FileManager.default.copyItem(at: bundle.resolvingSymlinksInPath(), to: copy)
@@ -136,7 +131,7 @@ extension RunSettings {
 }
 
 extension BlockwiseModel {
-    /// Returns a block's formulas with the model's parameters for x `[T, hidden]`, for a block without side inputs.
+    /// Returns block `index` for the input x `[T, hidden]`, with the model's parameters and without side inputs.
     func block(_ index: Int, _ weights: BlockWeights, _ x: MLXArray) throws -> Block {
         let call = BlockCall(index: index, weights: weights, lora: try parameters(index), side: .nothing)
         return block(call, x.expandedDimensions(axis: 0))
@@ -144,6 +139,5 @@ extension BlockwiseModel {
 }
 
 extension SideInputs {
-    /// The side inputs of a block that has none.
     static var nothing: SideInputs { SideInputs(records: nil, perLayer: nil, shared: nil) }
 }

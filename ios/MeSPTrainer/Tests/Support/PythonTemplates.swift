@@ -5,17 +5,17 @@ import MeSPFiles
 import MeSPSentences
 import Testing
 
-/// Records in chat templates with the exporter's results, and the exporter's tokenizer, in a process of `tests/helpers/chat_template_server.py`.
-/// MESP_PYTHON names the interpreter.
+/// A tokenizer that calls the exporter in a Python process. It also supplies records in chat templates with the exporter's results.
+///
+/// MESP_PYTHON names the interpreter that runs `tests/helpers/chat_template_server.py`.
 final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     static let python = ProcessInfo.processInfo.environment["MESP_PYTHON"]
 
-    /// A record in a chat template.
     struct Case: Decodable {
         let template: String
         let record: String
         let lossOn: String
-        /// The reason why the exporter refuses the record; nil if it does not.
+        /// The exporter's reason to refuse the record; nil if the exporter accepts the record.
         let refused: String?
         let ids: [Int]?
         let counted: [Bool]?
@@ -46,7 +46,7 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
 
     deinit { try? input.fileHandleForWriting.close() }
 
-    /// Goes to the next record and returns it; nil after the last. The tokenizer then belongs to that record.
+    /// Advances to the next record and its tokenizer. Returns nil after the last record.
     func next() throws -> Case? {
         let line = try ask(["do": "next"])
         let decoder = JSONDecoder()

@@ -4,7 +4,6 @@ import Testing
 @testable import MeSPCore
 @testable import MeSPFiles
 
-/// A run's saved state, which tests change and write as if the trainer had saved it.
 struct StateFile {
     private var header: [String: Any]
     private let tensors: Data
@@ -16,7 +15,6 @@ struct StateFile {
         tensors = file[start...].dropLast(32)
     }
 
-    /// The state's JSON.
     var text: Data {
         get { Data(((header["__metadata__"] as? [String: String])?["state"] ?? "").utf8) }
         set { header["__metadata__"] = ["state": String(decoding: newValue, as: UTF8.self)] }
@@ -28,7 +26,7 @@ struct StateFile {
         text = try JSONSerialization.data(withJSONObject: state)
     }
 
-    /// - Parameter seals: whether the file ends with its digest, which the first format lacks.
+    /// - Parameter seals: whether to append the digest. Files in the first format have no digest.
     func data(seals: Bool = true) throws -> Data {
         var header = header
         if !seals { header["sha256"] = nil }
@@ -37,7 +35,6 @@ struct StateFile {
         return seals ? Self.sealed(content) : content
     }
 
-    /// Returns the bytes followed by their digest.
     static func sealed(_ content: Data) -> Data {
         let digest = sha256(content)
         return content

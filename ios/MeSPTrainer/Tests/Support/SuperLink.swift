@@ -7,22 +7,21 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// A SuperLink in this process, which a node's calls reach in place of the network. It has one message for the node.
+/// A simulated SuperLink, Flower's server, in this process. It has one message for the node.
 final class SuperLink: URLProtocol {
     struct State {
         var calls = [String]()
-        /// The faulty responses to calls of these names, in order. The status is 0 for no connection, and -1 for no response.
+        /// Faulty responses by the name of the call, in order. The status 0 means no connection, and −1 means no response.
         var faults = [String: [(status: Int, body: String)]]()
-        /// The delays of the responses to calls of these names, in seconds.
+        /// Delays of responses by the name of the call, in seconds.
         var delays = [String: Double]()
         var question: (tree: FlowerObjectTree, contents: [String: Data])?
         var isDelivered = false
         var wanted = Set<String>()
         var answer: (metadata: Metadata, tree: FlowerObjectTree)?
         var received = [String: Data]()
-        /// The objects that the server requests in addition to missing ones.
+        /// Objects that the server requests besides missing ones.
         var alsoWanted = [String]()
-        /// The node's id at the server.
         var node = SuperLink.node
     }
     nonisolated(unsafe) private static var states = [String: State]()
@@ -123,14 +122,13 @@ final class SuperLink: URLProtocol {
         return answer.data
     }
 
-    /// Puts a message for the node on the server: adapters of two numbers, or these records.
+    /// Puts a message for the node on the server: `records`, or adapters of two numbers if `records` is nil.
     ///
-    /// - Parameter age: the age of the message in seconds. It is valid for an hour.
+    /// - Parameter age: the age of the message in seconds. Messages are valid for an hour.
     static func ask(_ host: String, _ records: FlowerRecords? = nil, age: Double = 0) throws {
         try ask(host, age: age) { try $0.add(records ?? FlowerRecords(arrays: ["arrays": ["a": numbers([1, 2])]])) }
     }
 
-    /// - Parameter content: adds the message's content to a store.
     static func ask(
         _ host: String, age: Double = 0, content: (inout FlowerObjectStore) throws -> FlowerObjectTree
     ) throws {
@@ -155,7 +153,7 @@ final class SuperLink: URLProtocol {
         FlowerArray(.float32, shape: [numbers.count], data: numbers.withUnsafeBytes { Data($0) })
     }
 
-    /// Returns the records of the received answer, or the reason why there are none.
+    /// Returns the metadata of the received answer, with its records or the reason why there are none.
     static func answered(_ host: String) throws -> (Metadata, FlowerRecords?, reason: String?) {
         try with(host) { state in
             let (metadata, tree) = try #require(state.answer)

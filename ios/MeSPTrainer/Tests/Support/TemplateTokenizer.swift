@@ -73,13 +73,12 @@ struct TemplateTokenizer: TextTokenizer {
             return $0.role == "user" ? "<User>\(text)<AI>" : text
         }.joined()
     }
-    /// A template like Phi's. It ends with another token than a message does, and the text of that token begins with the same characters as a
-    /// message.
+    /// A template like Phi's. A conversation ends with another token than a message does.
     static let phi: Template = { messages, opens in
         messages.map { "<|\($0.role)|>\n\($0.content)</s>\n" }.joined()
             + (opens ? "<|assistant|>\n" : "<|endoftext|>")
     }
-    /// A template that opens thoughts at the end of a prompt. An answer without thoughts does not begin with that opening.
+    /// A template that ends a prompt with `<think>`, but does not add `<think>` to an answer.
     static let asksForThoughts: Template = { messages, opens in
         messages.enumerated().map { index, message in
             let text = message.content.components(separatedBy: "</think>")
@@ -88,11 +87,11 @@ struct TemplateTokenizer: TextTokenizer {
                 "<|im_start|>\(message.role)\n\((isLast ? message.content : text[text.count - 1]).trimmed)<|im_end|>\n"
         }.joined() + (opens ? "<|im_start|>assistant\n<think>\n" : "")
     }
-    /// A template that writes only the messages of users and assistants, and leaves out all other messages.
+    /// A template that leaves out all messages except those of users and assistants.
     static let passesOver: Template = { messages, opens in
         chatML(messages.filter { ["user", "assistant"].contains($0.role) }, opens)
     }
-    /// A template like Mistral's, with the system's text before the last user's.
+    /// A template like Mistral's, with the system's text in the last message of the user.
     static let systemIsLast: Template = { messages, _ in
         let system = messages.filter { $0.role == "system" }.map { $0.content + "\n\n" }.joined()
         let last = messages.lastIndex { $0.role == "user" }

@@ -3,7 +3,7 @@ import Foundation
 @testable import MeSPControl
 @testable import MeSPCore
 
-/// A phone whose state the tests set.
+/// A simulated phone whose state the tests set.
 @MainActor final class TestMonitor: DeviceMonitor {
     var scene = AppScene.active { didSet { tell(.change) } }
     var thermalState = ThermalState.nominal { didSet { tell(.change) } }
@@ -16,7 +16,7 @@ import Foundation
     }
 }
 
-/// A clock that stands still until it is told to continue.
+/// A clock that only `advance(by:)` moves.
 final class TestClock: Clock, @unchecked Sendable {
     typealias Duration = Swift.Duration
 
@@ -32,7 +32,6 @@ final class TestClock: Clock, @unchecked Sendable {
     let minimumResolution = Swift.Duration.zero
 
     var now: Instant { lock.withLock { time } }
-    /// The number of sleeps that have begun.
     var sleeps: Int { lock.withLock { begun } }
 
     func advance(by duration: Duration) {

@@ -5,9 +5,6 @@ import Testing
 
 /// A model in MLX's format, made from the plain fixture's bundle: a config.json, a tokenizer, and weights in two files.
 enum TinyModel {
-    /// - Parameters:
-    ///   - folder: the folder to create for the model.
-    ///   - card: the text of README.md.
     static func write(to folder: URL, card: String = "---\nlicense: apache-2.0\n---\n# A model\n") throws {
         let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

@@ -1,9 +1,9 @@
-"""The measurements of tools/bench.py that run in Python, without the engine.
+"""Runs the measurements of tools/bench.py that need no engine.
 
     python -m studies.benchmarks.in_python SETTINGS.json
 
-Prints a record a line, as the engine does: `start`, `step`, and `event` for other results.
-Everything is computed in float32 on the CPU. Sizes are in bytes, and times in seconds.
+Prints records of types `start`, `step` and `event` as JSON, one per line. All computation is in
+float32 on the CPU. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations

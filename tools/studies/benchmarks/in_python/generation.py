@@ -1,4 +1,4 @@
-"""Generates with mlx-lm, as `in_llama.generate` does with llama.cpp.
+"""Generates text with mlx-lm.
 
 python -m studies.benchmarks.in_python.generation SETTINGS.json
 """

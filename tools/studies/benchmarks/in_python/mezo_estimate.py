@@ -1,4 +1,4 @@
-"""The distance between MeZO's estimates of the gradient and the gradient."""
+"""Compares MeZO's gradient estimates with the exact gradient."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.in_python.steps import report, windows
 
-# Exact steps before MeZO's estimate is compared: with the initial B = 0, A has no gradient.
+# Number of exact steps before the comparison. They are needed because A has no gradient while B =
+# 0.
 WARM_UP_STEPS = 3
 WARM_UP_LEARNING_RATE = 0.1
 QUALITIES = ("cosine", "sign_agreement", "relative_error")
 
 
 def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Compares MeZO's estimates of each block's gradient with the exact gradient. The figures are
-    means over draws of z.
-    """
+    """Reports the quality of MeZO's estimate of each block's gradient, as means over draws of z."""
     model, seed = reference.Model.of(bundle), settings["seed"]
     scale, epsilon = settings["scale"], settings["mezo_epsilon"]
     lora = reference.init_lora(bundle.architecture, settings["rank"], seed)

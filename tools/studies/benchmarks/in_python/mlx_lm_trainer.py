@@ -1,5 +1,3 @@
-"""Measures mlx-lm's trainer."""
-
 from __future__ import annotations
 
 import contextlib
@@ -14,13 +12,12 @@ from mlx import nn, optimizers
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.in_python.steps import Steps, report_baseline, windows
 
-COMPILED_WITH = 8  # the tokens of a first step, which is not measured
+COMPILED_WITH = 8  # tokens of a first step that is not measured
 
 
 def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Trains with mlx-lm's trainer, on the same weights and windows."""
-    # These modules are imported only here, because they take tens of MB, which the other
-    # measurements do not need.
+    """Trains with mlx-lm's trainer on the bundle's weights and windows."""
+    # These imports take tens of MB, which the other measurements do not need.
     from mlx_lm.tuner import trainer
     from mlx_lm.tuner.callbacks import TrainingCallback
     from mlx_lm.tuner.utils import linear_to_lora_layers
@@ -58,19 +55,18 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
         trainer.train(model, sgd, None, None, args, trainer.default_loss, batches, callback)
 
     with contextlib.redirect_stdout(sys.stderr):
-        # On a CPU, MLX runs a C++ compiler for the kernels of mlx-lm's step. So a short step, which
-        # is not measured, comes first.
+        # On a CPU, MLX compiles kernels in the first step, so a short unmeasured step comes first.
         train(min(settings["seq_len"], COMPILED_WITH), 1, 0.0, None)
         train(settings["seq_len"], settings["steps"], settings["learning_rate"], Report())
 
 
 def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
-    """Computes `nn.QuantizedLinear` with the whole dequantized matrix."""
+    """Computes `nn.QuantizedLinear` with its whole matrix dequantized."""
     y = x @ whole_matrix(self).T
     return y + self.bias if "bias" in self else y
 
 
 def whole_matrix(layer: nn.Module) -> mx.array:
-    """Returns the dequantized W [out, in] of a layer."""
+    """Returns a layer's dequantized W [out, in]."""
     how = {name: getattr(layer, name) for name in ("group_size", "bits", "mode")}
     return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)

@@ -1,4 +1,4 @@
-"""Training as the paper does it."""
+"""Trains as in the paper."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from studies.benchmarks.in_python.steps import Steps, report_baseline, windows
 
 HEAD_ROWS = 8192  # rows of the vocabulary that are dequantized at a time
 
-# NumPy's types of the arrays in a bundle.
+# NumPy's dtypes for the dtypes in a bundle.
 STORED = {"uint32": "<u4", "uint8": "u1", "float32": "<f4"}
 
 
 def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Trains as the paper does, with the formulas of `mesp.reference`.
+    """Trains as in the paper, with the formulas of `mesp.reference`.
 
-    A block's weights are read into memory and dequantized as a whole. The [heads, T, T] weights of
-    attention and the [T, V] logits of the loss exist as a whole. All eight intermediates exist
-    before the backward pass begins. The output matrix is read and dequantized by rows. The gradient
-    by the logits overwrites the logits: otherwise output matrix and logits would take several times
-    as much memory. With `store_h`, the forward pass keeps h = x A of all modules for the backward
-    pass.
+    A block's weights are dequantized as a whole. The [heads, T, T] attention weights and the [T, V]
+    logits are also kept whole. The gradient by the logits overwrites the logits to save memory.
+    With `store_h`, the forward pass stores h = x A of all modules for the backward pass.
     """
     report_baseline()
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])
@@ -95,7 +92,7 @@ def h_of(
 
 
 class Table:
-    """The embedding or the head, which reads only the rows that are asked for."""
+    """A bundle's embedding or head, which reads only the requested rows."""
 
     def __init__(self, bundle: Bundle, which: str) -> None:
         table = getattr(bundle.manifest, which)
@@ -109,7 +106,7 @@ class Table:
         self.columns = bundle.architecture.hidden_size
 
     def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
-        """Returns these rows, dequantized: float32 [rows, hidden]."""
+        """Returns the dequantized rows as float32 [rows, hidden]."""
         packed = {
             part: mx.array(array[rows]) for part, array in self.arrays.items() if part != "norm"
         }
@@ -117,8 +114,8 @@ class Table:
 
 
 def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, mx.array]:
-    """Returns the loss and its gradient by x, as in `reference.cross_entropy`, with whole
-    logits.
+    """Returns the loss and its gradient by x like `reference.cross_entropy`, but computes all
+    logits at once.
     """
     arch, head = bundle.architecture, Table(bundle, "head")
     cap = arch.final_logit_softcapping
@@ -134,7 +131,7 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
     mx.eval(loss)
     del target
     capped = None if cap is None else z
-    # dz = (softmax(z) - onehot(target)) / T, which replaces z
+    # dz = (softmax(z) - onehot(target)) / T
     z = mx.softmax(z, axis=-1) / targets.size
     mx.eval(z)
     dz = z.at[0, mx.arange(targets.size), targets].add(-1 / targets.size)

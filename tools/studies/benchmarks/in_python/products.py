@@ -1,4 +1,4 @@
-"""Measures the products with frozen matrices, which every trainer needs, on random numbers."""
+"""Measures products with frozen matrices on random numbers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from studies.benchmarks.in_python.steps import report
 
 
 def products(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Measures the time of y = x Wᵀ and dx = dy W for every linear layer and the head, in turn.
+    """Measures the time of y = x Wᵀ and dx = dy W for the linear layers and the head.
 
-    With `recompute`, the forward products of the blocks run twice, as in MeSP; those of the down
-    projections run once. x [T, in], dy [T, out] and W [out, in] are float32. Layers of one kind
-    share W. The products of LoRA and of attention are left out.
+    x [T, in], dy [T, out] and W [out, in] are float32. With `recompute`, the blocks' forward
+    products run twice as in MeSP, except for the down projections. The products of LoRA and of
+    attention are left out.
     """
     arch, rows = bundle.architecture, settings["seq_len"]
     random = np.random.default_rng(settings["seed"])
@@ -35,7 +35,8 @@ def products(bundle: Bundle, settings: dict[str, Any]) -> None:
     forward = [name for block in arch.blocks for name in block.modules] + ["head"]
     downs = {block.mlp.modules[-1][0] for block in arch.kinds}
     again = [name for name in forward[:-1] if name not in downs]
-    # Nothing before the first block is trained, so its mixer needs no gradient by x.
+    # Nothing before the first block is trained, so its mixer's input projections need no gradient
+    # by x.
     unused = [name for name, _ in arch.blocks[0].mixer.modules[:-1]]
     backward = forward[:]
     for name in unused:

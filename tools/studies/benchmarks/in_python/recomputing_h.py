@@ -1,4 +1,4 @@
-"""The memory of storing h = xA and the time of recomputing it."""
+"""Measures the memory of storing h = xA, and the time of recomputing h."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from studies.benchmarks.in_python.steps import report
 
 
 def h(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Measures the time of h = xA for a block's modules, and of the block's whole gradient."""
+    """Measures the time of h = xA for a block's modules, and the time of the block's whole
+    gradient."""
     arch, weights = bundle.architecture, bundle.block(0)
     described = arch.blocks[0]
     lora = mx.random.normal((described.lora_size(settings["rank"]),)) * 0.01
@@ -48,7 +49,7 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
 
 
 def measured(compute: Callable[[], Any], times: int) -> float:
-    """Returns the median time of several runs. The first run is not counted."""
+    """Returns the median time of several runs in seconds, after one run that is not counted."""
     seconds = []
     for _ in range(times + 1):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Steps of training: their windows and their records."""
+"""Training windows, and records of training steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.footprint import Peak, footprint
 
-# A run ends early after this many seconds, because mlx-lm as shipped needs minutes for a step on a
-# CPU. The steps that it has done are reported.
+# Seconds after which a run ends early. mlx-lm as shipped needs minutes for a step on a CPU.
 PATIENCE = 120.0
 
 
 def report(kind: str, **fields: Any) -> None:
-    """Prints a record."""
     print(json.dumps({"type": kind, **fields}), file=sys.__stdout__, flush=True)
 
 
 class Steps:
-    """Reports steps, with the highest footprint since the first began."""
+    """Reports steps, with the highest footprint since this object's creation."""
 
     def __init__(self) -> None:
         self.count, self.peak = 0, Peak()
@@ -38,13 +36,13 @@ class Steps:
 
 
 def report_baseline() -> None:
-    """Reports the memory of Python, MLX and its BLAS before anything is loaded."""
+    """Reports the memory of Python, MLX and its BLAS before a model is loaded."""
     mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
     report("start", baseline_bytes=footprint())
 
 
 def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.array]:
-    """Yields the windows [T + 1] that the engine trains on, until PATIENCE is over."""
+    """Yields the engine's training windows [T + 1], and stops after PATIENCE seconds."""
     tokens = bundle.tokens("train")
     count = (len(tokens) - 1) // seq_len
     began = time.monotonic()

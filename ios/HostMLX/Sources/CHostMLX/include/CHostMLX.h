@@ -1,7 +1,7 @@
-// A C interface to the part of MLX's C++ library that module `MLX` needs.
+// A C interface to the parts of MLX's C++ library that the module `MLX` needs.
 //
-// Handles own the objects that they point to, and are freed with the matching `…_free`. A function that fails passes the message to the handler of
-// `host_set_error_handler` and returns null, zero or false. No C++ exception leaves this library.
+// A handle owns its object. The matching `…_free` frees it. A function that fails passes a message to the handler of `host_set_error_handler`, and
+// returns null, zero or false. No C++ exception leaves this library.
 
 #ifndef C_HOST_MLX_H
 #define C_HOST_MLX_H
@@ -30,7 +30,7 @@ typedef struct {
     bool has_value;
 } HostOptionalInt;
 
-/// A Swift function. A C function that takes this structure by value also takes ownership of `context`, and releases it.
+/// A Swift function. A C function that takes this structure by value takes ownership of `context`, and releases it.
 typedef struct {
     void *context;
     HostVector (*call)(void *context, HostVector arguments);  // returns a new vector, or null on failure
@@ -41,16 +41,15 @@ void host_set_error_handler(void (*handler)(const char *message));
 
 // MARK: Arrays
 
-/// Creates an array with a copy of `data`. `dtype` is the number of MLX's Dtype::Val.
+/// Creates an array with a copy of `data`. `dtype` is a value of MLX's Dtype::Val.
 HostArray host_array_new(const void *data, const int32_t *shape, size_t ndim, int32_t dtype);
-/// Creates an array that uses the caller's memory, or a copy if the memory cannot be adopted; see the implementation.
+/// Creates an array that uses the caller's memory if possible, or else a copy.
 HostArray host_array_adopt(
     void *data, const int32_t *shape, size_t ndim, int32_t dtype, void *context, void (*release)(void *context));
 HostArray host_array_retain(HostArray a);
 void host_array_free(HostArray a);
 void host_array_assign(HostArray *a, HostArray other);
 
-/// Returns whether the array has data.
 bool host_array_is_computed(HostArray a);
 size_t host_array_ndim(HostArray a);
 size_t host_array_size(HostArray a);
@@ -66,7 +65,7 @@ void host_array_eval(HostArray a);
 const void *host_array_data(HostArray a);
 /// Copies an evaluated array to `destination` in row-major order.
 void host_array_copy_bytes(HostArray a, void *destination);
-/// Returns a text to release with free().
+/// Returns a string that the caller must free().
 char *host_array_description(HostArray a);
 
 HostVector host_vector_new(const HostArray *arrays, size_t count);
@@ -89,11 +88,11 @@ HostArray host_vector_get(HostVector v, size_t index);
 
 #define HOST_SCANS(X) X(cumsum)
 
-/// Operations on an array with one int, and with two ints: axes, and for `repeat` a count and an axis.
+/// Operations on an array with one or two ints. The ints are axes or, for `repeat`, a count and an axis.
 #define HOST_INT_OPERATIONS(X) X(argsort) X(repeat)
 #define HOST_INT2_OPERATIONS(X) X(flatten) X(repeat) X(swapaxes)
 
-/// Operations on an array with a list of ints, which has axes or a shape.
+/// Operations on an array with a list of ints: axes or a shape.
 #define HOST_LIST_OPERATIONS(X) X(broadcast_to) X(expand_dims) X(reshape) X(squeeze) X(transpose)
 
 #define HOST_DECLARE(name) HostArray host_##name(HostArray a, HostStream s);
@@ -132,7 +131,7 @@ HostArray host_rms_norm(HostArray x, HostArray weight, float eps, HostStream s);
 HostArray host_rope(
     HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, int offset,
     HostArray frequencies, HostStream s);
-/// Applies RoPE with `offsets`, int32: one for each index of the first axis of `x`, or one for all.
+/// Applies RoPE with int32 `offsets`: one for each index of the first axis of `x`, or one for all.
 HostArray host_rope_dynamic(
     HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, HostArray offsets,
     HostArray frequencies, HostStream s);
@@ -147,11 +146,11 @@ HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStrea
 HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
 HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
-/// Returns `a` with `updates` [n, 1, …] added to the rows that `indices` [n] name.
+/// Returns `a` with `updates` [n, 1, …] added to the rows `indices` [n].
 HostArray host_scatter_add(HostArray a, HostArray indices, HostArray updates, HostStream s);
 /// Returns a slice. `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
-/// Returns `a` with `update` in the slice.
+/// Returns `a` with the slice replaced by `update`.
 HostArray host_slice_update(
     HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 
@@ -195,7 +194,7 @@ bool host_async_eval(HostVector arrays);
 bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients);
 bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector *values, HostVector *derivatives);
 
-/// Calls the compiled form of `f`. `id` identifies the compiled code, which `host_compile_erase` drops.
+/// Calls `f`, compiled. `id` identifies the compiled code, which `host_compile_erase` deletes.
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs);
 void host_compile_erase(uintptr_t id);
 
@@ -204,7 +203,7 @@ void host_function_free(HostFunction f);
 /// Calls a function. `named` has one array for each of the `count` names.
 HostVector host_function_call(
     HostFunction f, HostVector arguments, const char *const *names, size_t count, HostVector named);
-/// Exports `f`, which receives the arguments, then the named arrays in the order of `names`.
+/// Exports `f`. Its parameters are the arguments, followed by the named arrays in the order of `names`.
 bool host_export_function(
     const char *path, HostClosure f, HostVector arguments, const char *const *names, size_t count, HostVector named,
     bool shapeless);
@@ -233,7 +232,7 @@ int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
 bool host_new_stream(int32_t device, HostStream *stream);
-/// Makes a stream for the GPU on a machine without one. Graphs on it can be built, but not computed.
+/// Makes a stream for the GPU on a machine without one. Graphs on the stream can be built, but not computed.
 void host_make_gpu_stream(void);
 void host_synchronize(HostStream s);
 
@@ -250,10 +249,10 @@ typedef struct {
     const char *message;        // the message of the error
 } HostMetalRules;
 
-/// Begins to apply the rules. Returns false if rules already apply.
+/// Applies the rules. Returns false if rules already apply.
 bool host_metal_begin(HostMetalRules rules);
-/// Ends the rules. Calls `fault` with each kind of fault that would have ended a process on Metal, and its count. Returns the number of evaluations
-/// that computed something.
+/// Ends the rules. Calls `fault` with each fault that would have ended a process on Metal, and its count. Returns the number of evaluations that
+/// computed something.
 size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count));
 
 #ifdef __cplusplus

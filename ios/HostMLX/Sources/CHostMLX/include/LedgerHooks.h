@@ -1,5 +1,4 @@
-// The functions with which a ledger of a phone's GPU (ios/HostMLXLedger) replaces functions of MLX, in C++. Without a ledger nothing is registered
-// here.
+// Hooks with which a ledger of a phone's GPU (ios/HostMLXLedger) replaces functions of MLX.
 
 #ifndef LEDGER_HOOKS_H
 #define LEDGER_HOOKS_H
@@ -21,7 +20,7 @@ class LedgerHooks {
     virtual void evaluate(std::vector<mlx::core::array> outputs, bool async) = 0;
     virtual void wait(mlx::core::array &a) = 0;
     virtual void synchronize(mlx::core::Stream stream) = 0;
-    /// MLX's memory figures as on the phone, in bytes.
+    /// MLX's memory statistics on the phone, in bytes.
     struct Memory {
         size_t active, cache, peak, limit;
     };
@@ -38,9 +37,9 @@ class LedgerHooks {
 
     // MARK: Events, also while nothing is recorded
 
-    /// An array was created from data in memory.
+    /// Called after an array was created from data in memory.
     virtual void created(mlx::core::array &a) = 0;
-    /// Memory that MLX did not allocate has become the data of an array, until `released` is called with this memory.
+    /// Called when memory that MLX did not allocate becomes the data of an array, until `released` is called.
     virtual void adopted(const void *buffer, size_t bytes) = 0;
     virtual void released(const void *buffer) = 0;
     virtual void set_memory_limit(size_t limit) = 0;
@@ -51,13 +50,13 @@ class LedgerHooks {
     ~LedgerHooks() = default;
 };
 
-/// The hooks of the ledger that is linked into the program, which registers them before `main`; null without a ledger.
+/// The hooks of the linked ledger, or null without a ledger. The ledger registers them before `main`.
 extern LedgerHooks *ledger_hooks;
 
-/// Returns the hooks while their ledger records; otherwise null.
+/// Returns the hooks while the ledger records, otherwise null.
 LedgerHooks *recording_ledger();
 
-/// Makes a stream for the GPU on a machine without one, unless it exists. Graphs on it can be built, but not computed.
+/// Makes a stream for the GPU on a machine without one, unless it exists. Graphs on the stream can be built, but not computed.
 void make_gpu_stream();
 
 }  // namespace host

@@ -11,7 +11,6 @@
 extern "C" {
 #endif
 
-/// The rules of the device that the ledger assumes.
 typedef struct {
     bool compute;                      // also compute the values, on the CPU; else they are zeros
     bool metal;                        // Metal's allocator and cache; else the CPU's, which has exact sizes and no cache
@@ -50,9 +49,9 @@ char *host_ledger_begin(HostLedgerRules rules);
 /// Ends the recording. Returns null, or the reason why an evaluation failed, to release with free().
 char *host_ledger_end(
     HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
-/// Resets the counts. Kernels used before do not count as first used.
+/// Resets the counts, except those of first-used kernels.
 void host_ledger_restart(void);
-/// Marks a point at which the work may pause, for `most_first_kernels`.
+/// Begins a new interval for `most_first_kernels`.
 void host_ledger_boundary(void);
 /// Calls `trace` for each evaluated primitive, in order, with the number of elements in its output.
 void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size));

@@ -15,12 +15,12 @@ extern "C" {
 typedef struct HostArrayStorage *ProbeArray;
 typedef struct HostVectorStorage *ProbeVector;
 
-/// Returns an array of `size` float32 that depends on the inputs and is evaluated like an `Arange`, into a new buffer.
+/// Returns a float32 array of `size` elements. MLX evaluates it after the inputs, into a new buffer.
 ProbeArray probe_source(ProbeVector inputs, int32_t size);
-/// Returns the "sum" of two arrays of one shape, evaluated like an `Add`, in the memory of one of them if MLX does that.
+/// Returns a probe whose evaluation chooses the output's buffer as `Add` does: a new one, or that of an input.
 ProbeArray probe_add(ProbeArray a, ProbeArray b);
 
-/// Copies the sizes of the probes that MLX has evaluated since the last call, in order. Returns their number, at most `capacity`.
+/// Copies the sizes of the probes evaluated since the last call into `sizes`, in order. Returns their number, at most `capacity`.
 size_t probe_log(size_t *sizes, size_t capacity);
 
 const char *probe_mlx_version(void);

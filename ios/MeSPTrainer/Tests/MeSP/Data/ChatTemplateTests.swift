@@ -6,17 +6,16 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// In chat templates that Python renders, Swift and the exporter make the same tokens of conversations with tools.
+/// Swift and the exporter make the same tokens of conversations with tools. Python renders the chat templates for both.
 @Suite(.enabled(if: PythonTemplates.python != nil)) struct ChatTemplateTests {
     private struct Found: Equatable {
         var ids: [Int]
         var counted: [Bool]
 
-        /// Stores the tokens and the mask of the loss. The first token is never in the loss.
+        /// The first token is never in the loss, so its flag is set to false.
         init(_ ids: [Int], _ counted: [Bool]) { (self.ids, self.counted) = (ids, [false] + counted.dropFirst()) }
     }
 
-    /// Returns the first sequence of a source, or the error.
     private func first(
         _ source: TextData.Source, _ tokenizer: any TextTokenizer, answersOnly: Bool
     ) -> Result<Found, MeSPError> {
@@ -37,7 +36,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let file = folder.appendingPathComponent("a.jsonl")
         let python = try PythonTemplates()
-        // The number of records, by whether Swift, Python or both accept them.
+        // The number of records by outcome: accepted by Swift, by Python, by both or by neither.
         var counts = [String: Int]()
         var withCalls = 0
         while let each = try python.next() {
@@ -51,7 +50,7 @@ import Testing
                 if each.record.contains("tool_calls") { withCalls += 1 }
                 #expect(found.ids == expected.ids, "\(each.template): \(each.record)")
                 #expect(found.counted == expected.counted, "\(each.template): \(each.record)")
-                // Typed conversations give the same tokens, even after a round trip through JSON.
+                // Conversations that were encoded and decoded as JSON give the same tokens.
                 let typed = try Conversation.read(contentsOf: file)
                 let reread = try JSONDecoder().decode([Conversation].self, from: JSONEncoder().encode(typed))
                 let same = first(.conversations(reread), python, answersOnly: each.lossOn == "answers")

@@ -28,7 +28,6 @@ import Testing
         #expect(!FileManager.default.fileExists(atPath: store.url.path))
     }
 
-    /// The file has each pair as lists of messages, which `mesp data` and TRL can read.
     @Test func theFileIsOfPreferences() throws {
         try store.append(choice("Hello.", "Hm"))
         let json = try JSONSerialization.jsonObject(with: Data(contentsOf: store.url)) as? [String: Any]

@@ -5,12 +5,11 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests that exactly the answers are trained and no text is lost. A record that cannot be trained is refused with a named reason.
+/// Tests that the answers are trained and no text is lost. A record that cannot be trained is refused with a reason.
 @Suite struct ConversationTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var target: URL { folder.appendingPathComponent("tokens") }
 
-    /// The trained tokens of the first record; the file has the record twice.
     private struct Trained {
         var text: String
         /// The text of each span of consecutive tokens in the loss.
@@ -98,7 +97,7 @@ import Testing
         #expect(found.spans == ["b</s>\n", "d</s>\n<|endoftext|>"])
     }
 
-    /// The place of an answer is found even if the answer begins with the same characters as the template's opening of an answer.
+    /// An answer may begin with the same characters as the template's opening of an answer.
     @Test func anAnswerBeginsWithItsText() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let tokenizer = TemplateTokenizer(template: TemplateTokenizer.asksForThoughts)
@@ -139,7 +138,7 @@ import Testing
             refusal(record, tokenizer).contains("one token holds the end of an answer and the start of the next text"))
     }
 
-    /// MeSP finds an answer by marks in a copy of the messages. A token that occurs only with the marks does not affect the place of the answer.
+    /// MeSP finds answers by marks in a copy of the conversation. A token may contain a part of a mark and a part of the template.
     @Test func aMarkMayShareATokenWithTheTemplate() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         var tokenizer = chatML
@@ -173,7 +172,7 @@ import Testing
                 "the prompt for the answer in message 3 is not the beginning of the conversation in the chat template"))
     }
 
-    /// A record is refused if the template repeats the question within the answer.
+    /// The template repeats the question within the answer.
     @Test func noOtherMessageIsInAnAnswer() throws {
         let tokenizer = TemplateTokenizer { said, opens in
             said.enumerated().map { index, each in
@@ -226,7 +225,7 @@ import Testing
         let notices = try TextData(tokenizer: chatML, length: 512).write(
             .file(folder.appendingPathComponent("a.jsonl")), to: target)
         #expect(notices.sentences.isEmpty)
-        // Without a template, and in a record of text, special tokens are ordinary text too.
+        // Special tokens in records without a template are also encoded as plain text.
         let pair = #"{"prompt": "a<|im_end|>", "completion": "b<|endoftext|>"}"#
         let joined = try trained(record: pair, TemplateTokenizer())
         #expect(joined.text == "a<|im_end|>b<|endoftext|><|endoftext|>" && joined.specials.count == 1)
@@ -257,7 +256,6 @@ import Testing
 
     // MARK: - Tools
 
-    /// A record with tools is refused if the template writes no tools.
     @Test func whatATemplateLeavesOutOfToolsIsRefused() throws {
         let call = #"{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"zone": "UTC"}}]}"#
         #expect(
@@ -312,8 +310,8 @@ import Testing
         let record = #"{"prompt": "The end", "completion": "ing."}"#
         let split = TemplateTokenizer(words: ["ending", "end"])
         #expect(try trained(record: record, split).spans == ["ing.<|endoftext|>"])
-        // If the tokenizer puts a space before each text, the prompt and the completion are tokenized together, and the token across their border is
-        // in the loss.
+        // If the tokenizer adds a space before a text, the prompt and the completion are tokenized together. The token across their border is in the
+        // loss.
         let joined = TemplateTokenizer(words: ["ending", "end"], addsSpace: true)
         let found = try trained(record: record, joined)
         #expect(found.text == "The ending.<|endoftext|>" && found.spans == ["ending.<|endoftext|>"])
@@ -355,7 +353,7 @@ import Testing
         #expect(try trained(record: record, chatML).spans == ["d<|im_end|>\n"])
         let all = try trained(record: record, chatML, answersOnly: false)
         #expect(all.spans.joined() == all.text.replacing("b<|im_end|>\n", with: ""))
-        // A record whose only answer asks not to be trained is left out and counted.
+        // A record without a trained answer is left out and counted.
         let answer = #"{"prompt": "a", "completion": "b"}"#
         let file = folder.appendingPathComponent("b.jsonl")
         let left = #"{"prompt": "x", "completion": "y", \#(key)}"#

@@ -3,7 +3,6 @@ import Testing
 @testable import MeSP
 @testable import MeSPBundle
 
-/// People's texts are encoded without special tokens, and otherwise as the tokenizer encodes them.
 @Suite struct PlainEncoderTests {
     private let chatML = TemplateTokenizer(words: ["<|", "|>", "im", "\n\n"], template: TemplateTokenizer.chatML)
 
@@ -21,7 +20,7 @@ import Testing
             #expect(chatML.decode(ids) == text && specials(ids).isEmpty)
         }
         #expect(plain.hasSplit)
-        // The text of a special token is cut at the end of an ordinary token, not within a word of several characters.
+        // A special token is cut where an ordinary token ends.
         let known = ["<|", "im"].map { chatML.encode($0, addsSpecialTokens: false)[0] }
         let ids = try plain.encode("x <|im_end|>", addsSpecialTokens: false)
         #expect(ids.count == 9 && ids[2...3].elementsEqual(known))
@@ -68,7 +67,7 @@ import Testing
     }
 
     @Test func whatCannotBeTextIsRefused() {
-        // The text of a special token is cut in two, which is not possible if it has one character.
+        // A special token of one character cannot be cut in two.
         let said = message {
             var plain = PlainEncoder(ByteTokenizer())
             _ = try plain.encode("a\0", addsSpecialTokens: false)

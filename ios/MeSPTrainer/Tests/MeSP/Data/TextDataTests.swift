@@ -28,7 +28,7 @@ import Testing
 
     @Test func aTextIsOneStreamWithItsLastTenthHeldOut() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
-        // The text is long enough to be tokenized in several pieces.
+        // The text is long enough for several pieces.
         let text = (0..<4000).map { "Line \($0).\n" }.joined()
         try write("text.txt", text)
         let (train, valid) = (try words("train.bin"), try words("valid.bin"))
@@ -73,15 +73,14 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let records = (0..<3).map { #"{"prompt": "\#($0)", "completion": "yes, it is"}"# }
         try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: false)
-        // A sequence has 17 tokens of "<user>0\n<assistant>yes, it is\n", and the answer begins with the 20th token.
+        // The sequences are cut after 17 tokens, and the answer begins with the 20th token.
         #expect(try words("train.examples.bin") == [0, 17, 17, 17])
         #expect(try words("valid.examples.bin") == [0, 17])
         let found = message { try write("chat.jsonl", records.joined(separator: "\n")) }
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    /// An end token is added to each answer, because the line feed that the template writes after a message does not end an answer. One of the
-    /// templates drops the thoughts of earlier answers.
+    /// The template writes only a line feed after an answer, so an end token is added. One template drops the thoughts of earlier answers.
     @Test(arguments: [
         (
             ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,
