@@ -34,7 +34,9 @@ package func systemMemoryLimit() -> Int? {
             let text = try? String(contentsOfFile: path, encoding: .utf8)
             return text.flatMap { Int($0.trimmingCharacters(in: .whitespacesAndNewlines)) }
         }
-        let groups = (try? String(contentsOfFile: "/proc/self/cgroup", encoding: .utf8)) ?? ""
+        // `String(contentsOfFile:)` reads at most 4096 bytes of a file in /proc.
+        let list = try? FileHandle(forReadingFrom: URL(fileURLWithPath: "/proc/self/cgroup")).readToEnd()
+        let groups = String(decoding: list ?? Data(), as: UTF8.self)
         return groups.split(separator: "\n").flatMap { line -> [Int] in
             let parts = line.split(separator: ":", maxSplits: 2, omittingEmptySubsequences: false)
             guard parts.count == 3, parts[1].isEmpty || ",\(parts[1]),".contains(",memory,") else {

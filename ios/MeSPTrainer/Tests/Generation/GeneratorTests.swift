@@ -77,9 +77,10 @@ import Testing
             init(_ bundle: ModelBundle) { self.bundle = bundle }
             var isRefused: Bool {
                 asked += 1
+                // A file handle reads the whole file. `FileManager.contents` reads at most 4096 bytes of a file in /proc.
+                let list = try? FileHandle(forReadingFrom: URL(fileURLWithPath: "/proc/self/maps")).readToEnd()
                 // Other tests may have mapped files whose names are not valid UTF-8.
-                let maps = String(
-                    decoding: FileManager.default.contents(atPath: "/proc/self/maps") ?? Data(), as: UTF8.self)
+                let maps = String(decoding: list ?? Data(), as: UTF8.self)
                 let isLast = asked == Set(bundle.manifest.weightFiles.map(\.file)).count
                 if isLast || !bundle.maps.areKept {
                     held.append(maps.components(separatedBy: bundle.url.path + "/").count - 1)
