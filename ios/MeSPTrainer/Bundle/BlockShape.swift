@@ -69,7 +69,7 @@ package struct BlockShape: Sendable, Equatable {
             + biased.map { Weight(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
-    /// The block's quantized matrices: those of the modules, and the experts' router and gate.
+    /// The block's quantized matrices: those of the modules, the experts and the router, and the gate of the shared MLP.
     package var matrices: [Weight] {
         func ofModules(_ modules: [Module]) -> [Weight] {
             modules.map { module in

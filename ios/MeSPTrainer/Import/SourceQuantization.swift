@@ -64,7 +64,7 @@ struct Quantization: Equatable {
 
 struct Quantizations {
     let main: Quantization
-    /// The quantizations that differ from `main`, by the module's name in MeSP; nil for a module without quantization.
+    /// The quantizations that config.json gives for single modules, by the module's name in MeSP; nil for a module without quantization.
     private let others: [String: Quantization?]
     /// The `quantization` entry of the bundle's config.json.
     let entry: JSONValue

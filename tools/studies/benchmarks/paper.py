@@ -27,8 +27,7 @@ _GOAL_LENGTH, _LONGEST = 4096, 1024
 def peak_and_goal(cell: Cell) -> tuple[float | None, float | None]:
     """Returns the paper's peak memory of MeSP and the goal for this implementation, in bytes.
 
-    A value is None if the paper has no figure for the cell. The paper reports only whole models at
-    rank 8.
+    A value is None if the paper has no figure for the cell.
     """
     name = cell.model.removesuffix("-Instruct")
     peaks = {t: mb * 1e6 for t, mb in PEAK_MB.get(name, {}).items()}

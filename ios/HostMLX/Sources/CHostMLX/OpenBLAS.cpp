@@ -1,4 +1,4 @@
-// The BLAS functions that MLX calls. The linker finds these definitions before those in the wheel's BLAS.
+// The BLAS functions that MLX calls. The linker finds these definitions before those of the BLAS in MLX's wheel.
 
 #include <algorithm>
 #include <bit>

@@ -280,7 +280,6 @@ extension MLXArray {
             }
         }
 
-        // Reshapes each index to its axis of the result.
         let ones = Array(repeating: 1, count: dimensions + slices.count)
         func place(_ axis: Int, at position: Int) {
             var shape = ones

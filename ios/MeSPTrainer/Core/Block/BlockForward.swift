@@ -2,7 +2,7 @@ import MLX
 import MeSPBundle
 
 /// The forward pass by MLX operations, without the bundle's block function. Generation uses these operations on every device. Training uses them on a
-/// CPU, with dropout or DoRA, and for blocks without a function.
+/// CPU. It also uses them with dropout, with DoRA, and for blocks without a function.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self

@@ -58,8 +58,8 @@ extension Processor {
 }
 
 extension Planner {
-    /// Returns an estimate of the bytes that malloc keeps on Linux: a sixteenth of the long-lived arrays, at most 2 MB, and the gaps that freed wide
-    /// arrays leave. Arrays of 8 MiB or more leave no gaps, as each has its own mapping. The constants are fitted to measured peaks.
+    /// Returns an estimate of the bytes that malloc keeps on Linux because of fragmentation. An array of 8 MiB or more leaves no gap, as it has its own
+    /// mapping. The constants are fitted to measured peaks.
     fileprivate func gapsOfMalloc(_ plan: Plan) -> Int {
         func gaps(_ array: Int) -> Int { array < 8 << 20 ? 3 * max(0, array - 900_000) : 0 }
         let mixer = largest(lastInput)

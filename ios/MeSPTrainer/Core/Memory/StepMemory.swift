@@ -66,7 +66,7 @@ extension Planner {
 
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
 
-    /// The bytes of the parameters and the optimizer's state, including the copies that `skipBadSteps` and `keepsStart` need.
+    /// The bytes of the parameters, the optimizer's state, their copies, and DoRA's squared norms.
     var vectorBytes: Int {
         let state = Optimizer.state(settings)
         let values = sum {

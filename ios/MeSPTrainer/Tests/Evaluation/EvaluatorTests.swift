@@ -110,7 +110,6 @@ import Testing
         }
     }
 
-    /// Adapters give such likelihoods if their training diverged.
     @Test func aLikelihoodThatIsNoNumberIsSaid() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         try fixture.withAdapters(scaledBy: 1e30) { adapters in

@@ -69,7 +69,7 @@ import Testing
                 let whole = try #require(expected.gradients[block])
                 let right = layouts[block].trained(in: layouts[block].part(of: whole))
                 #expect(gradient.shape == [layouts[block].trainedCount])
-                // OpenBLAS can sum the terms in another order, even if some of them are 0.
+                // OpenBLAS can sum float32 numbers in another order.
                 #expect(relativeError(gradient, right) < 1e-6, "\(method), block \(block)")
             }
         }
