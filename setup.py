@@ -68,9 +68,10 @@ class BuildWithEngineSources(build_py):
 
 
 class WheelWithPrograms(bdist_wheel):
-    """Makes a wheel for the platform `--plat-name` with the programs in the folder `--programs`.
+    """With `--programs`, makes a wheel for the platform `--plat-name` that contains the programs in
+    that folder.
 
-    The wheel requires the version of MLX in that folder's file `mlx-version`.
+    The wheel then requires the version of MLX in the folder's file `mlx-version`.
     """
 
     user_options: ClassVar = [

@@ -62,8 +62,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the demo model for 64 tokens, exported with the defaults. Tests must not
-    change it.
+    """Returns a bundle of the demo model for 64 tokens. All other options have their defaults.
+    Tests must not change the bundle.
     """
     out = tmp_path_factory.mktemp("demo") / "demo.mesp"
     call("export", "--model", "demo", "--out", out, "--seq-len", 64)
@@ -94,7 +94,7 @@ def _real_model(name: str) -> Path:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Returns a text of 1,679 tokens of the tiny model's tokenizer."""
+    """Returns the path of a file with `TEXT`."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path

@@ -163,7 +163,7 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
         tokens, mask = opened.tokens(split), opened.mask(split)
         batch = [tokens[start : start + length].tolist() for start, length in rows]
         padded = mx.array([ids + [0] * (SEQ_LEN + 1 - len(ids)) for ids in batch])
-        # default_loss counts one target beyond the length, so lengths are reduced by 1.
+        # `default_loss` takes the positions of the first and the last target, counted from 1.
         prompts = [np.argmax(mask[start : start + length]).item() for start, length in rows]
         lengths = [length - 1 for _, length in rows]
         ranges = mx.array(list(zip(prompts, lengths, strict=True)))

@@ -249,7 +249,7 @@ def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @st.composite
 def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
-    """Draws the file cut off, or with changed bytes near the names in its header."""
+    """Draws the file with damage anywhere, or with changed bytes near names in its header."""
     if draw(st.integers(0, 3)) == 0:
         return draw(damaged(file))
     names = re.compile(rb"general|tokenizer|blk|[.](attention|rope|ssm|shortconv|\w+_length)")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves one model and one dataset as the Hugging Face Hub does."""
+    """Serves `repositories` as the Hugging Face Hub does."""
 
     repositories: dict[str, dict[str, bytes]]  # files by name, for each repository
     revision = "0123456789abcdef0123456789abcdef01234567"

@@ -145,7 +145,9 @@ def test_settings_are_written_and_read():
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yields the package's modules that a file imports, except for those under TYPE_CHECKING."""
+    """Yields the full name of each object that a file imports from the package's modules, except
+    for imports under TYPE_CHECKING.
+    """
     nodes = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
@@ -157,7 +159,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_rooms_import_downward():
-    """The package's folders do not import each other in a cycle."""
+    """The package's folders and top-level modules do not import each other in a cycle."""
     rooms: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         if "sources" not in path.parts:

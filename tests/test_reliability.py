@@ -158,8 +158,8 @@ def adapters(engine: Engine) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays.items()}
 
 
-# Processes are killed at random times, 72 times in all: 36 in training, 16 in export, 20 in
-# collecting.
+# Processes are killed at random times: at least 36 times in training, 16 times in an export and 20
+# times in collecting.
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 3])
@@ -214,7 +214,7 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
     unfinished = tmp_path / ".out.mesp.partial"
     lengths = [8]
     assert finish(export_command(model, out)).returncode == 0
-    kills = -1  # the first export is not killed but timed
+    kills = -1  # the loop's first export is not killed but timed
     took = 0.0
     while kills < 16:
         lengths.append(16 if lengths[-1] == 8 else 8)
@@ -388,7 +388,7 @@ def test_a_command_that_is_ended_leaves_nothing(
 
 
 def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_path: Path):
-    """After a signal, generation ends between two blocks, while MLX's threads may still compute."""
+    """A signal may arrive while MLX's threads compute. Generation then ends between two blocks."""
     prompt = {
         "adapters": [],
         "prompt": [5] * 40,
@@ -491,8 +491,8 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """A run continues after a failed call that changes a file. For each kind of failure, 20 calls
-    spread over the run are tested.
+    """A run can be continued after a failed system call that writes to its folder. For each kind of
+    failure, 20 calls spread over the run are tested.
     """
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
@@ -504,7 +504,7 @@ def test_a_run_goes_on_from_whichever_call_failed(
     count = tmp_path / "count"
     assert whole.finish(env=environment(whole, FAULTS_COUNT=count)).returncode == 0
     calls = int(count.read_text())
-    first = ("full", "crash", "power").index(kind)  # makes each kind fail other calls
+    first = ("full", "crash", "power").index(kind)  # tests each kind at other calls
     for number in (1 + (3 * each + first) * (calls - 1) // 60 for each in range(20)):
         engine = Engine(tmp_path / f"{kind}-{number}", steps)
         done = engine.finish(env=environment(engine, FAULTS_KIND=kind, FAULTS_AT=number))

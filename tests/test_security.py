@@ -520,7 +520,7 @@ def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=str)
 @pytest.mark.parametrize("file", ["settings.json", "config.yaml"])
 def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, options: tuple):
-    """A reward function is accepted only on the command line."""
+    """A reward function is not accepted from a file."""
     harm, output, code = tmp_path / "harm", tmp_path / "runs" / "one", "runs.one.notes:go"
     output.mkdir(parents=True)
     (output / "notes.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
@@ -736,7 +736,7 @@ def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):
 
 
 def test_a_large_manifest_takes_little_memory(bundle: Path):
-    """Nested empty lists take the most memory for their size in JSON."""
+    """Empty lists take far more memory than their two characters of JSON."""
     (bundle / "manifest.json").write_text("[" + ",".join(["[]"] * 350_000) + "]")
     tracemalloc.start()
     read_json(bundle / "manifest.json")

@@ -7,7 +7,7 @@
 The first command checks this machine. The second checks a phone, which must be unlocked and
 connected by a cable. The third makes an HTML page from a report. `--out` gets self-check.json and
 self-check.html. With --neural-accelerator, some checks run again with TF32. The exit status is 0 if
-no check failed, 1 if a check failed, and 2 if there is nothing to check.
+no check failed, 1 if a check failed, and 2 if no report was written.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_secon
 
 
 def constants(report: Report) -> list[tuple[str, str]]:
-    """Returns the names and formatted values of the planner's measured time constants."""
+    """Returns the names and formatted values of the planner's measured constants."""
     return [
         (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
         for name, value in sorted(report["end"]["constants"].items())

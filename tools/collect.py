@@ -90,8 +90,8 @@ def note(text: str) -> None:
 
 
 def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
-    """Copies the phone's self-check reports into `out`, and returns the copies' paths, oldest
-    first."""
+    """Copies the phone's self-check reports into `out`, and returns the copies' paths, sorted
+    by name."""
     with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
         phone.pull(SELF_CHECKS_ON_PHONE, Path(folder))
         reports = []
@@ -106,8 +106,8 @@ def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
 def collect(source: Path, out: Path) -> list[Path]:
     """Copies each run below `source` into a folder in `out`, and returns these folders.
 
-    A run that was collected before is updated. A different run with the same name gets a number
-    after its name.
+    A run that was collected before is updated, unless its copy has a longer log. A different run
+    with the same name gets a number after its name.
     """
     collected = []
     for run in find_runs(source):
@@ -135,7 +135,9 @@ def places(out: Path, name: str) -> Iterator[Path]:
 
 
 def may_hold(place: Path, run: Path) -> bool:
-    """Returns whether `place` is free, or holds a run whose log has the same first record."""
+    """Returns whether `place` is free, or holds a run whose log begins with the same record as the
+    log of `run`.
+    """
     if not place.exists():
         return True
     return (place / LOG_NAME).is_file() and first_line(place) == first_line(run)

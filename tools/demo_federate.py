@@ -89,7 +89,8 @@ def federated(bundle: Path, data: Path, output: Path, *options: object) -> Feder
 
 
 def described(records: list[dict[str, Any]]) -> str:
-    """Returns a sentence with the losses, traffic and drift of the rounds."""
+    """Returns a sentence with the losses, traffic, mean drift and mean averaging error of the
+    rounds."""
     clients = sum(len(record["clients"]) for record in records[1:])
     down, up = (sum(r[f"bytes_{way}"] for r in records[1:]) / clients for way in ("down", "up"))
     drifts = [record["drift"] for record in records[1:]]

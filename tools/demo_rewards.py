@@ -69,7 +69,7 @@ def cases(held_out: bool) -> list[dict[str, str]]:
 
 
 def write_data(folder: Path, steps: int) -> None:
-    """Writes training and held-out requests as JSONL. Only the reward uses the right answers."""
+    """Writes training and held-out requests with their right answers as JSONL."""
     splits = {"train": cases(False)[: PROMPTS * steps], "valid": cases(True)[:HELD_OUT_CASES]}
     folder.mkdir(parents=True, exist_ok=True)
     for split, each in splits.items():

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
 WIDTH = 120
 
-# The Swift types of settings for which `KINDS` does not give the type.
+# The Swift types of settings that replace the types from `KINDS`.
 TYPES = {
     "method": "GradientMethod",
     "objective": "Objective",
@@ -50,7 +50,7 @@ KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "Strin
 
 # Settings that mesp-engine does not read.
 NOT_READ = ("reward", "replay_text", "general_text", "dp_delta")
-# Defaults for settings that Python derives from the bundle.
+# Defaults that replace the declared ones.
 DEFAULTS = {"steps": 100, "seq_len": 256, "rank": 8}
 # Minimum values that differ from the declared ones. The engine accepts a run without steps.
 LEAST = {"steps": 0}
@@ -201,7 +201,9 @@ def write_struct(properties: list[Property]) -> list[str]:
 
 
 def write_use(properties: list[Property]) -> list[str]:
-    """Returns the lines for limits, range checks and the settings that a federation may change."""
+    """Returns the lines for limits, range checks, the settings that a federation may set, and those
+    that may change when a run is resumed.
+    """
     federated = ", ".join(f'"{each.key}"' for each in properties if each.setting.federated)
     return [
         "    /// The most steps.",
@@ -300,7 +302,9 @@ NOT_PLAIN = (
 
 
 def write_plain_families() -> str:
-    """Returns the Swift table of plain families and of a config.json's defaults."""
+    """Returns the Swift table for the app's importer: plain families, defaults and limits of a
+    config.json, and names of tensors and files.
+    """
 
     def write_family(family: families.Family) -> dict[str, Any]:
         found = {each.name: getattr(family, each.name) for each in fields(family)}

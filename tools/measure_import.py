@@ -186,7 +186,9 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def write_shard(file: Path, tensors: list[Tensor]) -> None:
-    """Writes a safetensors file, and removes the file from the system's cache."""
+    """Writes a safetensors file with random bytes, and removes it from the system's cache if the
+    system allows this.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for tensor in tensors:

@@ -94,7 +94,7 @@ def not_installed(device: str, app: str) -> MespError:
 
 
 def has_devicectl() -> bool:
-    """Returns whether Xcode is installed. Its command line tools alone have no devicectl."""
+    """Returns whether xcrun finds devicectl, which is a part of Xcode."""
     return run(["xcrun", "--find", "devicectl"]).returncode == 0
 
 

@@ -38,7 +38,8 @@ def readelf(option: str, file: Path) -> str:
 
 
 def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the newest symbol version that a file needs, by its name such as GLIBC."""
+    """Returns the newest version that a file needs of each library's symbols, by a name such as
+    GLIBC."""
     newest: dict[str, tuple[int, ...]] = {}
     for name, version in re.findall(
         r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", readelf("--version-info", file)
@@ -48,7 +49,9 @@ def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def excess(engine: Path, mlx: Path) -> list[str]:
-    """Returns libraries and symbol versions that the engine needs and MLX's library does not."""
+    """Returns the engine's libraries that EXPECTED does not match, and its symbol versions that are
+    newer than those of MLX's library.
+    """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("--dynamic", engine))
     libraries = [name for name in needed if not EXPECTED.match(name)]
     there = needed_symbols(mlx)

@@ -69,7 +69,8 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
 
 
 def put_in_place(new: Path, path: Path) -> None:
-    """Renames the folder `new` to `path`. A previous folder `path` is renamed to `new`.
+    """Renames the folder `new` to `path`. A previous folder `path` that is not empty is renamed to
+    `new`.
 
     Readers of `path` see the old folder or the new folder. If the file system cannot exchange two
     names, `path` is missing for a moment.

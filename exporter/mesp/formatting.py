@@ -7,7 +7,9 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """Returns a text with control characters replaced by spaces, except line feeds and tabs."""
+    """Returns a text with characters that cannot be printed replaced by spaces, except line feeds
+    and tabs.
+    """
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 
 

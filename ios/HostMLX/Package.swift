@@ -26,7 +26,7 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     let hasOpenBLAS = false  // the macOS wheel uses Accelerate
 #endif
 
-/// The folder where a program looks for the wheel's libraries. MESP_WHEEL sets a path relative to the program.
+/// The folder where a program looks for the wheel's libraries: MESP_WHEEL or, by default, the folder that the build uses.
 let whenRun = Context.environment["MESP_WHEEL"] ?? wheel
 
 func link(_ folder: String) -> [String] {

@@ -87,7 +87,7 @@ def test_the_table_has_every_key_that_mlx_lm_writes():
     assert {*lora["used"], *lora["ignored"]} >= CONFIG_DEFAULTS["lora_parameters"].keys()
 
 
-# Values that PEFT accepts, but the trainer and `mesp fuse` refuse.
+# Values in PEFT's adapter_config.json that are refused.
 REFUSED = {
     "alora_invocation_tokens": [[290, 291]],
     "arrow_config": [{"top_k": 2}],

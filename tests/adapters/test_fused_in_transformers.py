@@ -46,7 +46,7 @@ def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
     call("fuse", bundle, "--adapters", adapters, "--out", out, *options)
 
     auto = transformers.AutoModelForCausalLM
-    # Only eager attention applies Gemma 2's soft caps.
+    # The default attention of transformers does not apply Gemma 2's soft caps.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     theirs, info = auto.from_pretrained(out, output_loading_info=True, **options)
     assert not any(info.values()), info

@@ -115,7 +115,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
-    """Writes mlx-lm's model as GGUF in float32, with the config.json of `folder`.
+    """Writes mlx-lm's model as GGUF in float32, with metadata from the config.json in `folder`.
 
     A token's text is its id, because the tests give llama.cpp ids and get ids from it.
     """
@@ -368,10 +368,10 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
-    """On a real model, the mean KL divergence between llama.cpp's next token and MeSP's is small.
+    """On a real model, llama.cpp's distribution of the next token is close to MeSP's.
 
-    The divergence is in nats. It covers the likeliest 1,000 tokens one by one, and the rest
-    together. llama.cpp rounds the inputs of quantized matrices to 8 bits.
+    The mean KL divergence, in nats, is small. It covers the likeliest 1,000 tokens one by one, and
+    the rest together. llama.cpp rounds the inputs of quantized matrices to 8 bits.
     """
     model = Bundle(real.bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
@@ -406,7 +406,7 @@ PROMPTS = (
 
 
 def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
-    """For 9 of 10 prompts, llama.cpp and MeSP write the same 32 tokens.
+    """For at least 9 of 10 prompts, llama.cpp and MeSP write the same tokens, up to 32.
 
     llama.cpp reads a float32 file, because it would round the inputs of quantized blocks.
     """

@@ -159,9 +159,7 @@ class Loaded(NamedTuple):
 
 
 def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
-    """Returns a value of a Codable struct. Raises Refused if it is missing or of none of these
-    types.
-    """
+    """Returns `holder[key]`. Raises Refused if it is missing or has none of the types `kinds`."""
     if not isinstance(value := holder.get(key), kinds) or isinstance(value, bool):
         raise Refused(f"{key} does not decode")
     return value
@@ -170,8 +168,8 @@ def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
 def load(folder: Path, model: Model, arch: Architecture, fit: bool = False) -> Loaded:
     """Loads adapters as `LoRAContainer.from(directory:)` and `load(into:)` do.
 
-    Raises Refused where they throw. With `fit`, the matrices are first renamed as by the
-    documentation page's `fitted(to:)`.
+    Raises Refused where they throw or would load the adapters wrongly. With `fit`, the matrices are
+    first renamed as by the documentation page's `fitted(to:)`.
     """
     config = json.loads((folder / CONFIG).read_text())
     kind = decoded(config, "fine_tune_type", str)
@@ -199,10 +197,11 @@ def put(
     model: Model,
     arch: Architecture,
 ) -> Loaded:
-    """Replaces linear layers of the last `num_layers` blocks, as `load(into:)` does.
+    """Returns the matrices of linear layers in the last `num_layers` blocks, as `load(into:)`
+    assigns them.
 
     `keys` has the names of these layers below the module that takes adapters. Without `keys`, all
-    linear layers are replaced. As with `.noUnusedKeys`, a matrix without a layer is refused.
+    linear layers take matrices. As with `.noUnusedKeys`, a matrix without a layer is refused.
     """
     shapes = {}
     for i, block in list(enumerate(arch.blocks))[max(0, len(arch.blocks) - num_layers) :]:

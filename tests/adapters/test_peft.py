@@ -281,7 +281,7 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
 
 
 def test_lfm3_is_that_of_transformers(tmp_path: Path):
-    """Five steps of SGD equal those of transformers, because mlx-lm does not have LFM3.
+    """The engine is compared with transformers, because mlx-lm does not have LFM3.
 
     The type of RoPE is "proportional", because with "default" transformers would rotate all pairs.
     """
@@ -388,7 +388,6 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
 
 
 def test_qlora_is_measured_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
-    """With the weights of bitsandbytes, mlx-lm's model has PyTorch's logits."""
     pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
     model = in_nf4(DEMO, torch.float32).train()
     write_base(model, DEMO, tmp_path / "base")

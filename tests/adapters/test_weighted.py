@@ -1,7 +1,7 @@
 """Tests of several adapter folders with weights, in the engine and in mesp fuse.
 
-The adapters differ in rank, scale and modules. Together, they must change the model by the weighted
-sum of their separate changes. Both are computed in float32, with sums in different orders.
+The adapters differ in rank, scale and modules. Together, they must change each matrix by the
+weighted sum of their separate changes, up to the order of float32 sums.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ def test_info_plist_permits_what_the_app_asks_the_system_for():
 
 def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
-    # A SuperLink at http://localhost is allowed; http to other hosts is not.
+    # Plain http is allowed in the local network only.
     assert {key for key, value in info["NSAppTransportSecurity"].items() if value} == {
         "NSAllowsLocalNetworking"
     }
@@ -597,7 +597,6 @@ FAULTS = {
 }
 
 
-# One test for each system, because each compiles the core.
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="Xcode compiles the app itself")
 @pytest.mark.parametrize("system", ["macOS", "iOS"])
@@ -739,7 +738,8 @@ def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
 
 
 def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
-    """Every link has a target, and every parameter of public declarations is documented."""
+    """DocC converts the documentation without warnings, for example without links that have no
+    target."""
     graphs = tmp_path / "graphs"
     graphs.mkdir()
     for graph in symbol_graphs.glob("MeSP[.@]*"):
@@ -842,7 +842,7 @@ def test_the_documentation_names_what_the_screens_have():
 
 def sentence_keys(sil: str) -> set[str]:
     found: set[str] = set()
-    # A stack of the keys of unfinished literals, because a literal may contain another.
+    # `keys` is a stack of the keys of unfinished literals, because a literal may contain another.
     literal, keys = "", []
     calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
     steps = (

@@ -233,7 +233,7 @@ def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("length", [63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "sizes"), [((2, 2), (8, 16)), ((1, 3), (16, 8))])
 def test_the_delta_rule_equals_the_reference(heads, sizes, length):
-    """The lengths cross chunk boundaries; some decays are near 0 and some near 1."""
+    """The lengths lie around the chunk size of 64; some decays are near 0 and some near 1."""
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = (mx.random.normal((Hk, length, dk)) * dk**-0.5 for _ in range(2))
     log_g = -mx.exp(3 * mx.random.normal((Hv, length)) - 2)
@@ -245,7 +245,7 @@ def test_the_delta_rule_equals_the_reference(heads, sizes, length):
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 1)])
 def test_the_state_space_equals_the_reference(heads, groups, length):
-    """The lengths cross chunk boundaries; some decays are near 0 and some near 1."""
+    """The lengths lie around the chunk size of 64; some decays are near 0 and some near 1."""
     x, D = mx.random.normal((heads, length, 8)), mx.random.normal((heads,))
     A = -mx.exp(3 * mx.random.normal((heads,)) - 2)
     dt = mx.random.uniform(shape=(heads, length))
@@ -405,7 +405,8 @@ def primitives(*outputs: mx.array) -> Counter:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
 def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatch, name, dtype):
-    """On the CPU, `mx.fast` is traced as plain operations. MLX makes its primitives only on a GPU.
+    """MLX makes fused primitives only on a GPU. On the CPU, `mx.fast` is traced as plain
+    operations.
 
     The test puts a primitive in place of each call of `mx.fast`. The rest of the graph must be the
     CPU's graph.
@@ -601,7 +602,7 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
 
 @pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4", "qwen3_5", "lfm2"])
 def test_bfloat16(tmp_path, name):
-    """Arrays and scales are bfloat16. The arithmetic between arrays is float32."""
+    """The input x and the outputs are bfloat16. The arithmetic is float32."""
     case = Case(name)
     wide = case.layout.unpack(case.weights)
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}

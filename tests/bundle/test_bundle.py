@@ -204,7 +204,7 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
 
 def test_blocks_are_grouped_by_layout_and_mixer(family):
     """Blocks are grouped by layout and mixer. For sequences shorter than the window of 5, blocks
-    with and without the window have the same function.
+    that differ only in the window have the same function.
     """
     config, _, bundle = family
     kinds = {

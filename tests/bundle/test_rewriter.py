@@ -154,7 +154,7 @@ def edit(bundle: Path, **changes: object) -> None:
 
 
 def test_a_bundle_of_format_5_is_written_again_with_its_weights_and_data(old):
-    """Format 5 has two layouts of functions: in the bundle's folder, or in a subfolder."""
+    """In format 5, a bundle has functions in its folder, and may have others in subfolders."""
     sound = content(old)
     name, later = "block.8.mlxfn", "mlx-0.32.2/block.8.mlxfn"
     (old / "mlx-0.32.2").mkdir()

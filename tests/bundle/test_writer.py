@@ -1,4 +1,5 @@
-"""Tests that an export leaves nothing if it is interrupted or killed, or if the disk is full."""
+"""Tests that an export that is interrupted or killed, or for which the disk is full, leaves no
+bundle."""
 
 import errno
 import json

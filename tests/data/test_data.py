@@ -497,9 +497,8 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     ]
     dataset = CacheDataset(mlx_lm_dataset(usable, chat_tokenizer, mask_prompt=True))
     ((batch, ranges),) = iterate_batches(dataset, len(usable), seq_len + 1)
-    # In mlx-lm 0.31.1, default_loss counts the targets from `offset` to `length`, both included. In
-    # a padded example, it would also count the first token of the padding. So `length` is less by 1
-    # here.
+    # mlx-lm's default_loss counts the targets from `offset` to `length`, both included. In a padded
+    # example, it would also count the first token of the padding. So `length` is less by 1 here.
     loss, counted = default_loss(model, batch, ranges - mx.array([0, 1]))
     assert counted.item() == count
     # default_loss computes in float32.
@@ -740,7 +739,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
-    # Functions that run for each entry of the manifest.
+    # Functions that run for each entry of the manifest. They change no file and are not traced.
     reading = {"of", "to_json", "fits", "_is_line", "_is_split", "sizes", "<genexpr>", "<listcomp>"}
 
     def state() -> list[tuple]:

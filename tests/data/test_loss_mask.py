@@ -108,7 +108,7 @@ def tokenizer():
 
 def encode(tokenizer, template: str, name: str, marked: bool) -> tuple[list[int], list[bool]]:
     for mark, tag in (("⟦", "{%- generation %}"), ("⟧", "{%- endgeneration %}")):
-        # The template gets TRL's marks of answers, or nothing in their place.
+        # Each ⟦ or ⟧ becomes TRL's mark, or nothing.
         template = template.replace(mark, tag if marked else "")
     tokenizer._tokenizer.chat_template = template
     tools = TOOLS if "tools" in name else None
@@ -142,7 +142,7 @@ def test_each_answer_counts_with_its_end(tokenizer):
     )
     assert counted(tokenizer, QWEN, "tools") == call + "Paris.<|im_end|>\nc<|im_end|>\n"
     assert counted(tokenizer, PHI, "same") == "a<|end|>\na<|end|>\n<|endoftext|>"
-    # Text that the template leaves out of earlier answers, and adds to the last.
+    # The template leaves thoughts out of earlier answers, and writes the last answer's.
     text = "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"
     assert counted(tokenizer, QWEN3, "thoughts") == text
 
@@ -162,7 +162,7 @@ UNMARKED = (
             [user("ab"), assistant("cd"), user("ab"), assistant("cd")],
             "leaves out the content of message 1",
         ),
-        # The text contains the end of an answer.
+        # The answer's text contains the token that ends an answer.
         (
             CHATML,
             [user("a"), assistant("b<|im_end|>\nb"), user("c"), assistant("d")],
@@ -188,7 +188,7 @@ def test_the_demo_model_takes_conversations():
     assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
 
 
-# Refusals and their messages, with invented templates
+# Conversations in invented templates
 
 PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
 WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]

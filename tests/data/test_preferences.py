@@ -211,7 +211,7 @@ def test_answers_are_one_a_sequence_and_alone_in_the_loss(tokenizer, tmp_path, o
 SEQ_LEN, RANK = 24, 4
 # DPO runs for more steps than the other losses, so that small errors of a step add up.
 STEPS = {"dpo": 40, "ipo": 10, "simpo": 10, "orpo": 10, "kto": 10}
-# IPO weights an answer about 40 times as much as DPO, so its rate is lower.
+# IPO's gradient is much larger than DPO's, so its learning rate is lower.
 RATES = {"dpo": 0.05, "ipo": 1e-3, "simpo": 0.05, "orpo": 0.05, "kto": 0.05}
 
 

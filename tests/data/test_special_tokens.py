@@ -53,7 +53,7 @@ def sentencepiece(tokenizer: Tokenizer, scheme: str | None) -> Tokenizer:
     """Returns the tokenizer with spaces written as SentencePiece's ▁.
 
     `scheme` is Metaspace's `prepend_scheme`. If `scheme` is None, a normalizer puts ▁ before each
-    piece.
+    text.
     """
     if scheme is None:
         tokenizer.normalizer = normalizers.Sequence(
@@ -106,7 +106,8 @@ def conversation(*texts: str, **others: object) -> Conversation:
 
 
 def transformers_ids(tokenizer, conversation: Conversation, asks: bool = False) -> list[int]:
-    tokenizer._tokenizer.chat_control_tokens = []  # only tokens that are marked special
+    # Makes transformers split only tokens that are marked special.
+    tokenizer._tokenizer.chat_control_tokens = []
     return tokenizer._tokenizer.apply_chat_template(
         conversation.messages,
         tools=conversation.tools,

@@ -3,11 +3,12 @@
 TRL marks the answers by `{% generation %}` in its copies of many templates. Hypothesis generates
 conversations. Each is read as a record with each template. The tests check the ids and the mask:
 
-- each trained span is a whole answer, without text of another message, and ends in a token at which
-  generation stops;
-- every message is among the ids;
+- each trained span is one or more whole answers, without text of another message, and ends in a
+  token at which generation stops;
+- every message is among the ids, except for reasoning that a note says is left out;
 - the tokens before the first trained token begin the template's prompt for the answer;
-- the ids and the mask are those of transformers with TRL's copy, except for `BEGINS` and `ENDS`.
+- the ids and the mask are those of transformers with TRL's copy, except for `BEGINS`, `ENDS` and
+  `NOT_ENDED`.
 
 The tests limit how many records are refused.
 """
@@ -346,8 +347,9 @@ def check_asked(model: Model, messages: list[dict], tools: list | None, example:
 
 
 def check_like_trl(model: Model, messages: list[dict], tools: list | None, example: Example) -> int:
-    """Fails unless the ids are those of transformers with TRL's copy of the template. The mask must
-    be the same too, except for the texts in `BEGINS` and `ENDS`.
+    """Fails unless the ids are those of transformers with TRL's copy of the template, except for
+    the ends that MeSP adds with the templates of `NOT_ENDED`. The mask must be the same too, except
+    for the texts in `BEGINS` and `ENDS`.
 
     Returns whether the mask is the same.
     """

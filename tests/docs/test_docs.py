@@ -20,7 +20,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
 ]
-# The folder of a path in a document, by the path's first part.
+# Maps the first part of a path in a document to the folder that has the path.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
@@ -100,8 +100,8 @@ def not_terms() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def spelled_out(text: str) -> str:
-    """Returns the words of a text in lower case, with spaces around each. Names are split into
-    words."""
+    """Returns the words and the punctuation of a text in lower case, with spaces around each. Names
+    are split into words."""
     return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
 
 
@@ -194,7 +194,7 @@ def test_options_exist(page: Path, commands: dict[str, list[click.Option]]):
 
 
 def test_help_explains_every_option(commands: dict[str, list[click.Option]]):
-    """The guide has no tables of options, so `--help` has to be enough."""
+    """The guide has no table of all options, so `--help` has to explain each."""
     assert [
         f"{command} {option.opts[-1]}"
         for command, options in commands.items()

@@ -1,6 +1,5 @@
-"""Tests of replayed texts, and of the adapters' strength at the end of a run, with mlx-lm's
-model.
-"""
+"""Tests replayed texts, and the strength of the adapters at the end of a run, against mlx-lm's
+model."""
 
 import json
 import math
@@ -93,8 +92,8 @@ def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path)
 
 
 def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
-    """The text of --general is the task's own here. This text is not forgotten, so the adapters
-    keep their full strength.
+    """The text of --general is from the training data here. Training lowers its loss, so the
+    adapters keep their full strength.
     """
     text = tmp_path / "own.txt"
     text.write_text(load_bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
@@ -270,8 +269,8 @@ def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
 
 
 def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: Path):
-    """If a run is killed while it samples texts, some texts stay in its folder. The next run must
-    not take them.
+    """If a run is killed before its first step, its texts stay in its folder. The next run must not
+    take them.
     """
     options = ("--max-forgetting", 100, "--general")
     out, general = tmp_path / "run", tmp_path / "general.txt"

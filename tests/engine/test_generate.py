@@ -161,8 +161,8 @@ def test_a_seed_draws_mlx_lms_tokens(bundle: Path, temperature: float, top_p: fl
     model = Bundle(bundle).to_mlx_lm()
     mx.random.seed(11)
     sampler = make_sampler(temperature, top_p)
-    # MLX 0.32 draws different tokens from logits [1, vocabulary] and [vocabulary]. The logits on
-    # phones are [vocabulary].
+    # MLX 0.32 draws different tokens from logits [1, vocabulary] and [vocabulary]. The engine's
+    # logits are [vocabulary].
     steps = generate_step(
         mx.array([5, 6, 7]), model, max_tokens=100, sampler=lambda logits: sampler(logits[0])[None]
     )
@@ -198,7 +198,8 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
     options = ("--no-chat", "--adapters", adapters, "--max-tokens", 40)
     line = command("generate", bundle, "--prompt", PROMPT, *options)
-    done = subprocess.run(line, capture_output=True, text=True)  # output of libraries counts too
+    # A separate process shows the output of libraries too.
+    done = subprocess.run(line, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == expected + "\n"
     assert run("generate", bundle, "--prompt", "-", *options, input=PROMPT).stdout == done.stdout
@@ -466,8 +467,8 @@ def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path:
     assert abs(expected - loss("none")) > 0.01
     assert loss("peft", adapters=str(adapters / "peft")) == pytest.approx(expected, rel=1e-6)
 
-    # PEFT trains one A of the common rank. In mlx-lm's form, gate and up both have this A, and each
-    # has its part of B.
+    # For its joined layer, PEFT trains one A. In mlx-lm's form, gate and up both have this A, and
+    # each has its part of B.
     one, two = (shutil.copytree(adapters, tmp_path / name) for name in ("one", "two"))
     change_config(one / "peft", rank_pattern={}, alpha_pattern={})
     weights = mx.load(str(one / "adapters.safetensors"))

@@ -133,7 +133,8 @@ def others(bundle: Path) -> dict[str, Any]:
 
 
 def reason(sentence: str) -> str:
-    """Returns the part of a refusal that an import and an export share."""
+    """Returns the part of a refusal that an import and an export share, or "" if they share
+    none."""
     not_valid = "The model's config.json is not valid ("
     if sentence.startswith(not_valid):
         return not_valid
@@ -148,8 +149,8 @@ def compare(
     """Imports a model to ``imported.mesp``, exports it to ``exported.mesp``, and compares both.
 
     Either both accept the model, and the bundles are equal except for the parts that `described`
-    leaves out. Or both refuse the model for the same `reason`, and the import leaves nothing.
-    Returns the import's refusal, or None.
+    leaves out. Or both refuse the model, and the import leaves nothing. With `in_the_same_words`,
+    both give the same `reason`. Returns the import's refusal, or None.
 
     There are two exceptions. Only the import refuses a model that is not quantized. Only the
     exporter reports faults of a tokenizer, because an import copies it without reading it.
@@ -311,7 +312,9 @@ def test_the_terms_go_with_the_bundle(tmp_path: Path):
 
 
 def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
-    """The files of a snapshot are links to a folder beside it. Other links are refused."""
+    """The files of a snapshot are links to the blobs in the Hub's cache. Links to other places are
+    refused.
+    """
     root = tmp_path / "models--owner--tiny"
     snapshot, blobs = root / "snapshots" / ("a" * 40), root / "blobs"
     source = write_mlx_model(tmp_path / "model", CONFIGS["qwen3"], shards=2)
@@ -544,7 +547,7 @@ def test_settings_that_cannot_be_used_are_refused(given: dict, model: Path, tmp_
 
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Returns a small model of some families; tests change their files and restore them."""
+    """Returns a small model of each of five families. Tests change their files and restore them."""
     folder = tmp_path_factory.mktemp("victims")
     small = {"num_hidden_layers": 1, "vocab_size": 260}
     names = ("llama", "qwen3", "gemma3", "mistral3", "phi3")

@@ -70,7 +70,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the bundle with one example per sequence. Some examples are short, some are cut, and
-    each has several answers.
+    some have two answers.
     """
     path = shutil.copytree(bundle, tmp_path_factory.mktemp("examples") / "demo.mesp")
     generator = np.random.default_rng(0)
@@ -79,8 +79,8 @@ def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
     for _ in range(30):
         length = int(generator.integers(8, 2 * SEQ_LEN))
         examples.append((start, length))
-        # An example has two masked parts: a prompt at its beginning, and another that ends before
-        # the last two tokens.
+        # A prompt of random length is masked, and so are the tokens between the first four and the
+        # last two.
         mask[start : start + int(generator.integers(0, min(length, SEQ_LEN) - 2))] = 0
         mask[start + 4 : start + length - 2] = 0
         start += length
@@ -360,7 +360,7 @@ def test_what_counts_of_an_example_is_in_the_loss(
     bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int, order: str | None
 ):
     options = ["--batch-size", batch, "--grad-accumulation-steps", accumulation]
-    if order == "sequences":  # the sum of all gradients is kept in any order
+    if order == "sequences":  # A limit on the norm makes the planner choose this order.
         options += ["--max-grad-norm", 1e9]
     run = train(bundle_of_examples, tmp_path / "run", *options)
     assert run.plan.get("order") == order
@@ -387,7 +387,8 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
     start = saved(tmp_path / "first")
 
     def gradients(*options: object) -> tuple[RunLog, dict[str, mx.array]]:
-        # At a high rate, the difference of the parameters around the step keeps its digits.
+        # At a high rate, the step changes the parameters much, so that their difference is exact to
+        # many digits.
         rate, run = 1e4, tmp_path / "-".join(map(str, options))
         done = train(
             bundle_of_examples, run, *options, "--adapters", tmp_path / "first" / "adapters",

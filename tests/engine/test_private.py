@@ -374,7 +374,7 @@ def test_pairs_are_clipped_by_the_pair(tmp_path: Path):
         after = saved(output)
         return {name: array for name, array in after.items() if name.endswith("lora_b")}
 
-    # At B = 0, a pair's gradient by B is the change of B in a step on this pair alone.
+    # A step of SGD on one pair alone subtracts the learning rate times this pair's gradient from B.
     alone = {}
     for number in range(3):
         each = tmp_path / f"{number}"

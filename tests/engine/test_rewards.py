@@ -44,7 +44,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def grpo(oracle: Oracle, parameters: dict, groups: list[dict], scores: list, dr: bool) -> mx.array:
     """Returns the loss of TRL's GRPOTrainer for answers of the current model.
 
-    The loss has the ratio of an answer's probability to its probability before the step.
+    The loss has the ratio of each token's probability to its probability before the step. For the
+    current model this ratio is 1, and its gradient is that of the log-probability.
     """
     scores, longest = mx.array(scores), len(groups[0]["answers"][0])
     advantages = scores - scores.mean(axis=1, keepdims=True)

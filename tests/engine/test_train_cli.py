@@ -150,7 +150,7 @@ def test_the_update_goes_by_the_method_unless_it_is_given(
     assert (taken["optimizer"], taken["learning_rate"]) == (optimizer, rate)
 
 
-# Every option with a value other than its default.
+# Options with values other than their defaults
 SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
 SGD |= {
     "optimizer": "sgd",
@@ -573,9 +573,8 @@ def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, 
 def test_without_a_terminal_lines_come_by_time(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
 ):
-    """Without a terminal, progress lines come at intervals of time. A run of a quarter of an hour
-    prints few of them.
-    """
+    """Without a terminal, progress lines come at intervals of time, so that a long run prints
+    few."""
     now = 100.0
     monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)
     record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}

@@ -268,7 +268,7 @@ def test_special_tokens_in_records_become_text_where_asked(bundle: Path, tmp_pat
         scores = []
         for choice in choices:
             both = split(tokenizer, record["prompt"] + choice)
-            if chat:  # each special token is encoded separately
+            if chat:  # A special token is encoded apart from the text around it.
                 space, word = choice[:1], choice[1:]
                 pieces = [space, end] if word == end else [choice]
                 both = before + [id for piece in pieces for id in split(tokenizer, piece)]
@@ -354,7 +354,8 @@ def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
 
 
 def test_json_and_extraction(bundle: Path, tmp_path: Path):
-    """The model's whole answer is not JSON, but the part that `--extract` matches is."""
+    """Neither the model's whole answer nor the empty text that `--extract` matches is valid
+    JSON."""
     options = ("--no-chat", "--max-tokens", 8, "--json")
     records = [{"prompt": "My fellow", "completion": '"citizens"'}]
     _, results = evaluate(bundle, records, tmp_path, *options)

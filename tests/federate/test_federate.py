@@ -1,4 +1,6 @@
-"""Tests of federated rounds without Flower: dividing data, training, messages and stored rounds."""
+"""Tests federated rounds without Flower: dividing data, training, messages, stored rounds, and the
+nodes of phones.
+"""
 
 from __future__ import annotations
 
@@ -137,8 +139,11 @@ def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, data: Path, t
 def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
     bundle: Path, data: Path, tmp_path: Path, batches: int
 ):
-    """With A frozen, the average of the clients' B is a step on all of their targets: Σ pᵢ (B - η
-    gᵢ) = B - η Σ pᵢ gᵢ, and Σ pᵢ gᵢ is the gradient of the mean over these targets.
+    """With A frozen, the average of the clients' B is a step on all of their targets:
+
+        Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ
+
+    Σ pᵢ gᵢ is the gradient of the mean over these targets.
     """
     clients = 4
     records = [
@@ -171,8 +176,9 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 
 @pytest.mark.slow
 def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
-    """FedProx adds μ (w - w₀) to the gradient. The second step is w₂ = w₁ - η (g(w₁) + μ (w₁ -
-    w₀))."""
+    """FedProx adds μ (w - w₀) to the gradient. The second step is:
+
+    w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀))"""
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
@@ -522,7 +528,7 @@ def test_a_round_is_whole_or_not_there_whichever_call_failed(
 
 
 class PowerLoss(BaseException):
-    """An error that no code catches."""
+    """An error that `except Exception` does not catch."""
 
 
 def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
@@ -800,8 +806,8 @@ def long(handler: BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.send_header("content-length", str(600_000_000))
     handler.end_headers()
-    # Foundation for Linux reads on until it is stopped, so the answer comes at 100 MB/s, not at
-    # full speed.
+    # Foundation for Linux keeps reading until the node stops it. At 100 MB/s, little is read until
+    # then.
     for _ in range(600):
         handler.wfile.write(bytes(1_000_000))
         time.sleep(0.01)
@@ -1028,8 +1034,8 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 
 @pytest.mark.slow
 def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
-    """The model's matrices take less than 1 MB, and the server offers 150 objects of 5 MB. The node
-    must not store them all.
+    """The adapters' matrices take less than 1 MB, and the server offers 150 objects of 5 MB. The
+    node must not store them all.
     """
     asked: list[int] = []
 

@@ -1,7 +1,7 @@
 """Tests of federated rounds with Flower, which `make test-slow` installs.
 
-Most tests pass Flower's messages within this process. One test uses Flower's simulation engine, and
-one uses its processes for real machines.
+Most tests pass Flower's messages within this process. The others use Flower's simulation engine, or
+its processes for real machines.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
         records.append(each.rounds.record(1))
     exact, rounded = found
     for name, array in exact.items():
-        # The initial B is 0, which is sent exactly. Each number of a client is rounded by at most
-        # 2⁻⁹ of it.
+        # The initial B is 0, which is sent exactly. Rounding to bfloat16 changes each number of a
+        # client by at most 2⁻⁸ of it.
         assert np.linalg.norm(rounded[name] - array) <= 2**-8 * np.linalg.norm(array)
     numbers = 2 * sum(array.size for array in exact.values())  # to two clients
     headers = 2 * 128 * len(exact)  # NumPy's
@@ -614,7 +614,7 @@ def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path
     assert 0 < norm <= 0.01 * (1 + 1e-4)  # 1e-4 for rounding in float32
     noisy = federation(bundle, data, tmp_path / "n", *options, "--clip", 0.01, "--noise", 3)
     after = served(noisy)
-    # The change is Gaussian noise in each number. Its standard deviation is 3 · clip / clients.
+    # The change is mostly Gaussian noise. Its standard deviation is 3 · clip / clients.
     moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
 
@@ -646,7 +646,7 @@ def delta_of(noise: float, epsilon: float) -> float:
 @pytest.mark.parametrize("epsilon", [0.1, 1, 8.5, 20])
 def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
     """The noise is compared with the definition of privacy. The classical formula gives too little
-    noise for ε above 8.5.
+    noise for an ε of 8.5 or more.
     """
     noise = noise_for(epsilon, 1e-5)
     assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)

@@ -96,7 +96,7 @@ class Symbol(NamedTuple):
 
 
 def public_symbols(graphs: Path) -> list[Symbol]:
-    """Returns all public declarations of the symbol graphs, module by module."""
+    """Returns the public declarations of the symbol graphs, module by module."""
     found = []
     for file in sorted(graphs.glob("*.symbols.json")):
         module, _, extended = file.name.removesuffix(".symbols.json").partition("@")

@@ -89,7 +89,7 @@ def test_the_number_of_experts_by_either_name():
     assert "num_local_experts to 9" in reading(both)
 
 
-# Keys that change no logits: they concern training, initialization, generation or metadata.
+# Keys that may be left unread. Most concern training, initialization, generation or metadata.
 NOTHING = frozenset(
     ("attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache",
      "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",

@@ -75,8 +75,8 @@ _ROPE_KEYS: dict[str, dict[str, list[Any]]] = {
     "linear": {"truncate": [False]},
     "default": {"factor": [2.0], "mrope_section": [[2, 3, 3]]},
 }
-# Values to try for these keys. Of other keys, numbers are doubled or halved, and booleans are
-# negated.
+# Values to try for these keys. Of other keys, floats are doubled or halved, with 0.1 in place of 0,
+# and booleans are negated.
 _VALUES: dict[str, list[Any]] = {
     "num_attention_heads": [2, 4],
     "num_key_value_heads": [1, 2, None],
@@ -126,7 +126,7 @@ _VALUES: dict[str, list[Any]] = {
     "max_position_embeddings": [64, 256],
     "full_attn_idxs": [[0], [1]],
 }
-# Keys that a case does not change: fixed sizes, and keys that change no logits.
+# Keys that `draw` leaves out of a case's `keys`.
 _KEPT = frozenset(
     ("vocab_size", "hidden_size", "rope_parameters", "layer_types", "model_type", "pad_token_id",
      "bos_token_id", "eos_token_id", "vocab_size_per_layer_input", "mamba_expand",
@@ -211,7 +211,7 @@ class Case:
     family: str
     keys: dict[str, Any] = field(default_factory=dict)
     rope: dict[str, Any] = field(default_factory=dict)
-    # Names of functions in `EDITS`, or configuration keys.
+    # Names of functions in `EDITS`, or "with KEY" or "without KEY" for a configuration key.
     edits: tuple[str, ...] = ()
 
     def smaller(self) -> list[Case]:
@@ -251,7 +251,7 @@ def type_alone(config: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 
 def two_types(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Adds the older key `type` with a different value."""
+    """Adds the older key `type` with the value "default"."""
     rope = config.get("text_config", config).get("rope_parameters") or {}
     if "rope_type" in rope:
         rope["type"] = "default"
@@ -401,7 +401,8 @@ def save(case: Case, folder: Path) -> None:
 
 
 def theirs(case: Case, folder: Path, tokens: list[int]) -> np.ndarray | None:
-    """Returns transformers' logits, or None if the files lack weights."""
+    """Returns transformers' logits, or None if the files lack weights or have weights of other
+    shapes."""
     auto = transformers.AutoModelForCausalLM
     if case.family in _VISION:
         auto = transformers.AutoModelForImageTextToText
@@ -426,7 +427,7 @@ def ours(folder: Path, tokens: list[int]) -> np.ndarray:
 
 
 def outcome(case: Case, folder: Path) -> str:
-    """Returns the result of a case: "equal", "refused: …", "wrong: …", or "not a model"."""
+    """Returns the result of a case: "equal", "refused: …", "wrong: …", or "not a model: …"."""
     shutil.rmtree(folder, ignore_errors=True)
     tokens = [int(each) for each in np.random.default_rng(0).integers(1, 90, LENGTH)]
     try:

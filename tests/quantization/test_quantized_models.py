@@ -99,7 +99,8 @@ def write_few_bits(folder: Path, bits: int, group: int, **more: object) -> Path:
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_matrices_of_two_and_three_values_are_carried_over(bits: int, group: int):
-    """Matrices of two or three values are exact in float32. In bfloat16, d is rounded."""
+    """Matrices of two or three values are exact in float32. In bfloat16, their scales are
+    rounded."""
     folder = write_few_bits(Path("few"), bits, group)
     given = mx.load(str(folder / "model.safetensors"))
     done = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
@@ -193,7 +194,9 @@ def test_what_a_quantization_says_beside_is_refused(sections: dict, said: str):
 
 
 def test_what_changes_nothing_in_a_quantization_is_taken():
-    """Vision modules, keys without a value and mlx-lm's `quantization_config` are accepted."""
+    """Entries of vision modules, entries that are null or false, and mlx-lm's `quantization_config`
+    are accepted.
+    """
     more = {"rotation": None, "global_scale": False, "vision_tower.a": False}
     more |= {"vision_tower.b": True, "vision_tower.c": {"bits": 8, "group_size": 64}}
     folder = write_few_bits(Path("few"), 2, 128, **more)

@@ -51,8 +51,8 @@ def test_a_mask_follows_from_its_key(key, p):
 
 
 def test_the_limit_is_that_of_a_float32():
-    """In float32, as in the trainer, 0.9 is slightly smaller. The tested input lies between both
-    limits, so it is kept.
+    """0.9 is slightly smaller in float32, which the trainer uses, than in float64. The tested
+    input's hash lies between the two limits, so the input is kept.
     """
     key, number = 574, 111342
     assert reference.dropout_mask(key, 0.9, 1, number + 1)[0, number] > 0
@@ -79,8 +79,8 @@ def test_a_key_follows_from_seed_step_sequence_block_and_layer():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_of_a_block_has_a_mask(family):
-    """Masks are numbered through all layers that can have an adapter, with experts last. The
-    numbers do not depend on whether experts are trained.
+    """A block's masks are numbered in the order of its layers, with the experts last. The numbers
+    do not depend on whether experts are trained.
     """
     arch = Architecture.from_config(FAMILIES[family])
     for i in map(arch.blocks.index, arch.kinds):
@@ -109,7 +109,6 @@ def test_the_share_that_is_dropped(p):
         assert set(np.unique(mask)) == {0, np.float32(1) / np.float32(1 - np.float32(p))}
         deviation = np.sqrt(p * (1 - p) / mask.size)
         assert abs((mask == 0).mean() - p) < 5 * deviation
-    # The share of zeros is also tested for each token and each input, within 5 standard deviations.
     for axis in (0, 1):
         deviations = np.sqrt(p * (1 - p) / WIDTH)
         shares = (mask == 0).mean(axis=axis)

@@ -16,7 +16,9 @@ def seed():
 
 
 def with_batch(function):
-    """Adapts mlx-lm's function for [1, T, heads, size] to inputs [heads, T, size]."""
+    """Adapts mlx-lm's function, which takes the decay g and arrays of [1, T, heads, ...], to log g
+    and arrays of [heads, T, ...].
+    """
 
     def rule(q, k, v, log_g, beta):
         by_token = [each.swapaxes(0, 1)[None] for each in (q, k, v, mx.exp(log_g), beta)]
@@ -98,8 +100,7 @@ def test_state_space(T, heads, groups, P, N, rate):
 @pytest.mark.parametrize("T", [1, 9, 70])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_mamba2(T, groups):
-    """Everything between the mixer's projections agrees with mlx-lm, without limits on the time
-    step."""
+    """Without its projections, the mixer agrees with mlx-lm's, for a time step without limits."""
     config = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 8}
     config |= {"mamba_n_groups": groups, "mamba_d_state": 16, "mamba_d_conv": 4}
     config |= {"mamba_conv_bias": True, "mamba_proj_bias": False, "rms_norm_eps": 1e-5}

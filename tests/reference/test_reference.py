@@ -361,7 +361,8 @@ def flat_gradient(grads: dict, block: Block) -> mx.array:
 def without_gradient(block: Block) -> tuple[str, ...]:
     """Returns the modules whose gradient is zero, within rounding, for a sequence of one token.
 
-    A single token attends only to itself, whatever q and k are.
+    A single token attends only to itself, whatever q and k are. It follows no state that could
+    decay.
     """
     if getattr(block.mixer, "output_gate", False):
         return ("self_attn.k_proj",)
@@ -564,7 +565,7 @@ BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
 def test_packed_records_train_as_a_batch(config, block_gradient):
     arch = Architecture.from_config(config)
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
-    lengths = [9, 2, 70, 12]  # in tokens; 70 exceeds a window and a chunk
+    lengths = [9, 2, 70, 12]  # in tokens; 70 exceeds a sliding window and a chunk of the delta rule
     starts = [0, *itertools.accumulate(lengths[:-1])]
     window = mx.random.randint(0, arch.vocab_size, (sum(lengths),))
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
@@ -640,7 +641,9 @@ def rows(given, record: slice):
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
 def test_gradients_by_activations(config):
-    """`gradients` returns each block's input and the gradient of the loss by it."""
+    """`gradients` returns the input of each block and the output of the last one, each with the
+    gradient of the loss by it.
+    """
     arch = Architecture.from_config(config | {"num_hidden_layers": 3})
     model = reference_model(quantized(config | {"num_hidden_layers": 3}), arch)
     lora = random_lora(arch, 4)
@@ -845,8 +848,8 @@ PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens in the sequence and in its prompt
 
 @pytest.fixture
 def preferring():
-    """Returns mlx-lm's model with LoRA, the reference's model and adapters, and two token
-    sequences."""
+    """Returns the architecture, mlx-lm's model with LoRA, the reference's model, its adapters,
+    those of the frozen policy, and two token sequences."""
     arch = architecture()
     model = quantized(SMALL)
     ours, lora = reference_model(model, arch), random_lora(arch, 4)
@@ -1059,7 +1062,7 @@ def test_step_window_visits_all_windows(windows):
 
 
 def test_step_window_stride():
-    # The stride is near 0.618 · 100 = 61.8 and coprime to 100. 62 and 64 are even, so it is 63.
+    # The stride is the smallest integer of at least 0.618 · 100 that is coprime to 100: 63.
     assert [reference.step_window(step, 0, 100) for step in range(4)] == [0, 63, 26, 89]
 
 

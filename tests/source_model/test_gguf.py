@@ -1,4 +1,5 @@
-"""Tests that a GGUF file and the same model in mlx-lm's format give equal bundles."""
+"""Tests of GGUF files: exporting them, fusing adapters into them, and refusing what is not
+supported."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def export(model: Path, out: Path, *options: object) -> Bundle:
 
 
 def in_8_bits(tensors: dict[str, mx.array], is_matrix) -> dict[str, mx.array]:
-    """Returns Q8_0 matrices in MLX's form: d · q equals scale · (q + 128) - 128 · scale."""
+    """Quantizes the matrices to Q8_0 and returns them in MLX's form.
+
+    A weight d · q of Q8_0 is scale · (q + 128) + bias, with scale d and bias -128 · d.
+    """
     found = {}
     for name, tensor in tensors.items():
         if not is_matrix(name, tensor):
@@ -90,7 +94,7 @@ UNKNOWN = {"Q2_0": (42, 64, 18), "PQ2_0": (142, 128, 34), "Q2_0 of 128": (42, 12
 
 
 def in_words_of_ggml(data: np.ndarray, block: int, size: int, bits: int) -> np.ndarray:
-    """Dequantizes blocks of Q1_0 or Q2_0 one weight at a time, as in ggml-quants.c."""
+    """Dequantizes blocks of Q1_0, Q2_0 or PQ2_0, one weight at a time."""
     values = []
     for row in data.reshape(len(data), -1, size):
         for each in row:
@@ -177,7 +181,9 @@ def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
 
 
 def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
-    """A published file has TQ2_0 blocks and a Q6_K embedding, which is also the head."""
+    """As in a published file, the blocks are TQ2_0, and the embedding, which is also the head, is
+    Q6_K.
+    """
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
         return Blocks("Q6_K" if "token_embd" in name else "TQ2_0")(name, matrix)
@@ -227,7 +233,7 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
     file = write_gguf(
         tmp_path / "tiny.gguf", "qwen3", halves, lambda _, matrix: (matrix.astype("f2"), Type.F16)
     )
-    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # the file's token id
+    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # as in the GGUF file
     folder = write_model(tmp_path / "tiny", config, halves)
     ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
     for path in theirs.weight_files():
@@ -345,8 +351,8 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
 
 
 def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
-    """Each run of one letter can be merged from any two shorter runs, which gives a quadratic
-    number of merges.
+    """A token of n equal letters can be merged from n - 1 pairs of shorter tokens, so the number of
+    merges grows quadratically.
     """
     tokens = ["<unk>", *(letter * n for letter in "abcd" for n in range(1, 1025))]
     types, scores = np.array([2] + [1] * (len(tokens) - 1)), np.zeros(len(tokens), np.float32)
@@ -363,7 +369,7 @@ def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["Q1_0", "TQ1_0", *UNKNOWN])
 def test_adapters_are_fused_into_a_file_of_few_bits(kind: str, tmp_path: Path):
-    """Matrices without adapters keep their type and their bytes."""
+    """Tensors without adapters keep their type and their bytes."""
     blocks = Blocks(kind)
     file, out = write_blocks(tmp_path / "base.gguf", blocks), tmp_path / "b.mesp"
     export(file, out)

@@ -100,7 +100,9 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_a_hybrid_model_that_mlx_lm_has_converted(family):
-    """A converted model has another layout of convolutions, and norm weights that include the 1."""
+    """mlx-lm's conversion changes the layout of convolutions, and adds 1 to the norm weights of
+    Qwen3.5.
+    """
     if family == "qwen3_5":
         folder = of_several_modalities(Path("whole"))
     else:
@@ -111,7 +113,7 @@ def test_a_hybrid_model_that_mlx_lm_has_converted(family):
 
 
 def test_the_text_alone():
-    """A language model without other modalities is exported, as saved by `Qwen3_5ForCausalLM`."""
+    """`Qwen3_5ForCausalLM` saves a language model without other modalities in this form."""
     config = {**FAMILIES["qwen3_5"], "model_type": "qwen3_5_text"}
     bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8, *NEAREST)
     assert bundle.architecture.hf_prefix == "model"

@@ -159,7 +159,7 @@ def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
 
 
 def tf32_engine(folder: Path, in_force: bool) -> str:
-    """Writes an engine that is twice as fast with TF32, with gradient errors of 3e-4."""
+    """Writes an engine that, if TF32 is in force, is faster and has gradient errors of 3e-4."""
     engine = folder / "engine"
     engine.write_text(f"""#!{sys.executable}
 import json, os, sys

@@ -30,7 +30,6 @@ def test_a_program_says_what_it_is_for(name: str):
     ("folder", "pattern"), [(TOOLS, "**/*.py"), (STUDIES, "*.py")], ids=["tools", "studies"]
 )
 def test_the_page_of_a_folder_lists_its_programs_and_folders(folder: Path, pattern: str):
-    """A README.md has a line for each program in its folder."""
     page = (folder / "README.md").read_text(encoding="utf-8")
     programs = {
         path.relative_to(folder).as_posix()

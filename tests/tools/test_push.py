@@ -18,7 +18,6 @@ def program(phones: Phones, request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def bundle() -> Path:
-    """Returns the same bundle on all machines."""
     return DEMO_BUNDLE
 
 

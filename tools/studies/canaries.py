@@ -123,7 +123,7 @@ def row(
     loss: float | None,
     total: str,
 ) -> dict[str, str]:
-    """Returns a row of the table with a run's loss and the mean exposure of its secrets."""
+    """Returns a row of the table: a run's ε, its held-out loss and the exposure of its secrets."""
     model, tokenizer = model_with(bundle, adapters), load_bundle_tokenizer(bundle.path)
     found = {who: exposure(model, tokenizer, who, secret) for who, secret in secrets.items()}
     return {

@@ -164,7 +164,9 @@ def shown(round: Round) -> tuple[str, str]:
 
 
 def cells(name: str, federation: Federation) -> dict[str, str]:
-    """Returns a row of the table: bytes sent, distance between clients, and privacy."""
+    """Returns a row of the table: the traffic of a client in a round, the mean drift of the
+    clients, and ε.
+    """
     records = federation.rounds.records()[1:]
     clients = sum(len(record["clients"]) for record in records)
     ways = (sum(r[f"bytes_{way}"] for r in records) / clients for way in ("down", "up"))

@@ -165,7 +165,7 @@ def of_house(name: str, count: int, held_out: bool) -> list[dict]:
 
 
 def of_initials(count: int, held_out: bool) -> list[dict]:
-    """Returns records whose answer is the initials of a note's words."""
+    """Returns records whose answer is the initials of a note's first six words."""
     prompts = [
         each.note for each in spoken_notes.cases(count, seed=int(held_out), held_out=held_out)
     ]

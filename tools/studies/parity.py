@@ -62,7 +62,7 @@ from studies.tasks.bundles import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, TEXT, Ta
 # answers. A smaller difference is no reason to choose a trainer.
 LOSS_MARGIN = 0.01
 EXACT_MARGIN = 0.02
-# The maximum change of a training step's float32 loss by a plan.
+# The maximum difference between a training step's losses with two plans, in float32.
 PLAN_MARGIN = 1e-5
 
 PACKED = 4  # the length of packed sequences, as a multiple of the task's sequence length
@@ -75,7 +75,7 @@ class Trainer(NamedTuple):
     """A trainer in the comparison.
 
     - `train`: the function that trains.
-    - `optimizers`: the optimizers to compare the trainer with.
+    - `optimizers`: the optimizers that the trainer is run with.
     - `is_exact`: whether the trainer should be equivalent to the first one.
     - `every_seed`: whether the trainer runs with all seeds or only with the first.
     - `apart`: the maximum difference of a step's loss from the first trainer's, if `is_exact`.
@@ -294,8 +294,8 @@ def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
     """Returns MeSP's trainers on the same records: one record per step, packed, and several in a
     batch.
 
-    One of the trainers on packed records has a learning rate √n times as high for n records per
-    step. Raises MespError for the task text, which is always packed.
+    There are two trainers on packed records: with the task's learning rate, and with √n times that
+    rate for n records per step. Raises MespError for the task text, which is always packed.
     """
     if task.name == TEXT.name:
         raise MespError("Text is always packed: name another --task.")

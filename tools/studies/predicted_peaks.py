@@ -100,7 +100,9 @@ def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run
 
 
 def margin(rows: list[Row]) -> str:
-    """Returns a sentence with the MB by which the machine's margin may change within the bounds."""
+    """Returns a sentence with the MB that can be added to the machine's margin so that all rows
+    stay within LEAST and MOST.
+    """
     least = max(row.measured / MOST - row.predicted for row in rows) / 1e6
     most = min(row.measured / LEAST - row.predicted for row in rows) / 1e6
     if least > most:

@@ -5,7 +5,7 @@
 
 KL is the mean Kullback-Leibler divergence from the source, over the whole vocabulary at every
 position. The last column is the ratio of the perplexity to the source's. Both have 95% intervals by
-a bootstrap over the sequences. Rows of libraries that are not installed are left out.
+a bootstrap over the sequences. The row of llama.cpp is left out if xllamacpp is not installed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Study:
-    """The model, a folder for output, and a text for calibration that is not scored."""
+    """The model, a folder for output, a text for calibration, and the dtype of exports."""
 
     model: Path
     folder: Path
@@ -64,7 +64,9 @@ class Study:
         return find_source(str(self.model), random_weights=False)
 
     def open(self, folder: Path) -> tuple[SourceModel, int]:
-        """Returns the model in a folder of safetensors, and the size of its matrices in bytes."""
+        """Returns the model in a folder of safetensors, and the size in bytes of its tensors
+        without the norms.
+        """
         source = find_source(str(folder), random_weights=False)
         arch = Architecture.from_config(source.config)
         weights = SafetensorsWeights(folder, arch)

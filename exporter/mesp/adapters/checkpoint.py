@@ -63,15 +63,17 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
 
 
 def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a bundle's config.json. For the text part of a larger model, the result describes
-    that part as a model of its own.
+    """Returns `config`, a bundle's config.json, with the changes that transformers needs.
+
+    If transformers has the text part of a larger model as a model of its own, the result describes
+    that part alone.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     if alone := _alone(config):
         config = {**config, **config["text_config"], "model_type": alone}
         del config["text_config"]
-        # M-RoPE's three positions are equal in text
+        # For text, M-RoPE's three positions are equal, so M-RoPE equals plain RoPE.
         for key in ("rope_scaling", "rope_parameters"):
             if (config.get(key) or {}).get("rope_type") == "mrope":
                 kept = {"rope_theta": config["rope_theta"], "rope_type": "default"}

@@ -39,7 +39,8 @@ class AdapterConfig:
     def adapts(self, layer: str, index: int, count: int) -> bool:
         """Returns whether this configuration gives a block's linear layer adapters.
 
-        If `target_modules` is a pattern, every layer counts as a match.
+        If PEFT's `target_modules` is a pattern, every layer counts, except those that a list
+        `exclude_modules` names.
 
         Args:
             layer: the layer's full name, without PEFT's prefix
@@ -127,7 +128,8 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def check_ranks(is_supported: bool) -> None:
-    """Raises ValueError unless the ranks and alphas of a configuration are supported.
+    """Raises ValueError unless `is_supported`: whether a configuration's ranks and alphas are
+    supported.
 
     Two cases are supported. Either all layers have the configuration's rank and alpha, or exactly
     the layers that join n modules have n times that rank and alpha.

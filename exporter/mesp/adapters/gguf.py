@@ -61,7 +61,8 @@ def write_gguf(
 def read_base(path: Path, bundle: Bundle) -> GGUF:
     """Reads `path`, the GGUF file that a bundle was exported from.
 
-    Raises MespError if `path` is another file, or if a tensor in the file has an unknown type.
+    Raises MespError if the gguf package is missing, if `path` cannot be read or does not fit the
+    bundle, or if a tensor in the file has an unknown type.
     """
     _package()
     from mesp.source_model.gguf.blocks import CARRIED

@@ -63,8 +63,8 @@ class AdapterSum:
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
     """Reads a folder of adapters that mlx-lm or PEFT wrote.
 
-    Raises MespError if the folder has an unsupported key, value or tensor, or if a matrix is not
-    finite or has a wrong shape.
+    Raises MespError if a file is missing or damaged, if the folder has an unsupported key, value or
+    tensor, or if a matrix is not finite or has a wrong shape.
     """
     try:
         config = read_config(folder, arch)

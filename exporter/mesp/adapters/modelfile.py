@@ -18,7 +18,7 @@ _QUOTES = '"""'
 def write_modelfile(folder: Path, gguf: str, bundle: Bundle) -> None:
     """Writes the Modelfile of the GGUF file named `gguf`.
 
-    The Modelfile names the licence and the texts at which answers in the bundle's data end. The
+    The Modelfile contains the licence and the texts at which answers in the bundle's data end. The
     model's licence files must already be in `folder`.
     """
     lines = [f"FROM ./{gguf}"]

@@ -27,8 +27,8 @@ def weigh(
 ) -> tuple[WeightedAdapters, ...]:
     """Gives each folder its weight, which is 1 if no weights are given.
 
-    Raises MespError if there are more or fewer weights than folders, or if a weight is not a number
-    from 0 to `MOST_WEIGHT`.
+    Raises MespError if the numbers of weights and folders differ, if a weight is not a number from
+    0 to `MOST_WEIGHT`, or if `check_folder` refuses a folder.
     """
     folders, given = list_folders(adapters), [float(weight) for weight in weights]
     if given and not folders:

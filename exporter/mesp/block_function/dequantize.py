@@ -32,10 +32,14 @@ def dequantize(
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
-    """Unpacks codes from words, lowest bits first: uint32 [out, n] -> [out, n·32/bits]."""
+    """Unpacks codes from uint32 words [out, n], lowest bits first.
+
+    Returns [out, units, codes in a unit]. A unit is a word or, if `bits` does not divide 32, the
+    fewest whole bytes that hold whole codes.
+    """
     length = 32
-    # Some codes span two words. So the words are split into units of whole bytes that hold whole
-    # codes.
+    # If `bits` does not divide 32, some codes span two words. So the words are split into units of
+    # whole bytes that hold whole codes.
     if 32 % bits:
         length = math.lcm(8, bits)
         dtype = mx.uint32 if length <= 32 else mx.uint64

@@ -21,7 +21,8 @@ A GPU trains with fused primitives, `quantized_matmul` and tiles of tokens. The 
 is ``block.plain.T.mlxfn``. MLX is lazy, so evaluating only ``y`` computes only what ``y`` needs.
 `mx.depends` makes each tile wait for the tile before it.
 
-Arithmetic between the outputs is float32; the GPU's fused primitives accumulate in float32.
+Results between the outputs are float32, except that a norm multiplies by its weight in the dtype of
+its input, and that a GPU's `quantized_matmul` rounds its product to the dtype of `x`.
 """
 
 from __future__ import annotations

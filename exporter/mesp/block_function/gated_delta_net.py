@@ -125,8 +125,8 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
 def unit_inverse(E: mx.array) -> mx.array:
     """Returns (I + E)⁻¹ of a strictly lower triangular E [..., n, n], for n a power of two.
 
-    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]]. The series by repeated squaring
-    would overflow for near-equal keys.
+    [[I + E₁, 0], [E₂₁, I + E₂]]⁻¹ = [[M₁, 0], [-M₂ E₂₁ M₁, M₂]], with M₁ = (I + E₁)⁻¹ and M₂ = (I +
+    E₂)⁻¹. The Neumann series, computed by repeated squaring, would overflow for near-equal keys.
     """
     half = E.shape[-1] // 2
     if half == 0:

@@ -65,7 +65,7 @@ def one_primitive(
     """Returns a file with one function: the primitive `name` on the CPU, with inputs like `inputs`.
 
     The function returns one array, of `shape` and `dtype`. `state` has the items that `STATES`
-    lists for the primitive, without shapes.
+    lists for the primitive, none of which may be a shape.
     """
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids

@@ -55,7 +55,9 @@ class Parts:
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Returns RMSNorm(x) in plain operations, computed in float32 and returned in x's dtype."""
+    """Returns RMSNorm(x) in plain operations, normalized in float32 and multiplied by `weight` in
+    x's dtype.
+    """
     wide = x.astype(mx.float32)
     wide = wide * mx.rsqrt(mx.mean(mx.square(wide), axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight

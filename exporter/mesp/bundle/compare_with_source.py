@@ -60,8 +60,8 @@ class SourceComparison:
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
     """Compares the logits of a short text.
 
-    Memory holds the source's whole model in float32, and about one block of each other model.
-    Raises MespError if the bundle is not of this source, or if mlx-lm cannot load the source.
+    The source's whole model is loaded in float32. Raises MespError if the source is not a folder of
+    safetensors files, if the bundle is not of this source, or if mlx-lm cannot load the source.
     """
     if source.gguf or source.folder is None:
         raise MespError(

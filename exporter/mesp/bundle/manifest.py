@@ -80,7 +80,9 @@ def _is_split(entry: Any) -> bool:
 
 @dataclass(frozen=True)
 class ModelName:
-    """The model that a bundle was exported from. `revision` is None for a model from a folder."""
+    """The model that a bundle was exported from. `revision` is None unless the weights came from
+    the Hugging Face Hub.
+    """
 
     id: str
     revision: str | None = None
@@ -244,8 +246,8 @@ class Manifest:
     def of(cls, entries: dict[str, Any]) -> Manifest:
         """Returns the manifest of a JSON object.
 
-        Raises ValueError, TypeError, KeyError or ArithmeticError if the object is not a valid
-        manifest.
+        Raises ValueError, TypeError, LookupError, AttributeError or ArithmeticError if the object
+        is not a valid manifest.
         """
         data, model = entries.get("data") or {}, entries.get("model")
         encoding = entries.get("encoding", {})
@@ -324,10 +326,10 @@ def read_manifest(
 ) -> Manifest:
     """Returns the manifest of the bundle at `path`, after checks.
 
-    Raises MespError if the folder is not a bundle, has a format that is not in `formats`, or lacks
-    a file or a part of a file. With `to_run`, also raises MespError if the installed MLX does not
-    read the bundle's functions, or if the bundle needs a missing GPU. `Bundle.verify` checks the
-    contents.
+    Raises MespError if the folder is not a bundle, has a format that is not in `formats`, has a
+    damaged manifest, or lacks a file or a part of a file. With `to_run`, also raises MespError if
+    the installed MLX does not read the bundle's functions, or if the bundle needs a missing GPU.
+    `Bundle.verify` checks the contents.
     """
     try:
         entries = read_object(path / "manifest.json")
@@ -376,7 +378,7 @@ def read_manifest(
 
 
 def damaged(path: Path) -> MespError:
-    """Returns the error for a bundle whose manifest contradicts itself."""
+    """Returns the error for a bundle whose manifest is invalid."""
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
 
 

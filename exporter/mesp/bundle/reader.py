@@ -179,8 +179,8 @@ class Bundle:
         return self.group(index).layout.unpack(self.block_words(index))
 
     def embedding(self) -> dict[str, mx.array]:
-        """Returns the embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and
-        ``biases``.
+        """Returns the embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and, in the
+        affine mode, ``biases``. If the head is the embedding, also returns the final ``norm``.
         """
         return self._table(self.manifest.embedding)
 
@@ -204,8 +204,8 @@ class Bundle:
     def to_mlx_lm(self) -> nn.Module:
         """Returns mlx-lm's model with the bundle's quantized weights.
 
-        Raises MespError if mlx-lm does not have the model's family, or computes the model
-        differently.
+        Raises MespError if mlx-lm does not have the model's family or computes the model
+        differently, or if config.json describes another model.
         """
         from mlx_lm.utils import _get_classes
 
@@ -251,7 +251,8 @@ class Bundle:
     def checkpoint(self) -> dict[str, mx.array]:
         """Returns the weights with the names and shapes of Hugging Face's checkpoints.
 
-        Matrices stay quantized, and joined matrices are stored separately.
+        Matrices stay quantized. Where a checkpoint has one matrix that joins several projections,
+        the projections are returned separately.
         """
         arch = self.architecture
         head = self.head()
@@ -273,10 +274,10 @@ class Bundle:
         return weights
 
     def config(self) -> dict[str, Any]:
-        """Returns the model's config.json for mlx-lm.
+        """Returns the bundle's config.json.
 
-        Raises MespError if the manifest does not list config.json, or if config.json describes
-        another model.
+        Raises MespError if config.json cannot be read, is not in the manifest or describes another
+        model.
         """
         arch = self.architecture
         wanted = {
@@ -312,11 +313,12 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Returns the block function of block `index`.
+        """Returns the block function of block `index` or, with `plain`, its plain function.
 
-        The function takes (x, lora, scale, weights), and starts if `packed`, and returns the
-        block's arrays. With `plain`, returns the plain function. Raises MespError if there is no
-        such function, or if `check_block_functions` refuses its file.
+        The function takes (x, lora, scale, weights), the inputs in `Block.given_shapes` and, if
+        `packed`, starts. It returns the block's arrays. Raises MespError if the block has no
+        functions or `check_block_functions` refuses the file, and KeyError if there is no function
+        for `seq_len`.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -390,7 +392,9 @@ class Bundle:
         return None if file is None else np.memmap(self.path / file, dtype=np.uint8, mode="r")
 
     def verify(self) -> None:
-        """Raises MespError naming the first file whose content has changed since the export."""
+        """Raises MespError naming the first file that cannot be read, or whose content has changed
+        since it was written.
+        """
         for entry in self.manifest.files:
             with plain_os_errors(f"{self.path / entry.path} cannot be read"):
                 digest = sha256(self.path / entry.path)

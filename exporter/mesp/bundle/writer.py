@@ -131,7 +131,9 @@ def check_disk(out: Path, folder: Path, size: int) -> None:
 def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions, tokenizer: Any
 ) -> dict[str, Split]:
-    """Returns the tokenized data by split. Empty without data."""
+    """Returns the tokenized data by split. Without data, a model with random weights gets random
+    tokens, and any other model gets no splits.
+    """
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):

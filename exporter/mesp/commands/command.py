@@ -38,7 +38,7 @@ class Failed(click.ClickException):
 
 
 class Command(click.Command):
-    """A command that prints MespError and OSError as one sentence."""
+    """A command that prints a MespError, or an OSError about a file, as one sentence."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         settings = {"show_default": True, "help_option_names": ["-h", "--help"]}

@@ -175,7 +175,8 @@ def describe_loss(loss: QuantizationLoss) -> str:
 
 
 def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = None) -> None:
-    """Prints a summary of the bundle and, if given, `gguf`.
+    """Prints a summary of the bundle, `gguf` if given, and the first training record if there is
+    one.
 
     Uploads the bundle to `repo`, if given.
     """
@@ -230,10 +231,10 @@ def summary(out: Path, manifest: Manifest) -> str:
 
 
 def describe_weights(manifest: Manifest) -> str:
-    """Returns a description of the main quantization, and of other quantizations.
+    """Returns a description of the main quantization and of differences from it.
 
-    If only the head differs, its quantization is described. Otherwise the description says that
-    some matrices differ.
+    If only the head differs, alone or with the embedding, its quantization is described. If other
+    matrices differ, the description only says that some do.
     """
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {

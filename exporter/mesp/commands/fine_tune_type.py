@@ -18,7 +18,9 @@ def fine_tune_type_option(command: Command) -> Command:
 
 
 def no_dora_options(command: Command) -> Command:
-    """Adds DoRA's options to a command, only to refuse them with an error message."""
+    """Adds the options that ask for DoRA to a command that cannot train it. Asking for DoRA raises
+    MespError.
+    """
     hidden: dict[str, Any] = {"hidden": True, "expose_value": False, "callback": _refuse_dora}
     for names in (["--dora", "--use-dora"], ["--fine-tune-type"]):
         command = click.option(*names, is_flag="--dora" in names, **hidden)(command)

@@ -31,8 +31,8 @@ from mesp.errors import MespError
 TAGS = re.compile(r"(</?think>)")
 # The keys of a message that `_check_others` does not check.
 KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
-# A text without white space around it, and without flags such as /no_think at its end. A template
-# may leave out the flags, which switch reasoning on or off.
+# Splits a text into the white space before it, its body, and the white space and flags such as
+# /no_think after it. A template may leave out the flags, which switch reasoning on or off.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
 PROBE = "MeSP"  # text that tests what a template does
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
@@ -74,7 +74,7 @@ class Rendering:
     """A conversation rendered with its chat template. With `split_special`, special tokens in texts
     are encoded as ordinary text.
 
-    Raises MespError if the template leaves something out or refuses the conversation.
+    Raises MespError if `check_roles` refuses a message.
     """
 
     tokenizer: Any
@@ -160,10 +160,10 @@ class Rendering:
         return [_marked(i, each, mark) for i, each in enumerate(self.conversation.messages)], texts
 
     def check(self) -> list[str]:
-        """Raises MespError unless the rendering has every text.
+        """Raises MespError unless the rendering has every text, every tool and every other value.
 
-        A template may leave out the reasoning of answers before the last question. The returned
-        notes name such omissions.
+        A template may leave out the reasoning of answers before the last question, and of answers
+        that are not in `Conversation.answers`. The returned notes name such omissions.
         """
         seen = {int(number) for number in MARKS.findall(self.marked)}
         messages, notes = self.conversation.messages, []
@@ -222,7 +222,9 @@ class Rendering:
                         )
 
     def _check_others(self) -> None:
-        """Raises MespError if a key or value of a message has no effect on the rendering."""
+        """Raises MespError if an unknown key of a message, or an option for the chat template, has
+        no effect on the rendering.
+        """
         messages = self._marks[0]
         for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
             without = [{k: v for k, v in each.items() if k != key} for each in messages]
@@ -282,7 +284,7 @@ class Rendering:
 
         Without `split_special`, the result is empty. `text` is a rendering, and `marked` is the
         same rendering with marks. Raises MespError if a special token in a text cannot be told from
-        the template's.
+        the template's, or if the conversation has a special token outside of its texts.
         """
         if not self.split_special:
             return []
@@ -363,7 +365,7 @@ def _as_json(call: dict[str, Any]) -> str:
 
 def check_roles(tokenizer: Any, messages: list[Message]) -> None:
     """Raises MespError if a message has a role that is neither known nor used by the chat
-    template.
+    template, or that is another name for a known role, such as human.
     """
     template = str(tokenizer.chat_template)
     for number, message in enumerate(messages, 1):
@@ -411,9 +413,8 @@ def _marked_call(
 
 
 def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields each value without a mark, and a copy of `value` in which only this value differs.
-
-    Values without marks are numbers, booleans and empty strings.
+    """Yields each number, boolean and blank string, and a copy of `value` in which only this value
+    differs. These values get no marks.
     """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)

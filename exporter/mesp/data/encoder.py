@@ -75,7 +75,7 @@ class Encoder:
     def joined(self, prompt: str, answer: str) -> Encoded:
         """Returns the ids of a prompt, the answer right after it, and the end-of-text token.
 
-        Raises MespError if the answer is empty.
+        Raises MespError if the answer is empty or contains an end token.
         """
         check_answers(Conversation([{"role": "assistant", "content": answer}]))
         ids, context = encode_joined(self.tokenizer, prompt, answer, self.split_special)

@@ -173,7 +173,8 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
 def leave_out(
     data: str, documents: dict[str, list[Document]]
 ) -> tuple[dict[str, list[Document]], int]:
-    """Returns the documents without records of weight 0, and the number of records left out.
+    """Returns the documents without those that are marked not to be trained, and the number of
+    documents left out.
 
     Raises MespError if no record of a split is left.
     """

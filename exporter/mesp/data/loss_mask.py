@@ -212,7 +212,7 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
         **{**tokenizer.special_tokens_map, thinking: tokenizer.has_thinking, **options},
     )
     found: list[tuple[int, int]] = []
-    said: set[int] = set()  # the message whose texts the last mark contains
+    said: set[int] = set()  # the messages whose texts are within the last bounds
     for start, stop in marked:
         inside = {
             rendering.texts[place.text].message

@@ -180,8 +180,9 @@ def without_null(value: Any) -> Any:
 
 
 def read_tools(where: str, tools: Any) -> list[Any] | None:
-    """Returns a record's tools. `tools` is a list, or a list as a JSON string. Raises MespError for
-    any other value.
+    """Returns a record's tools, or None if it has none. `tools` is None, a list of objects, or
+    such a list as a JSON string. Raises MespError for any other value, or for a tool without a
+    name.
     """
     if isinstance(tools, str):
         try:

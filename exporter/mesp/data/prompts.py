@@ -64,7 +64,8 @@ def encode_in_template(
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
     """Returns a conversation in the chat template.
 
-    Raises MespError if the template refuses the conversation or leaves something out.
+    Raises MespError if there is no template, or if the template refuses the conversation or leaves
+    something out.
     """
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")

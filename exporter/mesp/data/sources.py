@@ -83,10 +83,10 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
 
 
 def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Document]:
-    """Returns the documents in the rows of `name`.
+    """Returns the documents in the rows of `name`. Blank text files are left out.
 
-    Raises MespError if there are no documents, if a record is invalid or lacks a column, if a text
-    has no words, or if `selection` names columns for text.
+    Raises MespError if no document is left, if a record is invalid or lacks a column, or if
+    `selection` names columns for a text.
     """
     documents = []
     for where, content in rows:

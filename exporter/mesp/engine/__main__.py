@@ -19,7 +19,7 @@ from mesp.errors import MespError
 
 
 def main() -> None:
-    """Builds mesp-engine, or mesp-count if it is named, and prints its path.
+    """Builds or finds mesp-engine, or mesp-count if it is named, and prints its path.
 
     With --mlx, only prints the folder of the mlx package that the programs are built with.
     """

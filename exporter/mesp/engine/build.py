@@ -53,7 +53,8 @@ def find_engine(
 
     The engine is the one that MESP_ENGINE names, the checkout's, the wheel's, or the one in the
     user's cache, in this order. The checkout's and the cache's engines are built if they are
-    missing or old. Raises MespError if the build fails, or if MESP_ENGINE names a wrong engine.
+    missing or old. Raises MespError if an engine is needed but cannot be built, or if MESP_ENGINE
+    names a wrong engine.
     """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)

@@ -106,7 +106,9 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
 
 
 def describe_privacy(settings: TrainSettings, examples: int, steps: int) -> str:
-    """Returns a sentence with the ε of `steps` steps of DP-SGD."""
+    """Returns a sentence with the ε of `steps` steps of DP-SGD. Without noise, the sentence says
+    that there is no privacy.
+    """
     if not settings.dp_noise:
         return "Differential privacy: none, as gradients are clipped and get no noise."
     sampled = settings.batch_size / examples

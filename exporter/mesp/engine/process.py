@@ -330,7 +330,7 @@ class Evaluator:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """Returns the log-likelihood of each choice after `prompt`. The prompt is computed once."""
+        """Returns the score of each choice after `prompt`. The prompt is computed once."""
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
@@ -353,10 +353,10 @@ class Evaluator:
         """Generates a text after each of the `prompts`, and calls `go_on` with the prompt's index
         and each token.
 
-        A text ends when `go_on` returns false, or before a token of `stop`. With `temperature` 0,
-        tokens are the likeliest ones. Otherwise they are sampled with the seed `seed` plus the
-        prompt's index. From 1 to 16 prompts (`at_once`) run together. Yields a prompt's index when
-        its text has ended.
+        A text ends after `max_tokens` tokens, when `go_on` returns false, or before a token of
+        `stop`. With `temperature` 0, tokens are the likeliest ones. Otherwise they are sampled with
+        the seed `seed` plus the prompt's index. From 1 to 16 prompts (`at_once`) run together.
+        Yields a prompt's index when its text has ended.
         """
         how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": 1}
         requests = [

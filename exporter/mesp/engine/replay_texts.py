@@ -19,8 +19,8 @@ from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
 MOST_TEXTS = 64
-# The number of steps that use each text. Writing a text takes longer than a step, so each text is
-# used several times.
+# The number of sequences that replay each text, unless more than MOST_TEXTS texts would be needed.
+# Writing a text takes longer than a step, so each text is used several times.
 TIMES = 2
 LENGTH = 128  # the largest number of tokens after a text's opening
 AT_ONCE = 8
@@ -33,8 +33,8 @@ def sample_replay_texts(
     sequences.
 
     Each text is an example of an opening and at most `LENGTH` tokens. The opening is the chat
-    template's text before a user's first words or, without a template, the begin token. The opening
-    is not in the loss. Raises MespError if the opening fills a sequence.
+    template's text before a user's first words or, without a template, the begin or end token. The
+    opening is not in the loss. Raises MespError if there is no opening, or if it fills a sequence.
     """
     start = find_opening(tokenizer)
     length = min(seq_len + 1, len(start) + LENGTH)

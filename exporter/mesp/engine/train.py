@@ -77,7 +77,8 @@ class TrainingJob:
         finally:
             try:
                 write_terms_of_run(self.bundle, self.manifest, self.folder)
-            except (MespError, OSError) as error:  # the run succeeded, because the adapters exist
+            # a missing licence must not hide how the run ended
+            except (MespError, OSError) as error:
                 log.warning("The licence could not be put beside the adapters: %s", error)
 
     def _train(self, progress: Callable[[Record], None] | None) -> RunLog:
@@ -232,7 +233,7 @@ def train(
 ) -> RunLog:
     """Fine-tunes a bundle's model with LoRA, and returns the run.
 
-    Ctrl-C ends the run after the current step and saves its adapters. Then the `state` of the
+    Ctrl-C ends the run after the current step and saves its adapters. Then `state()` of the
     returned run is ``stopped``, and `resume` continues the run.
 
     Args:
@@ -309,7 +310,11 @@ def prepare_training(
 
 
 def check_prompts(bundle: Bundle) -> None:
-    """Raises MespError unless each training record has one prompt and one answer for rewards."""
+    """Raises MespError if a training example does not have one prompt and then one answer in the
+    loss.
+
+    Data without examples or without a mask is not checked.
+    """
     if "train" not in bundle.manifest.data:
         return
     examples, mask = bundle.examples("train"), bundle.mask("train")
@@ -387,7 +392,7 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
         yield path, made
     except BaseException:
         if not (home / LOG_NAME).exists():
-            # the engine's lock, which no process holds any more
+            # `.lock` is the engine's lock, which no process holds any more.
             for file in (path, home / ".lock"):
                 with suppress(OSError):
                     file.unlink()

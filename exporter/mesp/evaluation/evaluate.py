@@ -26,7 +26,7 @@ from mesp.progress import ProgressCallback, Task
 if TYPE_CHECKING:
     from mesp.evaluation.harness import Tasks
 
-# The default of the largest number of tokens that a model sees at once.
+# The largest number of tokens that a model sees at once, by default.
 MAX_LENGTH = 2048
 MAX_TOKENS = 256  # of an answer
 

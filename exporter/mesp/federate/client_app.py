@@ -142,8 +142,8 @@ def with_own_noise(
 
 
 def _of_node(context: Context) -> Client:
-    # With a misspelt `epsilon`, the client would send its update without noise. So unknown keys are
-    # refused.
+    # If the keys for noise were misspelt, the client would send its update without noise. So
+    # unknown keys are refused.
     known = (*NODE, *NOISE, *PRIVATE)
     if unknown := context.node_config.keys() - {*known}:
         raise ValueError(f"--node-config has no {min(unknown)}, only {', '.join(known)}.")

@@ -130,8 +130,9 @@ def share_out(
 
     - iid: each unit goes to a random client, equally many to each client.
     - by-file: topic i goes to client i mod N.
-    - dirichlet: client i gets a share p[i] of each topic, p ~ Dirichlet(alpha, …, alpha). With a
-      smaller alpha, fewer clients have most of a topic (Hsu, Qi, Brown, arXiv:1909.06335).
+    - dirichlet: client i gets a share p[i] of each topic. For each topic, a new p ~
+      Dirichlet(alpha, …, alpha) is drawn. With a smaller alpha, fewer clients have most of a topic
+      (Hsu, Qi, Brown, arXiv:1909.06335).
     """
     if not topics:
         raise MespError(f"{data} has nothing to train on; add a .jsonl or .txt file for a topic.")

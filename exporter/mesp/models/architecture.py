@@ -257,7 +257,9 @@ class Architecture:
 
     @property
     def norm_offset(self) -> int:
-        """The number to add to a norm's weight in checkpoints: 1 for Gemma and Qwen3.5."""
+        """The number to add to a norm's weight in checkpoints: 1 for Gemma 2, Gemma 3 and Qwen3.5,
+        else 0.
+        """
         return FAMILIES[self.model_type].norm_offset
 
     @property
@@ -307,8 +309,8 @@ class Architecture:
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of all unquantized tensors by name. Stacked matrices are [experts,
-        out, in].
+        """Returns the shapes that all tensors have without quantization, by name. Stacked matrices
+        are [experts, out, in].
         """
         tables = ["model.embed_tokens", *(["lm_head"] * (not self.tie_word_embeddings))]
         shapes = {f"{name}.weight": (self.vocab_size, self.hidden_size) for name in tables}

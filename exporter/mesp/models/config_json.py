@@ -122,7 +122,8 @@ def _check_scaling(scaling: dict[str, Any], key: str) -> None:
 
 
 def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
-    """Raises MespError unless one architecture fits sequences of all `lengths`, in tokens.
+    """Raises MespError if a length exceeds the positions that the model was trained for, or unless
+    one architecture fits sequences of all `lengths`, in tokens.
 
     Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below
     the limit. LongRoPE's factors differ between sequences up to a limit and longer sequences.

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mesp.models.mixers import Modules
 from mesp.models.mlps import Experts
 
-# Linear layers, each with the projections in its rows, in order.
+# Pairs of a linear layer's name and the projections that it computes, in the order of its rows.
 SEPARATE_ATTENTION: Modules = (
     ("self_attn.q_proj", ("q",)),
     ("self_attn.k_proj", ("k",)),
@@ -41,8 +41,8 @@ _LFM_MLP: Modules = (
     ("feed_forward.w2", ("down",)),
 )
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
-# The MLP's layers in Hugging Face's checkpoints of Granite 4, and mlx-lm's layers in their place.
-# They apply to models without experts.
+# The MLP's layers in Hugging Face's checkpoints of Granite 4 without experts, each with the layers
+# that mlx-lm has in its place.
 _SHARED_MLP: Modules = (
     ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
     ("shared_mlp.output_linear", ("mlp.down_proj",)),
@@ -96,14 +96,14 @@ class Family:
     # Whether mlx-lm shares the embedding with the head of a tied model. Otherwise mlx-lm copies the
     # embedding to the head.
     mlx_ties: bool = True
-    # Linear layers of Hugging Face's checkpoints that each hold several of MeSP's layers, stacked
-    # in equal parts. `hf_experts` has such layers for experts' matrices.
+    # Linear layers of Hugging Face's checkpoints that have other names than MeSP's, or that stack
+    # several of MeSP's layers in equal parts. `hf_experts` has such layers for experts' matrices.
     hf_modules: Modules = ()
     hf_experts: Modules = ()
     mlx_prefix: str = "model"  # the prefix of `.layers` in adapters for mlx-lm
     hf_prefix: str = "model"
     activation: str = "silu"
-    full_every: float = 1  # one in so many layers has full attention; inf: none
+    full_every: float = 1  # the interval of layers with full attention; inf: no such layers
     other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
     has_no_rope_layers: bool = False
     embedding_factor: EmbeddingFactor = "one"
@@ -114,8 +114,8 @@ class Family:
 
     @property
     def is_plain(self) -> bool:
-        """Whether standard keys of config.json describe the family's blocks of attention and one
-        MLP.
+        """Whether every block consists of attention and one MLP that the standard keys of
+        config.json describe.
 
         The app reads such a config.json without this package.
         """
@@ -176,7 +176,7 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Granite 4's MLP widths, layers and use of RoPE in mlx-lm's keys.
+    """Converts Granite 4's settings to mlx-lm's keys.
 
     transformers uses RoPE only if `position_embedding_type` is "rope". mlx-lm uses RoPE unless the
     value is "nope".
@@ -202,7 +202,8 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     """Returns Gemma 4's attention scale, layers, and the head size of full attention.
 
-    transformers 5 states the head size for each layer. The last layer always has full attention.
+    transformers 5 may state this head size in `per_layer_config`. The last layer always has full
+    attention.
     """
     types = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % 6 else "full_attention"
@@ -562,8 +563,8 @@ FAMILIES = {
     ),
 }
 
-# Keys that only some families support, with the value that changes nothing. For other families, a
-# key must be missing or have this value.
+# Keys that not every family supports, with the value that changes nothing. For a family that does
+# not support a key, the key must be missing or null, or have this value.
 VARIANTS = {
     "use_sliding_window": False,
     "attention_bias": False,

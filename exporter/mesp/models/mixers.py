@@ -306,7 +306,9 @@ def is_size(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Returns whether a value is a positive number that MLX can represent as float32 or int64."""
+    """Returns whether a value is a number from 2⁻¹²⁶, float32's smallest normal number, to less
+    than 2⁶³.
+    """
     return type(value) in (int, float) and 2**-126 <= value < 1 << 63
 
 

@@ -24,9 +24,9 @@ class Experts:
 
         y = Σ w_e down_e(act(gate_e(x)) ∘ up_e(x)),  w_e = scaling · s_e / Σ s
 
-    Both sums run over the `num_experts_per_tok` experts with the highest scores. With `mlp_gate`,
-    the output of the MLP beside the experts is multiplied by sigmoid(x gᵀ). The router and g are
-    frozen.
+    Both sums run over the chosen experts: the `num_experts_per_tok` experts with the highest scores
+    s, after `bias` is added if there is one. With `mlp_gate`, the output of the MLP beside the
+    experts is multiplied by sigmoid(x gᵀ). The router and g are frozen.
     """
 
     router: str  # the name of the linear layer [num_experts, hidden] that is the router
@@ -49,8 +49,8 @@ class Experts:
         return {f"{self.matrices}.{name}": shape for name, shape in shapes.items()}
 
     def hf_modules(self) -> Modules:
-        """Returns the corresponding parameters in transformers, each with the stacked matrices
-        in it."""
+        """Returns the names of the experts' parameters in transformers, each with the stacked
+        matrices that it contains."""
         gate, up, down = self.stacked(0)
         experts = f"{self.matrices.rpartition('.')[0]}.experts"
         return ((f"{experts}.gate_up_proj", (gate, up)), (f"{experts}.down_proj", (down,)))

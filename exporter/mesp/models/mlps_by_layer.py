@@ -33,7 +33,7 @@ def _has_experts(config: dict[str, Any], layer: int) -> bool:
     """Returns whether a layer has experts.
 
     In LFM2, the first `num_dense_layers` layers have no experts. In Qwen3, every
-    `decoder_sparse_step`-th layer has experts.
+    `decoder_sparse_step`-th layer has experts, except for the layers in `mlp_only_layers`.
     """
     if layer < config.get("num_dense_layers", 0) or layer in (config.get("mlp_only_layers") or ()):
         return False

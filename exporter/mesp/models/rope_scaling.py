@@ -12,12 +12,12 @@ from mesp.models.mixers import is_positive, refuse_unsound
 def rope_frequencies(
     config: dict[str, Any], head_dim: int, local: bool = False
 ) -> tuple[tuple[float, ...], float]:
-    """Returns the frequencies of the rotated pairs, in radians per position, and a factor of the
-    rotated part of q and k.
+    """Returns the frequencies of the rotated pairs, in radians per position, and the factor by
+    which the rotated part of q and k is multiplied.
 
-    The unscaled frequencies are θ^(-2i/D) for i < D/2, with D = head_dim · partial_rotary_factor.
-    `rope_scaling` changes them. `local` selects attention in a sliding window, for which a model
-    may have another θ without scaling.
+    The unscaled frequencies are θ^(-2i/D) for i < D/2, with D = head_dim · partial_rotary_factor,
+    or D = head_dim for the scaling type "proportional". `rope_scaling` changes them. `local`
+    selects attention in a sliding window, for which a model may have another θ without scaling.
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
     share = config.get("partial_rotary_factor") or 1.0
@@ -37,7 +37,8 @@ def rope_frequencies(
 
 
 def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a `rope_scaling` with missing keys filled in from the config.json.
+    """Returns a `rope_scaling` with missing keys filled in, from the config.json or by the
+    formulas of YaRN and LongRoPE.
 
     Raises KeyError if the config.json lacks a needed key.
     """
@@ -134,8 +135,8 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
-    """Returns the factor of q and k: `attention_factor`, or one computed from `mscale` and
-    `mscale_all_dim`.
+    """Returns the factor of q and k: `attention_factor` or, if it is missing, one computed from
+    `factor` and, if present, `mscale` and `mscale_all_dim`.
     """
 
     def magnitude(weight: float) -> float:

@@ -1,6 +1,6 @@
 """The models that have a short name, with their config.json.
 
-`mesp-export` lists these models, and exports them with random weights, without a download.
+`mesp models` lists these models. `mesp-export --random-weights` exports them without a download.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
     return repo, repo + suffix
 
 
-# The keys in which Qwen2.5 models of 7B and more differ from smaller ones.
+# Qwen2.5 models of 7B and more have another vocabulary size than smaller ones, and a separate head.
 _UNTIED = {"vocab_size": 152064, "tie_word_embeddings": False}
 
 # (ids on the Hugging Face Hub, licence, config.json that these models share)

@@ -10,7 +10,7 @@ from mesp.models.architecture import Architecture
 
 
 class Weights(Protocol):
-    """The tensors of a source model, by their names in Hugging Face's checkpoints.
+    """The tensors of a source model, by MeSP's names.
 
     The names of matrices omit the suffix `.weight`.
     """
@@ -21,9 +21,7 @@ class Weights(Protocol):
 
     @property
     def is_converted(self) -> bool:
-        """Whether mlx-lm or llama.cpp converted the model, so that norms and convolutions need no
-        conversion.
-        """
+        """Whether the norms' weights in the source already include the family's offset."""
 
     def is_quantized(self, name: str) -> bool:
         """Returns whether the source stores the matrix quantized, in MLX's format."""

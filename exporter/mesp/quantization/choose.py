@@ -18,7 +18,8 @@ from mesp.models.tensor_names import name_here
 
 BITS = (4, 5, 6, 8)  # bits per weight to which a model can be quantized
 HEAD_BITS = 6  # bits per weight of the head, if the other matrices have fewer
-# Bits per weight of the router, as in mlx-lm. With 4 bits, the router would choose other experts.
+# Bits per weight of the router, as in mlx-lm. Larger rounding errors could change which experts are
+# chosen.
 ROUTER_BITS = 8
 
 
@@ -145,8 +146,8 @@ def find_quantizations(
     """Returns the model's own quantizations or, for an unquantized model, the requested ones.
 
     `name` is the model's name in error messages. `config` is the model's config.json. None requests
-    the default. Raises MespError if MLX does not support the quantization, or if the request
-    contradicts the model's own.
+    the default. Raises MespError if the model's own quantization is not supported, or if the
+    request contradicts it.
     """
     given = config.get("quantization")
     _check_sections(name, config)
@@ -187,8 +188,8 @@ def find_quantizations(
 
 
 def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
-    """Returns the requested quantization. Raises MespError for bits or a group size that the mode
-    lacks.
+    """Returns the requested quantization. Raises MespError if another mode than "affine" lacks the
+    bits or the group size.
     """
     mode = mode or "affine"
     if mode == "affine":
@@ -205,10 +206,11 @@ def choose_quantization(mode: str | None, bits: int | None, group_size: int | No
 def choose_quantizations(
     arch: Architecture, main: Quantization, head_bits: int | None
 ) -> Quantizations:
-    """Returns the quantization `main` for all matrices except routers and the head.
+    """Returns the quantization `main` for all matrices except the head and the matrices in
+    `Block.frozen`.
 
-    In affine mode, the head may get more bits. So may an embedding that is tied to the head. Raises
-    MespError for `head_bits` in another mode.
+    In affine mode, the head may have other bits. So may an embedding that is tied to the head.
+    Raises MespError for `head_bits` in another mode.
     """
     routers = [
         f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.frozen()

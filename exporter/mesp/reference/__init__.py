@@ -1,6 +1,6 @@
 """The mathematics of MeSP in plain MLX, for comparison with the other implementations.
 
-Each formula is followed by its derivative, the backward pass. In a backward pass, `dy` is the
+`NAME_backward` is the backward pass of the function `NAME`. In a backward pass, `dy` is the
 gradient of the loss with respect to `y`. The modules are
 
 - `pieces`: shared formulas, such as a linear layer with LoRA
@@ -16,8 +16,8 @@ gradient of the loss with respect to `y`. The modules are
 - `private`: DP-SGD
 - `model`: the weights
 
-All arithmetic is float32. Sizes: T tokens, heads (of queries), kv_heads (of keys and values), D =
-head_dim, V = vocabulary. ∘ is the elementwise product.
+Floating-point arithmetic is float32. Sizes: T tokens, heads (of queries), kv_heads (of keys and
+values), D = head_dim, V = vocabulary. ∘ is the elementwise product.
 """
 
 from mesp.reference.adamw8bit import *

@@ -98,18 +98,19 @@ def block_forward(
 ) -> list[mx.array]:
     """Returns y and the block's intermediates, which `intermediate_names` lists.
 
-        x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + w down(act(gate) ∘ up) + experts
+        x_mid = x + out(mix(RMSNorm(x)))
+        y = x_mid + w down(act(gate) ∘ up) + experts
 
-    The factor w is 1 unless the MLP has a gate: see `weigh_mlp`. With post-norms, the outputs of
-    the mixer and the MLP are normed before they are added. In a block whose MLP has only experts,
-    gate and up are empty.
+    w is the factor of `weigh_mlp`, or 1 if the experts have no `mlp_gate`. With post-norms, the
+    outputs of the mixer and the MLP are normed before they are added. In a block whose MLP has only
+    experts, gate and up are empty. With `per_layer`, `add_per_layer` is applied to y.
 
     - `starts`: the first positions of the records of a packed sequence. The mixer runs on each
       record separately.
     - `per_layer`: p of `add_per_layer`, or None.
     - `shared`: the keys and values of another block, for a block that computes none.
     - `masks`: the masks of `Dropout.masks`, or None without dropout.
-    - `stored`: a function that is applied to the stored arrays, but not to gate and up.
+    - `stored`: a function that is applied to y and the intermediates, except gate and up.
     """
     parts, arch, mixer = Parts.of(weights, lora, block, masks), block.arch, block.mixer
     p, vector, eps = parts
@@ -207,7 +208,7 @@ def block_backward(
     mixer_in, *of_mixer, x_mid, gate, up = intermediates[:8]
     grad, of_experts = {}, {}
 
-    # y = c (h + PLE(h))
+    # Per-layer embeddings: see `add_per_layer`.
     if per_layer is not None:
         mlp_out = intermediates[-1]
         h = x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps)

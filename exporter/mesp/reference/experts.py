@@ -16,10 +16,10 @@ EPSILON = {"sigmoid": 1e-6, "softmax": 0.0}
 
 
 def choose(z: mx.array, bias: mx.array | None, experts: Experts) -> mx.array:
-    """Returns the k experts with the highest scores for each token, int [T, k].
+    """Returns the k experts with the highest p + bias for each token, int [T, k].
 
-    Of experts with equal scores, the first is chosen. z [T, E] is the router's output. The choice
-    has no gradient.
+    z [T, E] is the router's output. p is sigmoid(z) or, for a softmax, z. Of experts with equal
+    values, the first is chosen. The choice has no gradient.
     """
     p = mx.sigmoid(z) if experts.scores == "sigmoid" else z
     p = p if bias is None else p + bias
@@ -132,7 +132,9 @@ def weigh_mlp(x: mx.array, out: mx.array, weights: Weights, mlp: MLP) -> mx.arra
 def weigh_mlp_backward(
     x: mx.array, out: mx.array, dy: mx.array, weights: Weights, mlp: MLP
 ) -> tuple[mx.array, mx.array]:
-    """Returns d_out = w ∘ dy and dx = w (1 - w) rowsum(dy ∘ out) g."""
+    """Returns d_out = w ∘ dy and dx = w (1 - w) rowsum(dy ∘ out) g. If the MLP has no g, returns dy
+    and zeros.
+    """
     g = _mlp_gate(weights, mlp, x.shape[-1])
     if g is None:
         return dy, mx.zeros(x.shape)

@@ -5,7 +5,8 @@ heads / key heads). For each token, with the decay g = exp(κ), κ ≤ 0:
 
     S ← g S        S ← S + k (β (v - Sᵀ k))ᵀ        o = Sᵀ q
 
-A chunk of C tokens is computed at once. In a chunk that begins with the state S, row i is
+A chunk of C tokens is computed at once. In a chunk that begins with the state S, the outputs o_i
+are computed from vectors d_i:
 
     d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_j · k_i) d_j)
     o_i = γ_i Sᵀ q_i + Σ_{j≤i} Γ_ij (k_j · q_i) d_j
@@ -308,7 +309,7 @@ def mix_by_gated_delta_net_backward(
     parts: Parts,
     mixer: GatedDeltaNet,
 ) -> tuple[mx.array, Matrices]:
-    """Returns dx, and dA and dB of qkv, z, b and a.
+    """Returns dx, and the gradients of the LoRA parameters of qkv, z, b and a.
 
     dy [1, T, Hv·value_dim] is the gradient of the output projection's input.
     """

@@ -261,7 +261,7 @@ def mix_by_mamba2_backward(
     parts: Parts,
     mixer: Mamba2Mixer,
 ) -> tuple[mx.array, Matrices]:
-    """Returns dx, and dA and dB of in.
+    """Returns dx, and the gradients of the LoRA parameters of the input projection.
 
     dy [1, T, heads·P] is the gradient of the output projection's input.
     """

@@ -102,8 +102,7 @@ def loss(
 
 
 # Computes the gradients of a block: dx, the gradient of the LoRA vector, and the gradient of the
-# shared keys and values or None. The arguments are x, dy, and then those of `block_forward` after
-# x.
+# shared keys and values or None. The arguments are those of `mesp_block_gradient`.
 BlockGradient = Callable[..., tuple[mx.array, mx.array, Shared | None]]
 
 
@@ -188,8 +187,9 @@ def gradients(
 ) -> Gradients:
     """Returns the loss and gradients of a window [T + 1] int.
 
-    `weights` are as in `cross_entropy`, `starts` and `dropout` as in `forward`. The forward pass
-    keeps only the block inputs, and the keys and values that several blocks use.
+    `weights` are as in `cross_entropy`, `starts` and `dropout` as in `forward`. Of the forward
+    pass, only each block's input, the last block's output, and the keys and values that several
+    blocks use are kept.
     """
     arch, targets = model.arch, window[1:]
     x, shared = forward_with_shared(model, lora, window[:-1], scale, starts, dropout)

@@ -20,7 +20,7 @@ Weights = dict[str, mx.array]
 
 @dataclass
 class Model:
-    """Frozen weights, by mlx-lm's names. docs/formats.md lists the names.
+    """Frozen weights. docs/formats.md lists the names of a block's arrays.
 
     `blocks` has a dictionary for each block. `embedding` and `head` hold the quantized matrix [V,
     hidden] as `weight`, `scales` and, in affine mode, `biases`. `head` also holds `norm` [hidden],

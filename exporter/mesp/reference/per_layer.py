@@ -58,7 +58,7 @@ def add_per_layer(
 def add_per_layer_backward(
     h: mx.array, per_layer: mx.array, dy: mx.array, scale: float, parts: Parts, hidden_act: str
 ) -> tuple[mx.array, Matrices]:
-    """Returns dh, and dA and dB of gate and out. p is frozen.
+    """Returns dh, and the gradients of the LoRA parameters of gate and out. p is frozen.
 
     u = gate(h), m = act(u) ∘ p and z = out(m) are recomputed from h.
 

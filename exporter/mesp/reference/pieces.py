@@ -12,9 +12,9 @@ class Projection(NamedTuple):
     """A linear layer: frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank,
     out].
 
-    - `h`: x A [..., rank] if it was stored, else None.
+    - `h`: (x ∘ M) A [..., rank] if it was stored, else None.
     - `M`: the mask [T, in] of LoRA dropout, or None.
-    - `m`: the magnitudes [out] of DoRA, or None.
+    - `m`: the trained magnitudes [out] of DoRA, or None.
     """
 
     W: mx.array
@@ -85,7 +85,7 @@ def _rows(x: mx.array) -> mx.array:
 
 
 def rms_norm(x: mx.array, weight: mx.array | float, eps: float) -> mx.array:
-    """Returns y = x r ∘ w, r = 1 / √(mean(x²) + ε), with x, y [..., n] and w [n] or 1."""
+    """Returns y = x r ∘ w, r = 1 / √(mean(x²) + ε), with x, y [..., n] and w [n] or a number."""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * r * weight
 
@@ -115,7 +115,7 @@ def soft_cap(x: mx.array, cap: float | None) -> mx.array:
 
 
 def soft_cap_backward(y: mx.array, dy: mx.array, cap: float | None) -> mx.array:
-    """Returns dx = dy ∘ (1 - (y / c)²)."""
+    """Returns dx = dy ∘ (1 - (y / c)²), or dy if there is no cap."""
     return dy if cap is None else dy * (1 - (y / cap) ** 2)
 
 

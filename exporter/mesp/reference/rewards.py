@@ -15,7 +15,8 @@ def grpo(
         GRPO        A = (r - mean r) / (std r + 1e-4)      a = A / (G n)
         Dr. GRPO    A = r - mean r                         a = A / (G n_max)
 
-    The model that is updated has sampled the answers. std is the sample standard deviation.
+    The loss is -Σ a n, because the answers are sampled from the model before the update. std is the
+    sample standard deviation.
 
     Args:
 

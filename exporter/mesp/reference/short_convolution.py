@@ -51,7 +51,7 @@ def mix_by_short_convolution_backward(
     parts: Parts,
     mixer: ShortConvolution,
 ) -> tuple[mx.array, Matrices]:
-    """Returns dx, and dA and dB of in.
+    """Returns dx, and the gradients of the LoRA parameters of the input projection.
 
     dc = dy ∘ conv_out        d_bu = convolution_backward(dy ∘ c)
     db = u ∘ d_bu        du = b ∘ d_bu

@@ -1,7 +1,7 @@
 """Reads a run's log, `metrics.jsonl`, which has one JSON object per line.
 
-docs/formats.md describes the records. Sizes are in bytes, times in seconds, and losses in nats per
-token.
+docs/formats.md describes the records. Sizes are in bytes and times in seconds. Losses are in nats
+per token, except in runs with an objective or rewards.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def is_record(value: object) -> bool:
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Returns whether a JSON value is text (str), an object (dict), a non-negative integer (int)
-    or a finite number (float).
+    """Returns whether a JSON value is text (str), an object (dict), a non-negative integer below
+    2⁶³ (int) or a number below 1e300 in absolute value (float).
     """
     if kind in (str, dict):
         return isinstance(value, kind)
@@ -143,7 +143,8 @@ class RunLog:
 
     @classmethod
     def of(cls, records: Iterable[Record], folder: Path | None = None) -> RunLog:
-        """Returns the run with these records. Records of unknown kinds are ignored."""
+        """Returns the run with these records. Of records of unknown kinds, only the times are
+        used."""
         found: dict[str, Any] = {}
         several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
         last_time = None
@@ -187,7 +188,7 @@ class RunLog:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step, in nats per token."""
+        """The training loss of each step."""
         return [step["loss"] for step in self.steps]
 
     @property
@@ -205,7 +206,7 @@ class RunLog:
     def to_pandas(self) -> pandas.DataFrame:
         """Returns the records of the steps, one row per step. Needs pandas.
 
-        docs/formats.md describes the columns. `loss` is in nats per token.
+        docs/formats.md describes the columns.
         """
         import pandas
 
@@ -233,7 +234,7 @@ class RunLog:
 
     @property
     def test(self) -> float | None:
-        """The final loss on the test data in nats per token, or None if it was not measured."""
+        """The final loss on the test data, or None if it was not measured."""
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
 
     def describe_strength(self) -> str | None:
@@ -253,8 +254,7 @@ class RunLog:
 
     @property
     def held_out(self) -> tuple[float | None, float | None]:
-        """The held-out losses before the first step and after the latest evaluated step, in nats
-        per token.
+        """The held-out losses before the first step and after the latest evaluated step.
 
         Each is None if it was not measured.
         """

@@ -42,7 +42,7 @@ class Setting:
     def applies(self, settings: Mapping[str, Any]) -> bool:
         """Returns whether the setting in `only_with`, if any, has one of the needed values.
 
-        `settings` are by name or by key.
+        `settings` are the values of settings, by name.
         """
         if self.only_with is None:
             return True
@@ -88,7 +88,8 @@ class Setting:
 def is_held(value: object) -> bool:
     """Returns whether mesp-engine can represent a number.
 
-    The engine has 64-bit integers and float32. A float must not become infinite or 0 in float32.
+    The engine has 64-bit integers and float32. A float must be finite in float32, and a nonzero
+    float must not become 0.
     """
     if type(value) is int:
         return abs(value) < 1 << 63

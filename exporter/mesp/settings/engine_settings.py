@@ -1,6 +1,6 @@
 """The settings in a settings.json of mesp-engine besides those of `TrainSettings`.
 
-Programs set them, and no command has an option for them. `Core/Run/RunSettings.swift` is generated
+Programs set them. Command options are not made from them. `Core/Run/RunSettings.swift` is generated
 from them and from `TrainSettings`.
 """
 

@@ -22,7 +22,8 @@ def check_settings(settings: TrainSettings, manifest: Manifest) -> None:
 
 
 def check_use(settings: TrainSettings, manifest: Manifest) -> None:
-    """Raises MespError if a setting has no use, or if the model does not support it."""
+    """Raises MespError if a setting has no use, contradicts another one, or does not fit the
+    model."""
     for each in fields(settings):
         declared = each.metadata["setting"]
         # A setting with its default value counts as not given.

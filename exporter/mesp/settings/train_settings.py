@@ -63,7 +63,7 @@ MAX_SEQUENCES = 1 << 16  # maximum number of sequences in a step
 class TrainSettings(Settings):
     """The settings of a training run.
 
-    `complete` replaces None by a value that depends on the bundle.
+    `complete` fills in the settings whose default depends on the bundle or on other settings.
     """
 
     steps: int = setting(
@@ -285,7 +285,7 @@ class TrainSettings(Settings):
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:
         """Returns the settings with the given values, by name.
 
-        Raises MespError if a name is unknown, or if `steps` is missing.
+        Raises MespError if a name is unknown, if a value is invalid, or if `steps` is missing.
         """
         known = [each.name for each in fields(cls)]
         if unknown := [name for name in given if name not in known]:
@@ -295,11 +295,11 @@ class TrainSettings(Settings):
         return cls(**given)
 
     def complete(self, manifest: Manifest, paper: bool = False) -> TrainSettings:
-        """Returns the settings with the sequence length, rank, optimizer and learning rate filled
-        in.
+        """Returns the settings with the sequence length, rank, optimizer, learning rate and, with a
+        reward, the group size filled in.
 
-        `paper` selects the paper's optimizer and learning rate. Raises MespError if the bundle does
-        not support a setting, or if a setting contradicts `paper`.
+        `paper` selects the paper's optimizer and learning rate. Raises MespError if the bundle
+        lacks the sequence length or the rank, or if a setting contradicts `paper`.
         """
         update = PAPER if paper else {}
         for name, value in update.items():

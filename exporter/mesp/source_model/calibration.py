@@ -31,7 +31,9 @@ def choose_excerpts(
     tokens: np.ndarray, source: Source, arch: Architecture, count: int = SEQUENCES,
     length: int = LENGTH,
 ) -> list[list[int]]:  # fmt: skip
-    """Returns sequences from evenly spaced places of a text, each after the begin token."""
+    """Returns sequences from evenly spaced places of a text, each after the begin token if the
+    model has one.
+    """
     count = min(count, max(len(tokens) // length, 1))
     starts = np.linspace(0, max(len(tokens) - length, 0), count, dtype=int)
     begin = complete(source.config).get("bos_token_id")
@@ -88,5 +90,6 @@ class Moments:
         return mx.square(x).sum(axis=0)
 
     def of_head(self) -> mx.array:
-        """Returns the squared moments of the head's input. All blocks must have run."""
+        """Returns the sums [hidden] of x² over the inputs x of the head. All blocks must have
+        run."""
         return sum(mx.square(self.model.final(x)[0]).sum(axis=0) for x in self.xs)

@@ -26,8 +26,8 @@ def files_to_copy(names: Iterable[str]) -> list[str]:
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
     """Copies files of `source`. Configurations are copied without the keys in `CODE`.
 
-    Raises MespError if a file is a link that leads out of `source` or, in a Hugging Face cache, out
-    of the repository's folder. Raises OSError if a file cannot be copied.
+    Raises MespError if a file is invalid or a link that leads out of `source` or, in a Hugging Face
+    cache, out of the repository's folder. Raises OSError if a file cannot be copied.
     """
     root = root_of(source)
     for name in names:

@@ -33,8 +33,8 @@ DEMO = Path(__file__).parents[1] / "demo_model"
 class Source:
     """A model to export. `folder` is None for random weights of a known geometry.
 
-    For a GGUF file, `folder` is a temporary folder with the tokenizer. It is deleted with
-    `temporary`.
+    For a GGUF file, `folder` is the path of the folder `temporary`, which contains the tokenizer
+    and the licence terms.
     """
 
     name: str

@@ -72,8 +72,8 @@ def measure_loss(
 
 
 class _Distribution:
-    """Sums of exp(z) and of exp(z) · value over the logits z at each position, accumulated over
-    tiles.
+    """Sums of exp(z - top) and of exp(z - top) · value over the logits z at each position,
+    accumulated over tiles. `top` is the highest logit so far.
 
     `target` has the logits of the next tokens.
     """
@@ -81,7 +81,7 @@ class _Distribution:
     def __init__(self, length: int):
         self.top = mx.full((length,), -mx.inf)
         self.sum = mx.zeros(length)
-        self.weighted = mx.zeros(length)  # Σ exp(z) · value
+        self.weighted = mx.zeros(length)  # Σ exp(z - top) · value
         self.target = mx.zeros(length - 1)
 
     def add(self, z: mx.array, value: mx.array, targets: mx.array) -> None:

@@ -63,7 +63,7 @@ struct AdapterConfig {
 
     /// Reads the folder's adapter_config.json.
     ///
-    /// - Throws: `MeSPError` if the file is missing or not supported. Its message continues “Cannot load the adapters: …”.
+    /// - Throws: `MeSPError` if the file is missing, invalid or not supported. Its message continues “Cannot load the adapters in …: ”.
     init(_ folder: URL, of architecture: Architecture) throws {
         let file = AdapterFormat.configFile
         guard let json = regularFile(folder.appendingPathComponent(file), followsLinks: true) else {
@@ -97,8 +97,8 @@ struct AdapterConfig {
         }
     }
 
-    /// Returns whether the configuration gives a layer adapters. A regular expression in `target_modules` admits every layer, and one in
-    /// `exclude_modules` excludes none.
+    /// Returns whether the configuration gives a layer adapters. Regular expressions are not evaluated: one in `target_modules` counts as a match,
+    /// one in `exclude_modules` does not.
     ///
     /// - Parameter prefix: the part of the layers' full names before `.layers`.
     func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {
@@ -118,9 +118,9 @@ struct AdapterConfig {
 }
 
 extension AdapterConfig.Fields {
-    /// Returns whether layers that concatenate n modules have n times the rank.
+    /// Returns whether `rank_pattern` and `alpha_pattern` give each layer that concatenates n modules n times the rank and α.
     ///
-    /// - Throws: an error if `rank_pattern` or `alpha_pattern` sets any other rank or α.
+    /// - Throws: an error if the patterns are not empty and set anything else, or if rsLoRA is used with them.
     fileprivate func joins(_ rank: Int, _ alpha: Float, of architecture: Architecture) throws -> Bool {
         let (ranks, alphas) = (rankPattern ?? [:], alphaPattern ?? [:])
         guard !ranks.isEmpty || !alphas.isEmpty else { return false }

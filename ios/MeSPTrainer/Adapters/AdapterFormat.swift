@@ -165,9 +165,10 @@ package struct AdaptedLayer {
 
     var isStacked: Bool { modules.allSatisfy(\.isStacked) }
 
-    /// Returns the part of PEFT's names before `lora_A`.
+    /// Returns the layer's part of PEFT's tensor names.
     ///
-    /// PEFT wraps the experts' module once for each parameter with adapters. The gate's wrapper is inside the other one.
+    /// PEFT wraps the experts' module once for each parameter with adapters. The wrapper for the parameter with the experts' gates is inside the
+    /// other one.
     fileprivate func wrapper(isNested: Bool) -> String {
         guard isStacked, let end = name.lastIndex(of: ".") else { return name }
         return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")

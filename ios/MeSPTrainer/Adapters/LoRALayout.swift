@@ -89,7 +89,7 @@ package struct LoRALayout {
             })
     }
 
-    /// Returns the gradients of each expert's A, then of each expert's B. An expert without tokens has zeros.
+    /// Returns the gradients of each expert's A, unless A is frozen, then of each expert's B. An expert without tokens has zeros.
     private func stacked(_ module: Module, _ experts: [Int: LoRAGradients]) -> [MLXArray] {
         let (projection, numbers) = (module.projections[0], 0..<block.stack(module)[0])
         let (a, b) = shapes(module)

@@ -32,7 +32,7 @@ package typealias DoRAReading = (
 ///
 /// - Returns: the adapters, or nil if no weight is above 0. With one folder, the scale includes the weight. With several folders, the rank is the sum
 ///   of their ranks, B includes weight and scale, and the scale is 1. With DoRA, m holds the factor of x Wᵀ.
-/// - Throws: `MeSPError` if a folder does not fit the model or a weight is out of range.
+/// - Throws: `MeSPError` if a folder cannot be read or does not fit the model, or if a weight is out of range.
 package func loadAdapters(
     _ adapters: [WeightedAdapters], architecture: Architecture, dora: DoRAReading
 ) throws -> LoadedAdapters? {

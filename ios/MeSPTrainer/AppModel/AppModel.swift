@@ -143,7 +143,7 @@ import Observation
         isPreparing || controller.isRunning || chat.writing != nil || benchmark.running != nil
             || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
-    /// Whether work is about to begin whose data is still being read or tokenized.
+    /// Whether the app is reading or tokenizing the data of work that is about to begin.
     public private(set) var isPreparing = false
 
     // MARK: - Runs
@@ -188,7 +188,7 @@ import Observation
 
     /// The run that the person chose for writing, or nil for the latest.
     public var chosenRun: StoredRun.ID?
-    /// The run whose adapters write the answers, or nil if no run has adapters.
+    /// The run whose adapters write the answers, or nil if no run has adapters and a usable bundle.
     package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
     /// The bundle of `writingRun`, or else the form's bundle.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
@@ -270,7 +270,7 @@ import Observation
         screen.staysAwake || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
 
-    /// Evaluates the base model and the model with the run's adapters on the records of a file.
+    /// Evaluates the base model, and the model with the adapters of `run` if it has any, on the records of a file.
     public func evaluate(_ file: URL, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
         await prepare(bundle) {
@@ -285,7 +285,7 @@ import Observation
         }
     }
 
-    /// Generates one text with the base model and one with the adapters of `writingRuns`.
+    /// Generates a text with the base model, and another with the adapters of `writingRuns` if there are any.
     public func write(_ request: SideBySideChat.Request) async {
         guard isFree, let bundle = writingBundle else { return }
         let adapters = zip(writingRuns, strengths).compactMap { run, strength in

@@ -3,7 +3,7 @@ import MeSPControl
 import MeSPCore
 import MeSPSentences
 
-/// A period of background time that the system has granted: in the app, a `BGTask`.
+/// A period of background time that the system has granted, such as a `BGTask`.
 @MainActor public protocol BackgroundTime: AnyObject {
     var grant: BackgroundGrant { get }
     var onExpiration: (() -> Void)? { get set }
@@ -15,7 +15,7 @@ import MeSPSentences
 @MainActor public protocol BackgroundScheduler: AnyObject {
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
     var givesGPU: Bool { get }
-    /// Requests a period, which may never be granted. A new request replaces the earlier one.
+    /// Requests a period, which may never be granted.
     func ask(for grant: BackgroundGrant, title: Sentence)
     func withdraw(_ grant: BackgroundGrant)
 }
@@ -64,7 +64,8 @@ import MeSPSentences
         }
         if let settings = controller.settings, askedFor != settings.output, !usable.isEmpty {
             askedFor = settings.output
-            // Except overnight time, background time may be requested only while the app is active and for a run that the person started.
+            // Overnight time may be requested at any time. Other background time may be requested only while the app is active and only for a run
+            // that the person started.
             let mayAsk = monitor.scene == .active && isStartedByPerson()
             for grant in usable where grant == .overnight || mayAsk { scheduler.ask(for: grant, title: title) }
         }

@@ -43,7 +43,7 @@ import Observation
     public private(set) var rows = [Row]()
     /// The method being measured, or nil.
     public private(set) var running: GradientMethod?
-    /// The reason why the last benchmark ended early, or nil.
+    /// The error that ended the last benchmark, or nil.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let controller: RunController

@@ -12,7 +12,7 @@ extension AppModel {
         case conversation
     }
 
-    /// Whether the question is shown. Setting it to false closes the question without deleting anything.
+    /// Whether the app asks to delete an item. Setting it to false closes the question without deleting anything.
     public var asksToDelete: Bool {
         get { deletion != nil }
         set { if !newValue { deletion = nil } }

@@ -62,9 +62,9 @@ public struct DocumentsFolder: Sendable {
 
     private var chatFile: URL { documents.appendingPathComponent("chat.json") }
 
-    /// Reads the saved conversation, or returns nil if there is none.
+    /// Reads the saved conversation, or returns nil if there is none or its file is damaged.
     ///
-    /// - Throws: an error if the conversation cannot be read, for example while the phone is locked.
+    /// - Throws: an error if the file cannot be read, for example while the phone is locked.
     func readChat() throws -> StoredChat? {
         let json: Data
         do {

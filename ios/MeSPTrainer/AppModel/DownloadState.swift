@@ -16,7 +16,7 @@ import Observation
 @MainActor @Observable public final class DownloadState {
     /// The text that the person typed: `owner/name`.
     public var repository = ""
-    /// The bundle or model found in the repository, or nil before it is looked up.
+    /// The bundle or model found in the repository. It is nil before the lookup and after the download.
     public private(set) var offer: HubDownload.Offer?
     /// Whether a request to the Hub is in progress.
     public private(set) var isLooking = false
@@ -72,7 +72,7 @@ import Observation
     /// The bytes that a model's files and its bundle take together during the conversion, or nil if the offer is no model.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
-    /// The licence's name, or “not named”.
+    /// The licence's name, or else its identifier, or else “not named”.
     public var license: Sentence {
         guard let model = offer?.manifest.model else { return "not named" }
         return Self.license(model.license, name: model.licenseName)
@@ -100,8 +100,8 @@ import Observation
         }
     }
 
-    /// Downloads the offer, or continues an earlier download, and converts a model into a bundle. Does nothing while `networkQuestion` must be
-    /// answered.
+    /// Downloads the offer, or continues an earlier download, and converts a model into a bundle. If the network is costly, downloads nothing and
+    /// shows `networkQuestion` instead.
     ///
     /// - Returns: the bundle, or nil if the download was not completed.
     func download() async throws -> StoredBundle? {
@@ -113,7 +113,8 @@ import Observation
 
     /// Allows any network, and begins or continues the download.
     ///
-    /// - Returns: the bundle, or nil if a download is already in progress, whose caller gets the bundle.
+    /// - Returns: the bundle, or nil if the download was not completed. Returns nil at once if a download is in progress. The caller that began it
+    ///   gets the bundle.
     func downloadNow() async throws -> StoredBundle? {
         usesAnyNetwork = true
         guard let work else { return try await download() }

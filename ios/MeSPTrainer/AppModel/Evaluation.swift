@@ -31,7 +31,7 @@ import Observation
     public private(set) var notice: Sentence?
     /// The completed fraction, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
-    /// The reason why the last evaluation ended early, or nil.
+    /// The error that ended the last evaluation, or nil.
     public private(set) var problem: Sentence?
     public var isRunning: Bool { progress != nil }
 
@@ -97,7 +97,7 @@ import Observation
     private func update() { gate.pauseUnlessInFront(monitor) }
 }
 
-/// One record's contribution to a score. The score of all records is Σ sum / Σ weight, and perplexity is the exponential of this mean.
+/// One record's contribution to a score. The score is the mean Σ sum / Σ weight over all records or, for perplexity, the exponential of this mean.
 struct ScorePart: Equatable {
     var sum: Double
     var weight = 1.0

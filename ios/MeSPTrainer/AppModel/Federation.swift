@@ -107,7 +107,8 @@ import Observation
         do { try await work.value } catch is CancellationError {}
     }
 
-    /// Leaves the federation and stops its run. The app answers the kept message if it joins again in time.
+    /// Leaves the federation and stops its run. A message that was received but not answered is kept. If the app joins again in time, it answers that
+    /// message.
     public func leave() { work?.cancel() }
 
     private var configuration: URLSessionConfiguration {

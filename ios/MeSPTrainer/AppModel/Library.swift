@@ -64,7 +64,7 @@ import Observation
     /// Copies a bundle into the app, or converts a model into a bundle. A bundle already in Documents is not copied.
     ///
     /// - Parameter confirm: asks the person whether to convert a model into a bundle of `size` bytes.
-    /// - Returns: the bundle's identifier, or nil if the person declined.
+    /// - Returns: the bundle's identifier, or nil if the person declined or stopped the conversion.
     func importBundle(
         at url: URL, confirm: (_ name: String, _ size: Int, _ notices: [Sentence]) async -> Bool
     ) async throws -> StoredBundle.ID? {

@@ -10,7 +10,7 @@ public struct MemoryFit: Sendable, Equatable {
 
     public var fits: Bool { available.map { predictedPeak <= $0 } ?? true }
 
-    /// - Throws: `MeSPError` if no plan stays within `settings.memoryLimitMb`, or the bundle does not support the settings.
+    /// - Throws: `MeSPError` if the settings are invalid, the bundle does not support them, or no plan stays within `settings.memoryLimitMb`.
     public init(_ settings: RunSettings, _ manifest: Manifest, available: Int?) throws {
         try settings.check()
         try manifest.check(settings)

@@ -20,7 +20,7 @@ public struct RunNotification: Sendable, Equatable {
 }
 
 @MainActor final class RunNotifications {
-    /// The delay, in seconds, of the notification that the run waits for the app. Most people return sooner.
+    /// The seconds after which a notification says that the run waits for the app. Most people return sooner.
     static let patience = 60.0
 
     private let controller: RunController

@@ -46,7 +46,7 @@ import Observation
         public init() {}
     }
 
-    /// The turns, the oldest first. Without a conversation there is only one.
+    /// The turns, the oldest first. Outside a conversation there is at most one.
     public private(set) var turns = [Turn]()
     /// The request that the person is editing.
     public var draft = Request()
@@ -59,13 +59,13 @@ import Observation
     public var tuned: Text { turns.last?.tuned ?? Text() }
     /// The side whose text is being generated, or nil.
     public private(set) var writing: Side?
-    /// The reason why the last generation ended early, or nil.
+    /// The error of the last generation, or nil.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     /// The folder of the saved conversation, or nil if conversations are not saved.
     @ObservationIgnored private let folder: DocumentsFolder?
-    /// Whether the saved conversation was read or cleared. It is not overwritten before.
+    /// Whether the saved conversation was read or cleared. Until then, it must not be overwritten.
     @ObservationIgnored private var hasReadSaved = false
     /// The bundle, the runs and the system message, one per line. A change begins a new conversation.
     @ObservationIgnored private var partners = ""
@@ -187,7 +187,7 @@ import Observation
             } catch {
                 problem = error.plainSentence
             }
-            // A message without any answer is removed from the conversation.
+            // If an error left a message without any answer, the message is removed.
             if base.text.isEmpty, tuned.text.isEmpty, problem != nil { turns.removeLast() }
             if !isConversation { freeCaches() }
             save()
@@ -297,7 +297,7 @@ struct StoredChat: Codable, Equatable {
         var prompt: String
         var base: String
         var tuned: String
-        /// The strength of each run's adapters, or nil if all are 1.
+        /// The strength of each run's adapters. Nil means 1 for all.
         var strengths: [Float]?
     }
 

@@ -210,7 +210,7 @@ import Observation
 
     /// Returns the text to tokenize; nil for the bundle's own text.
     ///
-    /// - Throws: `MeSPError` if no file was chosen.
+    /// - Throws: `MeSPError` if no file was chosen, or the error of reading the choices.
     func source() throws -> TextData.Source? {
         switch textKind {
         case .bundle: return nil

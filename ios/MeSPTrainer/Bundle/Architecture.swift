@@ -82,7 +82,7 @@ extension Architecture {
     /// The indices of the blocks whose keys and values other blocks reuse.
     package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
 
-    /// Whether each block that reuses keys and values takes them from an earlier block that has its own, of the right shape.
+    /// Whether each block that reuses keys and values has no gate and takes them from an earlier block that has its own, of the right shape.
     private var sharesKeys: Bool {
         layers.indices.allSatisfy { block in
             guard let owner = keysOf(block) else { return true }

@@ -16,7 +16,7 @@ package struct MLP: Decodable, Sendable, Equatable {
         }
     }
 
-    /// Whether the sizes are within bounds.
+    /// Whether the sizes are within bounds, and there is an MLP if `experts.mlpGate` is set.
     var isConsistent: Bool {
         let least = modules.isEmpty && experts != nil ? 0 : 1
         return (least...(least << 20)).contains(intermediateSize) && experts?.isConsistent ?? true

@@ -37,7 +37,7 @@ package enum MLXErrors {
 
     /// The number of failures after which work is not repeated.
     private static let most = 3
-    /// The number of times that iOS may refuse background work without a failure being counted, and the seconds between attempts.
+    /// The number of refusals of background work by iOS that do not count as failures, and the seconds between attempts.
     private static let (mostRefusals, secondsOfRefusal) = (60, 1.0)
 
     /// Calls `body` and collects MLX's errors in it. A nested call on the same stream is part of the outer work.
@@ -92,7 +92,8 @@ package enum MLXErrors {
     /// All arrays that `body` reads must be confirmed before, and `body` must not change them. A nested call is part of the outer repeated work.
     ///
     /// - Parameter beforeRetry: called before `body` is called again. It may wait or throw.
-    /// - Throws: `MLXFailure` with `isFinal` set after the last failure on a GPU, or the error of `body` or of `beforeRetry`.
+    /// - Throws: `MLXFailure` if earlier work failed. `MLXFailure` with `isFinal` set after the last failure on a GPU. The errors of `body` and
+    ///   `beforeRetry`.
     package static func repeating<R>(beforeRetry: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
         guard let work, let stream = work.stream, !work.isRepeated else { return try body() }
         // Reports errors of earlier work first.

@@ -34,7 +34,7 @@ public struct Manifest: Decodable, Sendable {
         /// the same files.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
-        /// The function files for packed sequences on a GPU, or nil if the bundle was exported without.
+        /// The function files for packed sequences on a GPU, or nil if the bundle has none.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
         /// Whether a GPU calls functions for these blocks. Otherwise it computes the formulas, as for blocks with experts and in bundles made on a

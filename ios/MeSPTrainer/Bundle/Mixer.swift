@@ -160,7 +160,7 @@ extension Mixer {
         }
     }
 
-    /// Returns whether the sizes are within bounds.
+    /// Returns whether the sizes are within bounds and fit together.
     func isConsistent(hidden: Int) -> Bool {
         func areCounts(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 12)).contains($0) } }
         func areWidths(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 20)).contains($0) } }

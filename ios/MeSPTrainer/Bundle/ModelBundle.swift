@@ -46,12 +46,12 @@ package struct ModelBundle {
     package var architecture: Architecture { manifest.architecture }
     package var dtype: DType { manifest.dtype.dtype }
 
-    /// Opens a bundle, and checks its manifest and the size and SHA-256 of every file. Does not use MLX.
+    /// Opens a bundle, and checks its manifest and the size of every file. Does not use MLX.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
     ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
-    ///   - checksums: whether to check sizes and SHA-256, which takes seconds for gigabytes. If false, only the manifest may be used.
+    ///   - checksums: whether to check the SHA-256 of every file too, which takes seconds for gigabytes.
     package init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         self.url = url
         let path = url.appendingPathComponent("manifest.json")

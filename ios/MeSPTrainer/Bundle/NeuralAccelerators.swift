@@ -8,7 +8,7 @@ import MeSPSentences
 
 /// The neural accelerators in the GPUs of A19, M5 and later chips.
 ///
-/// MLX multiplies 16-bit matrices on them whenever the GPU has them. Until a self-check has passed on the device, `hide` gives MLX the name of an
+/// From system version 26.2 on, MLX multiplies 16-bit matrices on them. Until a self-check has passed on the device, `hide` gives MLX the name of an
 /// older GPU generation, so that MLX uses other kernels.
 package final class NeuralAccelerators: @unchecked Sendable {
     /// The neural accelerators of this device.

@@ -10,7 +10,7 @@ package final class BoundaryGate: @unchecked Sendable {
     private var isAbandoned = false
     private var memoryWarned = false
     private var lastBattery: Battery?
-    /// Whether the thread waits at the gate or has ended.
+    /// Whether no work is in progress: the thread waits at the gate, has ended, or was not started.
     private var isAtRest = true {
         didSet {
             if isAtRest != oldValue { isAtRest ? atWork.leave() : atWork.enter() }
@@ -22,7 +22,7 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package init() {}
 
-    /// The number of boundaries passed, which lie between blocks and between parts of the head. In a GPU's first step they also lie within blocks.
+    /// The number of boundaries that the work has passed, such as those between blocks.
     package var boundaries: Int { condition.withLock { passes } }
 
     package func set(_ reasons: Set<PauseReason>) {
@@ -81,7 +81,7 @@ package final class BoundaryGate: @unchecked Sendable {
         if condition.withLock({ stopped }) { throw CancellationError() }
     }
 
-    /// Waits until the reason to pause differs from `told`. Returns the new reason, or nil if there is none.
+    /// Waits while the reason to pause is `told`. Returns the new reason, or nil if there is none. With nil for `told`, returns immediately.
     private func next(after told: PauseReason?) -> PauseReason? {
         condition.withLock {
             while let told, reason == told {
@@ -94,7 +94,8 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The reason to pause, or nil. Stopped work pauses only while it cannot use MLX, because a step whose updates have begun must finish.
+    /// The first reason to pause, or nil. Stopped work still waits for `away` and `app`, because it may have to finish a step that has begun its
+    /// updates. Abandoned work does not wait.
     private var reason: PauseReason? {
         let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away, .app]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
@@ -128,7 +129,8 @@ package final class BoundaryGate: @unchecked Sendable {
 
     package func waitUntilAtRest(seconds: Double) { _ = atWork.wait(timeout: .now() + seconds) }
 
-    /// Pauses work while the app is not active, for work without background time.
+    /// Makes work wait if the app is not active, and lets it continue if the app is active. Call this at each change of the scene, for work without
+    /// background time.
     @MainActor package func pauseUnlessInFront(_ monitor: any DeviceMonitor) {
         set(monitor.scene == .active ? [] : [.away])
         // iOS may refuse the GPU once this call returns.

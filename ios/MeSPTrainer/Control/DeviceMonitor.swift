@@ -3,7 +3,7 @@ import MeSPCore
 /// The state of the app's scene, as in SwiftUI's `ScenePhase`.
 public enum AppScene: String, Sendable, CaseIterable { case active, inactive, background }
 
-/// Conditions of a run outside the trainer: the app's scene, and the device's temperature, battery and memory.
+/// The conditions on which the pauses of a run depend: the app's scene, and the device's temperature, battery and memory.
 @MainActor public protocol DeviceMonitor: AnyObject, Sendable {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }
@@ -11,7 +11,7 @@ public enum AppScene: String, Sendable, CaseIterable { case active, inactive, ba
     var battery: Battery? { get }
     /// The number of bytes that the process may still allocate, or nil without a limit.
     var availableMemory: Int? { get }
-    /// Closures that are called immediately at each event, in order.
+    /// Closures to call at each event, in order.
     var observers: [(DeviceEvent) -> Void] { get set }
 }
 

@@ -8,7 +8,7 @@ public struct LogOutline: Sendable {
     package let start: LogRecord.Start?
     /// The number of the last finished step.
     public let lastStep: Int
-    /// The loss of the last finished step in nats per token, or nil before the first step.
+    /// The loss of the last finished step; nil if the part of the log that was read has no step.
     public let lastLoss: Float?
     /// The reason why the run ended, or nil if the log has no end.
     package let end: LogRecord.End.Reason?

@@ -93,7 +93,7 @@ public struct LogSummary: Sendable {
         return before.level - after.level
     }
 
-    /// Returns at most `points` means of `value`, over intervals of equal numbers of steps.
+    /// Returns at most `points` means of `value`, over intervals of equal numbers of steps. The last interval may be shorter.
     public func curve(points: Int = 200, _ value: (LogRecord.Step) -> Double) -> [Point] {
         let stretch = max(1, (steps.count + points - 1) / max(1, points))
         return stride(from: 0, to: steps.count, by: stretch).map { start in
@@ -126,7 +126,7 @@ extension LogRecord {
 }
 
 extension LogRecord.Strength {
-    /// A sentence about the strength at which the run kept its adapters.
+    /// A sentence about what the run has learned: the losses before and after the run, or that the model is unchanged.
     public var sentence: Sentence {
         guard strength > 0 else {
             return

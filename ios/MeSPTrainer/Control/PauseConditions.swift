@@ -45,17 +45,17 @@ public enum PauseReason: String, Sendable, CaseIterable {
 extension PauseReason {
     /// Returns the reasons why a run must wait, except memory, the app and the person. The set is empty if the run may train:
     ///
-    /// | | active | inactive | background | with `continued` | with `continuedOnGPU` | with `overnight` |
-    /// |---|---|---|---|---|---|---|
-    /// | CPU | trains | trains | away | trains | trains | trains while charging |
-    /// | GPU | trains | away | away | away | trains | away |
+    /// | | active | inactive | background | background with `continued` | background with `overnight` |
+    /// |---|---|---|---|---|---|
+    /// | CPU | trains | trains | away | trains | trains while charging |
+    /// | GPU | trains | away | away | away | away |
     ///
-    /// In any state, a run waits while the device is too warm, or while the battery is below 20% and not charging. iOS refuses the GPU to a
-    /// background app without `continuedOnGPU`. An inactive app may soon be in the background.
+    /// With `continuedOnGPU` a run trains in every scene. In any state, a run waits while the device is too warm, or while the battery is below 20%
+    /// and not charging. iOS refuses the GPU to a background app without `continuedOnGPU`. An inactive app may soon be in the background.
     ///
     /// - Parameters:
     ///   - usesGPU: whether the bundle is for the GPU.
-    ///   - battery: the state of the battery, or nil if there is none or it is unknown.
+    ///   - battery: the state of the battery, or nil if there is none or it is unknown. Then nothing waits for the battery or the charger.
     static func reasons(
         scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,
         thermalState: ThermalState = .nominal, battery: Battery? = nil

@@ -8,8 +8,8 @@ import Observation
 ///
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
-/// The run trains on its own thread. The run pauses at block boundaries and keeps the step's state in memory. A run pauses if the app may not train
-/// in the background, if the phone is short of memory, too warm or low on battery, or if the person asks for a pause.
+/// The run trains on the thread of `MLXWork`. The run pauses at block boundaries and keeps the step's state in memory. `PauseReason` lists the
+/// reasons for a pause.
 @MainActor @Observable public final class RunController {
     public enum State: Sendable, Equatable {
         case idle
@@ -26,7 +26,7 @@ import Observation
             tellObservers()
         }
     }
-    /// The settings of the current or last run; nil before the first run and for a replay.
+    /// The settings of the current or last run; nil before the first run. For a replay, the settings in the replayed log, once they are read.
     public private(set) var settings: RunSettings?
     /// The run's log so far.
     public private(set) var log = LogSummary()
@@ -43,7 +43,7 @@ import Observation
     /// Whether the run uses the GPU; true until the log has its `start` record.
     package var usesGPU: Bool { log.start?.device != .cpu }
 
-    /// The number of blocks that have begun since the last logged step.
+    /// The number of boundaries that the run has passed since the last logged step. See `BoundaryGate.boundaries`.
     package var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
 
     public var isRunning: Bool {
@@ -55,7 +55,7 @@ import Observation
 
     /// The minimum duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The seconds for which an app that enters the background waits for the block in progress. iOS allows about five seconds.
+    /// The maximum time in seconds to wait for the block in progress when the app enters the background. iOS allows about five seconds.
     package nonisolated static let secondsToLeave = 3.0
 
     @ObservationIgnored private let monitor: any DeviceMonitor
@@ -72,7 +72,7 @@ import Observation
 
     /// - Parameters:
     ///   - monitor: the source of scene, temperature, battery and memory; `SystemMonitor` in an app.
-    ///   - clock: times the pause after a memory warning.
+    ///   - clock: times the pause after a memory warning, and replays.
     package init(monitor: any DeviceMonitor, clock: any Clock<Duration> = ContinuousClock()) {
         (self.monitor, self.clock) = (monitor, clock)
         monitor.observers.append { [weak self] event in
@@ -121,7 +121,8 @@ import Observation
         return { gate.stop() }
     }
 
-    /// Replays a recorded run, one record per `interval`. The replay pauses and stops like a run. Does nothing while a run is in progress.
+    /// Replays a recorded run, one record per `interval`. `pause()`, `resume()` and `stop()` apply to the replay. Does nothing while a run is in
+    /// progress.
     ///
     /// - Parameters:
     ///   - folder: the folder of the recorded run.
@@ -181,8 +182,8 @@ import Observation
         update()
     }
 
-    /// Calls `body` with a gate for work other than the run. The gate makes the work wait while the app is inactive or uses MLX. Returns when the
-    /// gate's thread no longer uses MLX.
+    /// Calls `body` with a gate for work other than the run. The gate makes that work wait while the app is not active, and between `hold()` and
+    /// `release()`. Returns when the work waits at the gate or has ended.
     package func doOther(_ body: (BoundaryGate) async throws -> Void) async rethrows {
         let gate = BoundaryGate()
         others.append(gate)
@@ -237,7 +238,7 @@ import Observation
         memoryCheck?.cancel()
     }
 
-    /// Whether the phone has the additional memory that a step needs.
+    /// Whether the phone has the additional memory that a step needs; true if this is unknown.
     private var hasMemory: Bool {
         guard let available = monitor.availableMemory, let prediction = log.prediction else { return true }
         return available >= prediction.predictedPeakBytes - (memoryFootprint() - besideBytes)

@@ -150,7 +150,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         pendingFile.continuation.resume(
             with: Result {
                 do { try result.get() } catch let error as URLError { throw pendingFile.requested.brokenOff(error) }
-                // The system may have deleted the partial file.
+                // A resumed transfer can fail because the system has deleted the partial file.
                 if let response = task.response as? HTTPURLResponse, pendingFile.isResumed {
                     guard Self.isTaken(response) else {
                         throw RetryableFailure(sentence: "\(pendingFile.requested.what) could not continue; try again.")
@@ -161,7 +161,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
             })
     }
 
-    /// Returns whether a response delivers a complete file. The status of a resumed transfer is 206.
+    /// Returns whether a response delivers the file, or with status 206 the rest of the file.
     private static func isTaken(_ response: URLResponse) -> Bool {
         [200, 206].contains((response as? HTTPURLResponse)?.statusCode)
     }

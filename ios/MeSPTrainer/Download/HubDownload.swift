@@ -15,7 +15,7 @@ import MeSPSentences
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
 /// A repository with a manifest.json holds a bundle. Of other repositories, the files that an import needs are downloaded. A file is refused if its
-/// size or its SHA-256 differs from the repository's list. `fetch` resumes an interrupted download.
+/// size or a known SHA-256 differs from the bundle's manifest or the repository's file list. `fetch` resumes an interrupted download.
 public struct HubDownload: Sendable {
     /// The repository, as `owner/name`.
     package let repository: String
@@ -101,7 +101,7 @@ public struct HubDownload: Sendable {
     /// The maximum number of files in a repository.
     private static let mostFiles = 1000
 
-    /// Returns the names and the sizes of a repository's files, and their commit.
+    /// Returns the names, sizes and known digests of a repository's files, and their commit.
     private func fetchFileList() async throws -> (commit: String, files: [Offer.File]) {
         struct List: Decodable {
             struct File: Decodable {
@@ -151,14 +151,15 @@ public struct HubDownload: Sendable {
         return (try Data(contentsOf: file), answer)
     }
 
-    /// Downloads the files that are missing in `folder`. Cancelling the task stops the download, and the next call resumes it.
+    /// Downloads the files that are missing in `folder`, and removes files that the offer does not list. Cancelling the task stops the download, and
+    /// the next call resumes it.
     ///
     /// - Parameters:
     ///   - offer: the result of `fetchOffer()`.
     ///   - folder: the folder for the files, which need not exist yet.
     ///   - usesAnyNetwork: whether to use networks that cost extra or are in Low Data Mode. If not, a background transfer waits for another network,
     ///     and other transfers fail.
-    ///   - progress: receives the number of bytes received so far.
+    ///   - progress: receives the number of bytes that this and earlier calls have downloaded so far.
     package func fetch(
         _ offer: Offer, to folder: URL, usesAnyNetwork: Bool = true,
         progress: @escaping @Sendable (_ bytes: Int) -> Void = { _ in }

@@ -11,7 +11,7 @@ protocol Transfer: Sendable {
     var filesAtOnce: Int { get }
     /// Receives the missing bytes of the requested file.
     ///
-    /// - Throws: `RetryableFailure` if another request may succeed; `MeSPError` if not; `CancellationError`.
+    /// - Throws: `RetryableFailure` if another request may succeed; `FileNotFound` or `MeSPError` if not; `CancellationError`.
     func receive(_ requested: RequestedFile, progress: @escaping @Sendable (_ bytes: Int) -> Void) async throws
         -> HTTPURLResponse
 }

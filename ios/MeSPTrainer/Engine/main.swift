@@ -1,9 +1,12 @@
-// mesp-engine SETTINGS.json: runs one training. Prints the log's records as they are written. mesp train runs this command. mesp-engine federate
-// SETTINGS.json: takes part in a federation until a signal arrives. Prints a record for each event. mesp-engine generate SETTINGS.json: continues a
-// prompt. Prints a record for each token. mesp generate runs this command. mesp-engine evaluate SETTINGS.json: reads requests from standard input.
-// Prints a record for each request. mesp evaluate runs this command. mesp-engine import SETTINGS.json: converts a model in MLX's format into a
-// bundle. Prints progress records. mesp-engine self-check SETTINGS.json: checks the machine. Prints a record for each check. tools/check_gpu.py runs
-// this command. mesp-engine --version: prints the versions of the engine and of MLX.
+// The commands of mesp-engine:
+//
+// - SETTINGS.json runs one training, for mesp train, and prints the log's records as they are written.
+// - federate SETTINGS.json takes part in a federation until a signal arrives, and prints a record for each event.
+// - generate SETTINGS.json continues a prompt, for mesp generate, and prints a record for each token.
+// - evaluate SETTINGS.json reads requests from standard input, for mesp evaluate, and prints records with the results.
+// - import SETTINGS.json converts a model in MLX's format into a bundle, and prints progress records.
+// - self-check SETTINGS.json checks the machine, for tools/check_gpu.py, and prints a record for each check.
+// - --version prints the versions of the engine and of MLX.
 
 import Foundation
 import MeSPAdapters
@@ -20,7 +23,7 @@ import MeSPSentences
 
 // Set by a signal. The computation checks this flag at every block.
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
-// Set by a memory warning of the system. The training checks this flag before each step.
+// Set by SIGUSR1 or by a memory warning of the system. The training checks this flag before each step.
 nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0
 // The message is allocated here, because a signal handler must not allocate memory.
 nonisolated(unsafe) let lostFile = strdup(

@@ -4,7 +4,6 @@ import MeSPFiles
 /// Writes a file that only its owner can read. After a crash or a power failure, the file is either completely written or unchanged.
 ///
 /// - Parameter replacing: whether to replace an existing file. If false, an existing file stays unchanged.
-/// - Throws: `POSIXError`.
 func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
     func check(_ result: Int32) throws {
         if result < 0 { throw POSIXError(POSIXErrorCode(rawValue: errno) ?? .EIO) }

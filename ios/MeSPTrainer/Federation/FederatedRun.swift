@@ -15,8 +15,8 @@ import MeSPSentences
 ///         return try round.answer()
 ///     }
 ///
-/// `docs/federation.md` describes the content of messages. An array `[blocks, in, rank]` holds the matrices A of one module in its blocks. An array
-/// `[blocks, rank, out]` holds its matrices B.
+/// `docs/federation.md` describes the content of messages. An array `[blocks, in, rank]` holds one module's matrices A in all trained blocks. An
+/// array `[blocks, rank, out]` holds the matrices B.
 package struct FederatedRun {
     /// The settings of the run. They resume an interrupted run for the same message.
     package let settings: RunSettings
@@ -27,7 +27,7 @@ package struct FederatedRun {
     private let received: [String: FlowerArray]
     private let isRounded: Bool
 
-    /// Returns the maximum size of a message in bytes: all matrices of the largest rank in float32, and 1 MiB.
+    /// Returns the maximum size of a message in bytes: the size of all matrices of the largest rank in float32, plus 1 MiB.
     ///
     /// - Throws: `MeSPError` if the URL is not a bundle.
     package static func mostBytes(_ bundle: URL) throws -> Int {
@@ -74,10 +74,11 @@ package struct FederatedRun {
         if !settings.resume { try writeStart() }
     }
 
-    /// Returns the trained matrices, the loss and other metrics as the answer.
+    /// Returns the answer: the trained matrices, the loss and other metrics. If the server exchanges bfloat16, the answer has the changes of the
+    /// matrices instead of the matrices.
     ///
     /// - Parameter name: the name of this device in the answer; nil for the node's number.
-    /// - Throws: `CancellationError` if the run has not finished, and `MeSPError`.
+    /// - Throws: `CancellationError` if the run has not finished; `MeSPError`.
     package func answer(as name: String? = nil) throws -> FlowerRecords {
         let output = URL(fileURLWithPath: settings.output)
         let summary = try LogSummary(folder: output)

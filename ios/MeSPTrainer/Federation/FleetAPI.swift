@@ -14,7 +14,7 @@ struct FleetAPI: Sendable {
     let key: NodeKey
     let transport: HTTPTransport
 
-    /// An error after which the same call may succeed later: the network failed, or the server is busy.
+    /// An error after which the same call may succeed later: the network failed, or the server is slow or busy.
     struct Unreachable: Error {
         let sentence: Sentence
     }

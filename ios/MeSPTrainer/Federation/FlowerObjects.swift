@@ -194,7 +194,7 @@ extension FlowerObjectStore {
 
     /// Returns an array.
     ///
-    /// - Parameter take: a closure that receives the size of each chunk in bytes, before the chunk is used.
+    /// - Parameter take: a closure that receives the sizes of the array's description and of each chunk, in bytes.
     private func array(_ id: String, _ take: (Int) throws -> Void) throws -> FlowerArray {
         struct Description: Decodable {
             let stype: String

@@ -15,7 +15,7 @@ package struct FlowerRecords: Sendable, Equatable {
     }
 }
 
-/// A value in a record. Metrics have only numbers.
+/// A value in a record of metrics or settings.
 package enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)

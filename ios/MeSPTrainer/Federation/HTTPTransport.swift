@@ -4,7 +4,7 @@ import Foundation
     import FoundationNetworking
 #endif
 
-/// Sends requests over HTTP, with limits on the size and the duration of a response. Redirects are not followed, because a redirect would send the
+/// Sends requests over HTTP, with limits on the size and the duration of a response. Redirects are not followed, because a redirect could send the
 /// request's signature to another host. A successful response must state its length and must not be compressed.
 final class HTTPTransport: Sendable {
     private let session: URLSession

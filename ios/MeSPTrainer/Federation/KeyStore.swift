@@ -4,7 +4,7 @@ import MeSPSentences
 #if os(iOS)
     import Security
 
-    /// Stores a node's private key in the Keychain. Other programs can read an app's documents.
+    /// Stores a node's private key in the Keychain. The documents folder is not suitable, because the app shares it with the Files app.
     struct KeyStore {
         private let item: [String: Any] = [
             kSecClass as String: kSecClassGenericPassword, kSecAttrService as String: "Federation",

@@ -11,8 +11,8 @@ import MeSPSentences
 ///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
-/// The received message and the unsent answer are saved in files, so a restarted node continues its work. The node drops a message after its answer
-/// has expired. If a message cannot be read, the node sends an answer that reports a failure.
+/// The received message and the unsent answer are saved in files, so a restarted node continues its work. The node drops a message that the server no
+/// longer waits for. If a message cannot be read or answered, the node sends an answer that reports a failure.
 package struct SuperNode: Sendable {
     /// An event to report to people.
     package enum Event: Sendable, Equatable {
@@ -20,11 +20,11 @@ package struct SuperNode: Sendable {
         case received(Question, bytes: Int)
         /// An answer has been sent. `bytes` excludes the objects that the server already had.
         case sent(Question, bytes: Int)
-        /// A message or its answer has expired.
+        /// The server no longer waits for the answer to a message. The message was dropped.
         case dropped(Question, Sentence)
         /// A message could not be read or answered. The server learns of the failure but not of the reason.
         case failed(Question, String)
-        /// A message was skipped because its metadata cannot be read.
+        /// A message was skipped because its metadata or its object tree is invalid.
         case passedOver(Sentence)
         case waiting(Sentence)
         /// The server can be reached again.
@@ -43,7 +43,7 @@ package struct SuperNode: Sendable {
         /// The time when the server's app created the message, by the server's clock.
         package let created: Date
         package internal(set) var records = FlowerRecords()
-        /// The folder for files of the work on this message. It is removed when the answer has been sent.
+        /// The folder for files of the work on this message. It is removed when the answer has been sent or the message has been dropped.
         package let folder: URL
     }
 
@@ -104,7 +104,7 @@ package struct SuperNode: Sendable {
     /// - Parameters:
     ///   - report: receives each event.
     ///   - answer: returns the answer to a message. The closure is called for one message at a time.
-    /// - Throws: `MeSPError` if the server refuses the node or speaks another protocol, or if another node uses the folder; `CancellationError`.
+    /// - Throws: `CancellationError`; another error if the server refuses the node or speaks another protocol, or if another node uses the folder.
     package func run(
         report: @escaping @Sendable (Event) -> Void,
         answer: @escaping @Sendable (Question) async throws -> FlowerRecords

@@ -16,9 +16,9 @@ package func synchronize(_ file: Int32) -> Int32 {
     return fsync(file)
 }
 
-/// Flushes the entries of a folder to the disk. Counts as success on file systems that do not support this.
+/// Flushes the entries of a folder to the disk.
 ///
-/// - Returns: 0; or -1 with `errno` set.
+/// - Returns: 0, also if the file system does not support this; or -1 with `errno` set.
 package func synchronize(folder: URL) -> Int32 {
     let directory = open(folder.path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
     guard directory >= 0 else { return -1 }

@@ -11,7 +11,7 @@ extension JSONValue {
         guard reader.place == reader.bytes.count else { throw Invalid() }
     }
 
-    /// The value as JSON, in the format of Python's `json.dumps`, with sorted keys.
+    /// The value as JSON, with sorted keys and with the separators `, ` and `: `.
     package var json: String {
         switch self {
         case .null, .deep: "null"

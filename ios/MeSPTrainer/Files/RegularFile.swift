@@ -41,7 +41,7 @@ package func makeFolder(_ url: URL) throws {
     try FileManager.default.createDirectory(at: url, withIntermediateDirectories: true)
 }
 
-/// Returns the size of an open file in bytes, and its modification time since 1970; nil if the system reports an error.
+/// Returns the size of an open file in bytes, and its modification time as the duration since 1970; nil if the system reports an error.
 package func status(of file: Int32) -> (size: Int, modified: Duration)? {
     var status = stat()
     guard fstat(file, &status) == 0 else { return nil }

@@ -17,7 +17,7 @@ struct ConfigJSON {
     /// - Parameters:
     ///   - model: the model's name or folder, for messages.
     ///   - source: the argument of `mesp-export --model` for this model, for messages.
-    /// - Throws: `MeSPError` if the architecture is not supported.
+    /// - Throws: `MeSPError` if the model is not supported or a value is not valid.
     init(_ original: [String: JSONValue], of model: String, source: String) throws {
         self.original = original
         modelType = try Self.modelType(original, of: model, source: source)
@@ -108,7 +108,8 @@ struct ConfigJSON {
         )
     }
 
-    /// Returns the values of the text model of a multimodal model. They include values of the whole model, such as its quantization.
+    /// Returns the values of the text model of a multimodal model, including values of the whole model such as its quantization. Returns the values
+    /// of another model unchanged.
     private static func ofText(
         _ config: [String: JSONValue], _ modelType: String, _ family: PlainFamily
     ) throws -> [String: JSONValue] {

@@ -3,7 +3,7 @@ import MeSPFiles
 
 /// The licence in the front matter of a model card.
 struct ModelCard {
-    /// The identifier of the licence; nil if the card has none. The identifier `other` has a name and a link.
+    /// The identifier of the licence; nil if the card has none. For the identifier `other`, the card may give a name and a link.
     private(set) var license: String?
     private(set) var licenseName: String?
     private(set) var licenseLink: String?

@@ -7,7 +7,7 @@ import MeSPSentences
 ///
 ///     let model = try ModelImport(model: folder)
 ///     print(model.size)
-///     try model.write(to: bundle) { bytes in … }
+///     try model.write(to: bundle) { bytes, kept in … }
 ///
 /// The import supports the families in `PlainFamilies`. The bundle's weights equal, byte for byte, the weights that `mesp-export` writes from the
 /// same files. The bundle has no exported functions, so the trainer's own formulas compute its blocks.
@@ -24,7 +24,8 @@ package struct ModelImport: Sendable {
     let config: JSONValue
     let quantizations: Quantizations
     let copied: [String]
-    /// The digest of the model's files and the options.
+    /// A digest of the manifest, of config.json, of the names, sizes and modification times of the weight files, and of the names of the copied
+    /// files.
     let identity: String
 
     /// The sequence lengths, in tokens, and the ranks in the manifest.
@@ -86,7 +87,7 @@ package struct ModelImport: Sendable {
     /// The size of the bundle's weight files, in bytes, without the tokenizer.
     package var size: Int { manifest.mappedBytes }
 
-    /// Returns the manifest for a model in a repository, without the model's weights.
+    /// Returns the manifest of the bundle that an import of a repository's model would write. The weights need not be downloaded.
     ///
     /// - Parameters:
     ///   - config: the contents of config.json.
@@ -218,7 +219,7 @@ package struct ModelImport: Sendable {
             ]
         }
 
-        /// Returns the bundle's config.json. mlx-lm can read this config.json with the bundle's weights.
+        /// Returns the contents of the bundle's config.json, with the keys and values that mlx-lm reads.
         func configToWrite(isTied: Bool) -> JSONValue {
             var fields = config.fields
             fields["tie_word_embeddings"] = .bool(isTied && config.family.mlxTies)

@@ -64,19 +64,19 @@ struct PlainFamily: Sendable {
     }
 }
 
-/// Tables of supported models, generated from `mesp.models`.
+/// Tables about model families, generated from `mesp.models`.
 enum PlainFamilies {
     static let families = object("families").compactMapValues(PlainFamily.init)
     /// The `model_type`s of all families that the exporter supports.
     static let names = strings("names")
     /// The unsupported `model_type`s -> the part of the model that the trainer lacks.
     static let lacking = object("lacking").compactMapValues(\.string)
-    /// The keys that only some families support. The value has the same effect as a missing key.
+    /// The keys that only some families support -> the value that has the same effect as a missing key.
     static let variants = object("variants")
     static let defaults = object("defaults")
     /// The maximum values of some numbers in config.json.
     static let most = object("most").compactMapValues(\.double)
-    /// The keys of each type of `rope_scaling`. The entry `common` has the keys of all types.
+    /// The keys of each type of `rope_scaling`. The entry `common` has the keys that each type may have.
     static let rope = object("rope").mapValues { Set($0.array?.compactMap(\.string) ?? []) }
     /// The prefixes of tensor names in multimodal models -> the prefixes in the text model. The longest come first.
     static let text = object("text").compactMapValues(\.string).sorted { $0.key.count > $1.key.count }

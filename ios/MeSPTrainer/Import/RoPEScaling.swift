@@ -41,8 +41,8 @@ enum RoPEScaling {
         if type == "yarn" {
             let magnitude = try attentionFactor(scaling, factor, config)
             scaling["attention_factor"] = .number(magnitude)
-            // mlx-lm ignores `attention_factor` and multiplies q and k by 0.1 · mscale · ln(factor) + 1. With this `mscale` the result is
-            // `attention_factor`.
+            // mlx-lm ignores `attention_factor` and multiplies q and k by 0.1 · mscale · ln(factor) + 1. For a factor above 1, this `mscale` makes
+            // the result `attention_factor`.
             scaling["mscale"] = .number((magnitude - 1) / (factor > 1 ? 0.1 * log(factor) : .infinity))
             scaling["mscale_all_dim"] = .integer(0)
         } else if (scaling["attention_factor"] ?? .null) == .null {
@@ -51,7 +51,8 @@ enum RoPEScaling {
         return scaling
     }
 
-    /// Returns YaRN's factor for q and k: `attention_factor`, or a value derived from `mscale` and `mscale_all_dim`.
+    /// Returns YaRN's factor for q and k: `attention_factor` if it is given. Otherwise the factor is computed from `factor`, and from `mscale` and
+    /// `mscale_all_dim` if both are given.
     private static func attentionFactor(
         _ scaling: [String: JSONValue], _ factor: Double, _ config: ConfigJSON
     ) throws -> Double {
@@ -67,8 +68,8 @@ enum RoPEScaling {
 
     /// Returns the frequencies of the rotated pairs, in radians per position, and the factor for the pairs.
     ///
-    /// The frequencies are θ^(−2i/D) for i < D/2 with D = headDim · partial_rotary_factor, changed by `rope_scaling`. If `isLocal` is set and
-    /// config.json has `rope_local_base_freq`, this value is θ, D is headDim, and there is no scaling.
+    /// The frequencies are θ^(−2i/D) for i < D/2, changed by `rope_scaling`. D is headDim · partial_rotary_factor, or headDim for the type
+    /// `proportional`. If `isLocal` is set and config.json has `rope_local_base_freq`, this value is θ, D is headDim, and there is no scaling.
     ///
     /// - Parameter length: the maximum sequence length, in tokens. LongRoPE has other factors for long sequences.
     static func frequencies(

@@ -155,7 +155,8 @@ struct Quantizations {
         return own
     }
 
-    /// Returns the quantization of a module's matrix in the bundle. Throws if the group size does not divide the number of columns.
+    /// Returns the quantization of a module's matrix in the bundle. Throws if the module is not quantized, or if the group size does not divide the
+    /// number of columns.
     func of(_ module: String, columns: Int) throws -> Quantization {
         let quantization = try inFiles(module).inBundle
         guard columns % quantization.groupSize == 0 else {

@@ -66,7 +66,7 @@ extension SourceTensor {
 struct SourceTensors {
     private let folder: URL
     private(set) var tensors = [String: SourceTensor]()
-    /// The files. The size and the modification time show whether a file has changed.
+    /// The weight files. The size and the modification time show whether a file has changed.
     private(set) var files = [(url: URL, size: Int, modified: Duration)]()
     /// The number of unused tensors, such as those of a vision encoder.
     private(set) var leftOut = 0
@@ -220,8 +220,8 @@ struct SourceTensors {
         }
     }
 
-    /// Decides from the stored tensors whether the head is tied to the embedding. If config.json ties both, the files may have only one of them, or
-    /// two different ones.
+    /// Decides from the stored tensors whether the head is tied to the embedding. If config.json ties them, the files may still have a head. A head
+    /// that equals the embedding, or that is stored in place of it, is tied. A different head is not.
     private mutating func findHead() throws {
         let heads = tensors.filter { $0.key.hasPrefix(Self.head) }
         guard isTied, !heads.isEmpty else { return }

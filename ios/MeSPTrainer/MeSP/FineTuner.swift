@@ -40,9 +40,8 @@ public final class FineTuner: Sendable {
     /// - Parameters:
     ///   - bundle: the bundle's folder.
     ///   - tokenizer: the model's tokenizer.
-    ///   - folder: the folder for runs. It is created if necessary. Two fine-tuners must not share a folder. nil: a folder with the bundle's name, in
-    ///     `MeSP`
-    ///     in the Application Support folder.
+    ///   - folder: the folder for runs. It is created if necessary. Two fine-tuners must not share a folder. nil: a folder with the bundle's name in
+    ///     the folder `MeSP` of the Application Support folder.
     /// - Throws: ``FineTuningError`` if `bundle` is not a bundle, is damaged, or has an unknown format.
     public convenience init(bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil) async throws {
         try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, controller: .ofProcess)
@@ -127,7 +126,7 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Whether the last run ended before its last step.
+    /// Whether there is an unfinished run that ``continueTraining()`` can continue.
     public var canContinueTraining: Bool { runs.settingsToContinue(with: bundle) != nil }
 
     /// Continues the last run from its last saved state, with its data and options. A run without a saved state starts again. On the same processor
@@ -267,10 +266,10 @@ public final class FineTuner: Sendable {
         controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil
     }
 
-    /// Sets three environment variables, unless they are set already. Call this function before the first use of MLX.
+    /// Sets environment variables for MLX, unless they are set already. Call this function before the first use of MLX.
     ///
     /// - `MLX_ENABLE_TF32` keeps float32 matrix products in full precision on A19, M5 and later.
-    /// - `MLX_METAL_GPU_ARCH` keeps the neural accelerators off until the self-check has passed.
+    /// - `MLX_METAL_GPU_ARCH` keeps neural accelerators off until the self-check has passed. It is set only on GPUs that have them.
     /// - `MLX_MAX_OPS_PER_BUFFER` limits the memory of a step on a GPU.
     ///
     /// The variables make inference in the same process slower, so a fine-tuner does not set them itself.
@@ -280,7 +279,8 @@ public final class FineTuner: Sendable {
 
     /// Returns the first training sequence of `conversations`.
     ///
-    /// - Throws: ``FineTuningError`` as ``train(on:_:)-([Conversation],_)`` does, except for faults in later conversations.
+    /// - Throws: ``FineTuningError`` if a conversation or an option is refused. Only the conversations up to the returned one are tokenized, so some
+    ///   faults in later conversations are not found.
     public func preview(
         of conversations: [Conversation], _ options: TrainingOptions = .init()
     ) async throws -> TrainingPreview {
@@ -289,7 +289,8 @@ public final class FineTuner: Sendable {
 
     /// Returns the first training sequence of a file's data.
     ///
-    /// - Throws: ``FineTuningError`` as ``train(on:_:)-(URL,_)`` does, except for faults in later records.
+    /// - Throws: ``FineTuningError`` if the file, a record or an option is refused. Only the records up to the returned sequence are tokenized, so
+    ///   some faults in later records are not found.
     public func preview(of file: URL, _ options: TrainingOptions = .init()) async throws -> TrainingPreview {
         try await preview(.file(file), options)
     }
@@ -322,7 +323,8 @@ public final class FineTuner: Sendable {
     ///   - maxTokens: the maximum number of tokens in the answer.
     ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
     /// - Returns: the pieces of the answer. Generation ends at the next block if the reading task is cancelled or leaves the loop. The stream throws
-    ///   a ``FineTuningError`` if the chat template would lose a message, or if a run or another answer is in progress.
+    ///   a ``FineTuningError`` if the chat template would lose a message, if there are no saved adapters to use, or if a run or another answer is in
+    ///   progress.
     public func answer(
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
@@ -427,7 +429,8 @@ private final class Turn: @unchecked Sendable {
         lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }
     }
 
-    /// Begins `body` and returns its task; nil if other work is in progress. When `body` ends, its result is called, after other work may begin.
+    /// Begins `body` and returns its task; nil if other work is in progress. `body` returns a closure, which is called when other work may begin
+    /// again.
     func take(
         for owner: FineTuner, _ body: @escaping @Sendable () async -> @Sendable () -> Void
     ) -> Task<Void, Never>? {

@@ -5,13 +5,13 @@ import MeSPImport
 import MeSPSentences
 
 extension FineTuner {
-    /// Opens a model in MLX's 4-bit format, for example from [mlx-community](https://huggingface.co/mlx-community).
+    /// Opens a quantized model in MLX's format, for example from [mlx-community](https://huggingface.co/mlx-community).
     ///
     /// The first call converts the weights into a bundle of ``bundleSize(of:)`` bytes. The bundle is excluded from backups. The model's files stay
     /// unchanged. An interrupted call is continued by the next call. Later calls open the existing bundle.
     ///
     /// - Parameters:
-    ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.
+    ///   - model: the folder, with `config.json`, `tokenizer.json`, and the weights in one or more files `model*.safetensors`.
     ///   - tokenizer: the model's tokenizer.
     ///   - bundle: the folder of the bundle. nil: a folder with the model's name, in `MeSP/Models` in the Application Support folder.
     ///   - folder: the folder for runs, as in ``init(bundle:tokenizer:folder:)``.

@@ -45,7 +45,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     /// The granted background time requires a device that is charging.
     case charger
 
-    /// A sentence with the reason and the end of the pause, in the app's language.
+    /// The reason for the pause and what ends it, in the app's language.
     public var message: String { MeSPControl.PauseReason(rawValue: rawValue)?.advice.localized ?? rawValue }
 }
 

@@ -40,7 +40,7 @@ final class CheckSuite {
         return checks.filter { names.contains($0.name) }
     }
 
-    /// All checks, in their order. The first check that computes must be the one that measures the first step.
+    /// All checks, in their order. `metal.footprint` measures the process's first step, so it precedes the other checks that compute.
     var checks: [Check] {
         let lengths = bundle.manifest.seqLens.sorted()
         return [

@@ -105,7 +105,8 @@ extension CheckSuite {
         }
     }
 
-    /// Measures the rate of a product for the longest sequence. W is the first rows of a wide projection, with several numbers of rows.
+    /// Measures the rate of a product for the longest sequence. W consists of the first rows of a wide projection. The rate is measured for several
+    /// numbers of rows.
     func measureProduct(_ product: Product) throws -> Finding {
         let (inputs, length) = (architecture.hiddenSize, longest)
         let rates = try bundle.withBlock(0) { weights in

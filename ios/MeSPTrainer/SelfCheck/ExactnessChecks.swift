@@ -139,7 +139,8 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// Returns the block's inputs besides x. The context has the shared keys and values of earlier blocks.
+    /// Returns the block's inputs besides x. The context must have the shared keys and values of earlier blocks. If later blocks share this block's
+    /// keys and values, they are added to the context.
     func sideInputs(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel,
         _ context: BlockwiseModel.SequenceContext
@@ -219,7 +220,7 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
     }
 
-    /// Checks the loss of few targets. A product with few rows uses another kernel.
+    /// Checks the loss and its gradient for few targets. A product with few rows uses another kernel.
     func checkFewTargets() throws -> Finding {
         let trainer = try makeTrainer(run(shortest))
         let whole = example(shortest)
@@ -243,7 +244,8 @@ extension CheckSuite {
 
     private func bits(_ array: MLXArray) throws -> Data { try array.withBytes { $0.withUnsafeBytes { Data($0) } } }
 
-    /// Checks that repeated gradients are equal to the last bit. The check repeats a gradient `repeats` times, or until its time is over.
+    /// Checks that repeated gradients are equal to the last bit. The check repeats a gradient up to `repeats` times. It stops earlier, after at least
+    /// two repetitions, when its time is over.
     func repeatGradient() throws -> Finding {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let first = try gradients(trainer).gradients.mapValues(bits)

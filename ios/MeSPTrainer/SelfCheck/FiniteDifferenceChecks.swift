@@ -35,7 +35,7 @@ extension CheckSuite {
         var x = try model.embed(example).asType(.float32)
         let context = try model.makeContext(example, x0: x)
         try addKeysAndValues(before: blocks[0], x, model, context)
-        /// Returns the outputs of a block with the parameters `lora`. They also determine the keys and values that the block shares with later
+        /// Returns the outputs of a block with the parameters `lora`. `lora` also determines the keys and values that the block shares with later
         /// blocks.
         func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
             try forward.outputs(block, x, lora, sideInputs(block, x, lora, model, context))
@@ -80,7 +80,7 @@ extension CheckSuite {
 
     /// Returns the relative difference between the norm of a gradient and the slope of the loss along the gradient.
     ///
-    /// - Parameter size: the maximum distance by which the parameters are moved.
+    /// - Parameter size: the maximum of h. The parameters are moved by up to 2h.
     private func differenceError(
         _ gradient: MLXArray, _ lora: MLXArray, size: Float, _ loss: (MLXArray) throws -> Double
     ) throws -> Double {

@@ -3,9 +3,9 @@ import MLX
 import MeSPControl
 import MeSPCore
 
-/// The measurements of the process's first step. On a GPU this step compiles all kernels, and Metal takes memory for them.
+/// The measurements of the process's first step. On a GPU this step compiles kernels, and Metal takes memory for them.
 struct FirstStep {
-    /// The growth of the footprint, without MLX's arrays, in bytes: after the first use of MLX, and after the first step.
+    /// The growth of the footprint, without MLX's arrays, in bytes: after the first use of MLX, and after the first two steps.
     let afterUse, afterStep: Int
     /// The longest time between two block boundaries, in seconds: in the first step, and in the second step.
     let longest, longestAgain: Double

@@ -128,7 +128,7 @@ extension CheckSuite {
         return grown < size / 4 + slack ? .pass : .fail
     }
 
-    /// Measures the time to map a block's file and run the first kernel on the map.
+    /// Measures the time to map a block's file: the difference between the first and a repeated use of a map.
     func measureMapFirstUse() throws -> Finding {
         let file = bundle.file(ofBlock: 0)
         let (url, words) = (bundle.url.appendingPathComponent(file.file), file.words)

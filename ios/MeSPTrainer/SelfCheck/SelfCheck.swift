@@ -13,7 +13,7 @@ public struct SelfCheck {
         package var bundle: String
         /// The number of repetitions of a gradient. All results must be equal to the last bit.
         package var repeats = 50
-        /// The duration of one measurement, in seconds.
+        /// The time for a measurement, in seconds. Some checks take a multiple or a fraction of it.
         package var seconds = 1.0
         /// The duration of continuous training, in minutes, to measure thermal throttling; 0 for none.
         package var minutes = 0.0
@@ -95,7 +95,8 @@ public struct SelfCheck {
         return whole
     }
 
-    /// Returns the result of a check. An error other than `CancellationError` becomes a failure. The check is repeated after an error of the GPU.
+    /// Returns the result of a check. The error `Skipped` gives the verdict `skipped`. Another error, except `CancellationError`, gives a failure.
+    /// The check is repeated after an error of the GPU.
     static func perform(
         _ check: CheckSuite.Check, _ bundle: ModelBundle, _ atBlock: () throws -> Void = {}
     ) throws -> SelfCheckReport.Check {

@@ -9,7 +9,8 @@ public struct SelfCheckReport: Codable, Sendable {
     /// The machine, the model and the settings.
     package var start: Start
     public var checks = [Check]()
-    /// The end of the report; nil until all checks have run. If `end` stays nil, the process ended during the check after the last one in `checks`.
+    /// The end of the report; nil until all checks have run. If `end` stays nil, the self-check ended during the check after the last one in
+    /// `checks`.
     package var end: End?
 
     package struct Start: Codable, Sendable {
@@ -17,7 +18,7 @@ public struct SelfCheckReport: Codable, Sendable {
         package var mlxVersion: String
         /// The machine and its system.
         package var host: String
-        /// The name of the GPU; nil without an Apple GPU.
+        /// The name of the GPU; nil without Metal.
         package var gpu: String?
         package var gpuArchitecture: String?
         /// The bundle's name.
@@ -75,7 +76,7 @@ public struct SelfCheckReport: Codable, Sendable {
         package var kernelSeconds: Double?
         /// The time to allocate a new buffer of 1 MiB.
         package var newBufferSeconds: Double?
-        /// The time to map a block's file and use the map for the first time.
+        /// The additional time of the first use of a map of a block's file, including the mapping.
         package var mapSeconds: Double?
         /// The rate of reading plus writing memory.
         package var bytesPerSecond: Double?
@@ -86,7 +87,7 @@ public struct SelfCheckReport: Codable, Sendable {
     }
 
     package struct End: Codable, Sendable {
-        /// `fail` if a check failed.
+        /// `fail` if a check failed; otherwise `pass`.
         package var verdict: Verdict
         package var constants: Constants
         package var seconds: Double

@@ -77,7 +77,7 @@ extension CheckSuite {
     func measurePeak(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
-        // The memory for Metal is in use before this check begins.
+        // The memory for Metal is in use before this check begins, so the measured growth excludes it.
         let planner = Planner(bundle.manifest, run)
         let predicted = planner.peak(plan) - (planner.metalBytes ?? 0)
         let steps = try runSteps(run, plan, for: 0)

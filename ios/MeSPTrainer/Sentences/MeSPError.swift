@@ -15,7 +15,7 @@ public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
 }
 
 extension Error {
-    /// The error's own sentence, or else the system's description.
+    /// The error's own sentence; for a `DecodingError`, a sentence about the key or the value; otherwise the system's description.
     package var plainSentence: Sentence {
         if let error = self as? any SentenceError { return error.sentence }
         if let decoding = self as? DecodingError {

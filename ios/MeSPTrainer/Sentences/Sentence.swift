@@ -17,7 +17,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
 
     public init(stringLiteral text: String) { self.init(english: text) }
 
-    /// - Parameter english: a sentence from a file. It is translated only if it has no values.
+    /// - Parameter english: a sentence from a file. A sentence into which values were inserted has no translation.
     package init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }

@@ -12,7 +12,7 @@ import Testing
 @testable import MeSPDownload
 @testable import MeSPFiles
 
-/// Tests damaged files of each kind. Each is read or refused with a sentence, and takes little memory.
+/// Tests damaged files. Each is read, or refused with a sentence, and takes little memory.
 @Suite(.serialized) struct FuzzTests {
     /// The number of cases of each kind. `make test-slow` sets it to 10,000.
     static let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
@@ -86,7 +86,7 @@ import Testing
         return data
     }
 
-    /// Runs `body` for each case. Its errors must have a sentence.
+    /// Runs `body` for each case. Each error must have a sentence, and the memory must stay small.
     private func fuzz(seed: UInt64, _ body: (inout Generator) throws -> Void) throws {
         let sampler = FootprintSampler()
         defer { sampler.stop() }

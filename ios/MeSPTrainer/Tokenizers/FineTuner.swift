@@ -5,9 +5,9 @@ extension FineTuner {
     /// Opens a bundle with the tokenizer in its folder.
     ///
     /// - Parameters:
-    ///   - bundle: the folder of the model.
-    ///   - folder: the folder of the run. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
-    /// - Throws: `FineTuningError` if `bundle` is not a bundle, is damaged, or has a tokenizer that cannot be read.
+    ///   - bundle: the bundle's folder.
+    ///   - folder: the folder for runs. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
+    /// - Throws: `FineTuningError` if `bundle` is not a bundle, is damaged, has an unknown format, or has a tokenizer that cannot be read.
     public convenience init(bundle: URL, folder: URL? = nil) async throws {
         try await self.init(bundle: bundle, tokenizer: loadTokenizer(bundle: bundle), folder: folder)
     }
@@ -16,11 +16,11 @@ extension FineTuner {
     ///
     /// - Parameters:
     ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.
-    ///   - bundle: the folder of the bundle that is made of the model. nil: a folder with the model's name, in `MeSP/Models` in the Application
-    ///     Support folder.
-    ///   - folder: the folder of the run. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
+    ///   - bundle: the folder of the bundle. nil: a folder with the model's name, in `MeSP/Models` in the Application Support folder.
+    ///   - folder: the folder for runs. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
     ///   - progress: receives the written fraction of the bundle, from 0 to 1, on any thread.
-    /// - Throws: `FineTuningError` if no bundle can be made of the model, or its tokenizer cannot be read.
+    /// - Throws: `FineTuningError` if the tokenizer cannot be read, or if no bundle can be made of the model; `CancellationError` if the task is
+    ///   cancelled.
     public convenience init(
         model: URL, bundle: URL? = nil, folder: URL? = nil,
         progress: @escaping @Sendable (Double) -> Void = { _ in }

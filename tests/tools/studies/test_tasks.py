@@ -28,7 +28,7 @@ def test_neither_the_commands_nor_the_wordings_that_are_held_out_are_trained_on(
     commands = [{case.completion for case in cases} for cases in (train, held_out)]
     assert not commands[0] & commands[1]
     assert not set(house_requests.HEARD) & set(house_requests.UNHEARD)
-    # Every word in a held-out answer also occurs in training.
+    # Every value in a held-out answer also occurs in training.
     words = [{w for c in each for w in json.loads(c).values()} for each in commands]
     assert words[1] <= words[0]
 

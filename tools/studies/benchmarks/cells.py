@@ -23,7 +23,7 @@ from mesp.models.short_names import KNOWN
 from mesp.source_model.find import find_source
 from studies.benchmarks.machine import cpu
 
-DEVICE = "cpu"  # the device of bundles that are run
+DEVICE = "cpu"  # the device of bundles, unless a table names another
 Row = dict[str, Any]
 
 

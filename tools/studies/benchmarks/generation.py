@@ -30,7 +30,7 @@ from studies.benchmarks.processes import (
 )
 from studies.in_peft.inputs import first_adapters
 
-ROUNDS = 5  # measurements of each case, which alternate
+ROUNDS = 5  # rounds, each of which measures all cases
 TOGETHER = 8
 ADAPTERS = (0, 1, 2, 4)  # numbers of adapters
 
@@ -49,7 +49,8 @@ class Writer:
         self.process, self.is_engine = process, is_engine
 
     def write(self, prompts: list[list[int]], tokens: int) -> Use:
-        """Generates `tokens` greedy tokens after each prompt, with all prompts in one batch."""
+        """Generates `tokens` tokens greedily after each prompt, and returns the time and memory
+        used."""
         began, cpu = time.perf_counter(), self._cpu_seconds()
         peak, adapters = (
             self._ask_engine(prompts, tokens) if self.is_engine else (self._ask(prompts, tokens), 0)
@@ -127,8 +128,8 @@ def measure_generation(
 ) -> Iterator[Row]:  # fmt: skip
     """Yields rows for generation of `tokens` tokens after prompts of the cell's sequence length.
 
-    One text is generated alone, and eight in a batch. The programs alternate, so that a slow minute
-    affects all of them.
+    One text is generated alone and, except with mlx-lm, eight in a batch. The programs alternate,
+    so that a slow minute affects all of them.
     """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
@@ -208,8 +209,8 @@ def write_adapters(folder: Path, cell: Cell) -> None:
 def _measure(
     cell: Cell, writers: dict[tuple[str, int], Writer], tokens: int, tell: Callable[[int], None]
 ) -> dict[tuple[str, int], list[tuple[Use, Use]]]:
-    """Returns, by writer and number of texts, the costs of prompts alone and of prompts with
-    `tokens` more.
+    """Returns the costs of generating 1 token and 1 + `tokens` tokens after the prompts, by writer
+    and number of texts.
     """
     vocabulary = read_manifest(cell.bundle).architecture.vocab_size
     random = np.random.default_rng(0)

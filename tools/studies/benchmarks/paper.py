@@ -1,4 +1,4 @@
-"""The paper's figures for MeSP, from paper.json."""
+"""The paper's figures, from paper.json."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ def page(rows: dict[str, list[Row]], command: str) -> str:
 
 
 def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
-    """Yields a line for each successful measurement, with the paper's figure beside it."""
+    """Yields the lines of the summary. Each has a figure's name, the paper's value and the value
+    measured here.
+    """
     for row in rows["length"]:
         model, tokens = row["model"], row["seq_len"]
         if row["footprint_peak_bytes"] is None:

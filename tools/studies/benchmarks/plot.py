@@ -28,7 +28,11 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, rows: list[Row], kind: Kind) -> None:
-    """Draws a panel for each y value, with a line for each combination of settings."""
+    """Draws a panel for each heading in `kind.ys`, with a line for each combination of model,
+    variant, number of blocks, sequence length and rank.
+
+    The quantity on the x axis is not a part of the combination.
+    """
     from matplotlib.figure import Figure
 
     lengths, ranks = ({row[name] for row in rows} for name in ("seq_len", "rank"))

@@ -45,7 +45,9 @@ engine_program = cache(find_engine)
 
 
 def blas_threads() -> int:
-    """Returns the engine's default number of BLAS threads: one per core, but at most 8."""
+    """Returns the number of BLAS threads that the engine uses by default: OPENBLAS_NUM_THREADS if
+    it is set, or else one per core, but at most 8.
+    """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return int(os.environ.get(THREADS[0]) or min(8, cores))
 
@@ -58,7 +60,9 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> RunLog:  # fmt: skip
-    """Runs `benchmarks.in_python` and returns its log. `preload` uses OpenBLAS if installed."""
+    """Runs `benchmarks.in_python` and returns its log. With `preload`, MLX uses OpenBLAS if it is
+    installed.
+    """
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
     environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
@@ -88,7 +92,7 @@ def run_program(
 ) -> RunLog:  # fmt: skip
     """Runs a program with a file of settings, and returns a log of the records that it prints.
 
-    If the program fails, raises MespError with the last line that the program printed.
+    Raises MespError if the program fails.
     """
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:

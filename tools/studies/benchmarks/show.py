@@ -34,7 +34,9 @@ def present(rows: list[Row], kind: Kind) -> None:
 
 
 def drawn(rows: list[Row]) -> list[Row]:
-    """Returns the rows, with a row for each held-out loss of a run."""
+    """Returns the rows sorted by step. A row of a run with held-out losses is replaced by one row
+    for each of these losses.
+    """
     points = [row for row in rows if "held_out" not in row]
     for row in rows:
         since = 0

@@ -43,7 +43,7 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
 # MeZO's noisy estimates would make its loss diverge at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
-ROUNDS = 3  # measurements of each variant, which alternate
+ROUNDS = 3  # rounds, each of which measures all variants
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
     "q,v": {"projections": ["q", "v"]},
@@ -60,7 +60,7 @@ _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-RECORDS = 512  # records in the data of the tables records and packing
+RECORDS = 512  # records in the data of the tables `records`, `packing` and `packing-gpu`
 
 # Entries of the engine's counts that a row includes.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
@@ -348,7 +348,7 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
         if cell.seq_len != longest:
             continue
-        # One record of mean size represents all records of a length.
+        # Records of the mean size represent all records of a length.
         each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
                 for n, these in alone.items()}  # fmt: skip
         share = {n: len(these) / len(sizes) for n, these in alone.items()}
@@ -479,8 +479,8 @@ def largest_difference(rows: list[Row]) -> float:
 
 
 def check_agreement(rows: list[Row]) -> None:
-    """Prints the largest difference of MeSP's and MeBP's losses. Raises MespError if it exceeds
-    AGREEMENT.
+    """Prints the largest relative difference between MeSP's and MeBP's losses. Raises MespError if
+    it exceeds AGREEMENT or is NaN.
     """
     largest = largest_difference(rows)
     click.echo(f"MeSP and MeBP: largest relative difference of a loss {largest:.1e}.")

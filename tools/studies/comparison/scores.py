@@ -46,10 +46,8 @@ class Scores(NamedTuple):
 
 
 def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
-    """Returns the weights of the bundle, or of the Hugging Face model `base`, as mlx-lm's float32
-    model.
-
-    Adapters must be in mlx-lm's format.
+    """Returns mlx-lm's model in float32 with the weights of the bundle, or of the Hugging Face
+    model `base`, and with the adapters if there are any.
     """
     model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
     model.set_dtype(mx.float32)

@@ -1,4 +1,4 @@
-"""Writes the inputs of a run of PEFT, which is read without MLX and MeSP."""
+"""Writes the inputs of a training run with PEFT, in files that can be read without MLX and MeSP."""
 
 from __future__ import annotations
 

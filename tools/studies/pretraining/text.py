@@ -25,7 +25,7 @@ QWEN2_PATTERN = (
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file, and removes its control characters."""
+    """Reads a text file, and removes its control characters except for line ends and tabs."""
     try:
         text = source_files.read_text(path)
     except MespError as error:
@@ -75,9 +75,9 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 def shuffled_batches(
     tokens: np.ndarray, batch_size: int, seq_len: int, seed: int
 ) -> Iterator[mx.array]:
-    """Yields endless batches [batch_size, seq_len + 1]. Each epoch covers the tokens once.
+    """Yields endless batches [batch_size, seq_len + 1].
 
-    Each epoch begins at a random offset, so epochs have different windows.
+    An epoch's windows follow each other in the text, from a random offset, and are shuffled.
     """
     rng = np.random.default_rng(seed)
     window = np.arange(seq_len + 1)

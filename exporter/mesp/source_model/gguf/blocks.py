@@ -14,9 +14,10 @@ import numpy as np
 
 from mesp.models.quantization_formats import Quantization
 
-Arrays = tuple[np.ndarray, ...]  # codes [rows, columns], scales and biases [rows, groups]
+Arrays = tuple[np.ndarray, ...]  # codes [rows, columns]; scales and perhaps biases [rows, groups]
 
-# Types with groups of 16 weights, which MLX lacks. Their weights are quantized again, to `WIDE`.
+# Types with groups of 16 weights that no format of MLX represents. Their weights are quantized
+# again, to `WIDE`.
 REQUANTIZED = ("Q6_K", "Q2_K")
 UNQUANTIZED = ("F32", "F16", "BF16")
 WIDE = Quantization(8, 32)

@@ -44,7 +44,8 @@ class Tensor:
     """A tensor of the file.
 
     `type` is llama.cpp's name of the block type, and `number` the type's number in the file.
-    `shape` is [rows, columns]. `data` has the bytes of each row.
+    `shape` is in NumPy's order, such as [rows, columns]. `data` [rows, bytes] has the bytes of each
+    row.
     """
 
     type: str
@@ -204,8 +205,8 @@ def _kind_of_q2_0(
 ) -> dict[int, tuple[str, int, int]]:
     """Returns the type that number 42 means in a file: Q2_0 or PQ2_0.
 
-    Blocks of the right type exactly fill the space of each tensor. Raises ValueError if both types
-    fit, or neither.
+    Blocks of the right type fill the space of each tensor up to the padding. Raises ValueError if
+    the file has such tensors, and both types fit or neither.
     """
     ends = sorted({*(offset for *_, offset in found), length})
     rooms = [

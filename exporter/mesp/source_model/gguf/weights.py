@@ -38,8 +38,8 @@ class GGUFWeights:
     is_converted = True
 
     def __init__(self, file: GGUF, arch: Architecture):
-        """Raises MespError unless the file has exactly the architecture's tensors, in supported
-        types."""
+        """Raises MespError if a tensor is missing or unknown, or has an unsupported type or the
+        wrong shape."""
         self.file, self.arch, self.names = file, arch, Names(arch)
         self.quantized: tuple[Any, tuple[mx.array, ...]] = (None, ())
         self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}

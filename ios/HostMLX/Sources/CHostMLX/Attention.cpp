@@ -51,7 +51,8 @@ INLINE void multiply_tile(Matrix a, Matrix b, int depth, bool adds, float *c, pt
     for (int i = 0; i < rows; i++) std::memcpy(c + i * c_stride, &sums[i], sizeof(Floats));
 }
 
-/// Computes c = a b, or c += a b if `adds` is set. c is [rows, columns], with a multiple of 16 columns. The sums of six rows fill AVX2's registers.
+/// Computes c = a b, or c += a b if `adds` is set. c is [rows, columns], with a multiple of 16 columns. The sums of six rows take 12 of AVX2's 16
+/// registers.
 template <bool transposed = false>
 INLINE void multiply(Matrix a, Matrix b, int rows, int columns, int depth, bool adds, float *c, ptrdiff_t c_stride) {
     int i = 0;
@@ -320,7 +321,8 @@ void scores(const Pass &pass, int index, const Heads &key, const Heads &value) {
     });
 }
 
-/// Computes P and dS = P (dP − rowsum(P ∘ dP)) for a part of the keys, and adds its terms: dv = Pᵀ dO, dk = dSᵀ q · scale, dq = dS k · scale.
+/// Computes P and dS = P (dP − rowsum(P ∘ dP)) for a part of the keys. Adds Pᵀ dO to dv and dSᵀ q · scale to dk, and stores dS k as the part's term
+/// of dq / scale.
 FOR_EACH_CPU
 void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *dv) {
     const int rows = pass.q.rows, d = pass.q.problem.d;
@@ -375,7 +377,7 @@ void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *
     });
 }
 
-/// Sums the parts' terms into dq [heads, queries, d].
+/// Sums the parts' terms, and stores the sums multiplied by the scale in dq [heads, queries, d].
 void finish(const Pass &pass, float *dq) {
     const Queries &q = pass.q;
     const int d = q.problem.d;
@@ -490,7 +492,7 @@ void attend_one(const float *q, Matrix k, Matrix v, int length, int d, float sca
     }
     float sum = 0;
     for (int j = 0; j < lanes; j++) sum += total[j];
-    // v is processed in columns of 64 numbers, so that the sums fit into registers.
+    // 64 columns of v are processed at a time, so that the sums fit into registers.
     int i = 0;
     const auto weigh = [&]<int count>(std::integral_constant<int, count>) __attribute__((always_inline)) {
         Floats sums[count] = {};
@@ -556,7 +558,7 @@ class AttentionGradient : public mx::Primitive {
     const bool isCausal;
 };
 
-/// The attention of q, k, v and an optional mask. In the output, the numbers of a position are contiguous.
+/// The attention of q, k, v and an optional mask. In the output, the numbers of all heads at a position are contiguous.
 class Attention : public mx::UnaryPrimitive {
   public:
     Attention(mx::Stream s, float scale, bool isCausal) : UnaryPrimitive(s), scale(scale), isCausal(isCausal) {}

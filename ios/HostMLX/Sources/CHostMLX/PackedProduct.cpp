@@ -83,8 +83,8 @@ INLINE void read_codes(const uint8_t *packed, Words &codes) {
         codes = (Words{} + word) >> shifts & 3;
         return;
     }
-    // Loads a power of two of bytes at once, which is faster than two loads. The load may have extra bytes after the codes or, for the last codes of
-    // a group, before them.
+    // Loads a number of bytes that is a power of two, which is faster than two loads. The load may have extra bytes after the codes or, for the last
+    // codes of a group, before them.
     constexpr int size = std::bit_ceil(2u * bits), before = last ? size - 2 * bits : 0;
     Bytes bytes{};
     std::memcpy(&bytes, packed - before, size);

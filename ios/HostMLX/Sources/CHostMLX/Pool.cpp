@@ -48,7 +48,7 @@ class Pool {
         wait(lock, done, [this] { return unfinished == 0; });
     }
 
-    /// Held by the stream's thread that uses the pool. MLX has a thread for each stream.
+    /// Held by the thread that uses the pool. MLX has a thread for each stream.
     std::mutex inUse;
 
   private:

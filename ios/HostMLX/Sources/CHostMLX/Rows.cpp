@@ -122,7 +122,7 @@ std::optional<mx::Shape> reduced(const mx::array &a) {
 struct Reduction {
     float parts[lanes], rest;
 
-    /// Starts with the row's first number, so that a leading NaN is kept.
+    /// A maximum starts with the row's first number, so that a leading NaN is kept.
     void begin(Operation operation, float first) {
         rest = operation == Operation::sum ? 0 : first;
         std::fill_n(parts, lanes, rest);
@@ -221,7 +221,7 @@ void compute(
     }
 }
 
-/// A fused operation on the rows of a shape. The result has one number per row, or a row.
+/// A fused operation on the rows of a shape. The result has one number for each row, or has the shape itself.
 class FusedPrimitive : public mx::UnaryPrimitive {
   public:
     FusedPrimitive(mx::Stream s, std::vector<Term> terms, mx::Shape shape)

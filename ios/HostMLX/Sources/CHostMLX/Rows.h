@@ -1,4 +1,4 @@
-// Operations on rows, on the CPU with all cores.
+// Multithreaded operations on rows on the CPU.
 
 #ifndef ROWS_H
 #define ROWS_H
@@ -30,7 +30,7 @@ struct Rows {
 /// Returns `result` with fused elementwise operations and reductions over rows. Intermediate results stay in the cache. Numbers equal those of
 /// separate operations, except for the order of sums.
 ///
-/// \returns `result` itself if it cannot be fused: on another device, for another dtype, or while it is differentiated.
+/// \returns `result` itself if it cannot be fused, for example on another device or while it is differentiated.
 mlx::core::array fused(const mlx::core::array &result, const std::vector<mlx::core::array> &inputs);
 
 /// Returns y = x r w with r = 1 / √(mean(x²) + ε), or nil if MLX's own function must be used.
@@ -42,7 +42,8 @@ std::optional<mlx::core::array> rms_norm(
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, int offset, const mlx::core::array &periods, mlx::core::Stream s);
 
-/// Applies rotary position embedding with int32 `offsets`: one for each index of x's first axis, or one for all.
+/// Applies rotary position embedding with int32 `offsets`: one for each index of x's first axis, or one for all. Returns nil if MLX's own function
+/// must be used.
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, const mlx::core::array &offsets, const mlx::core::array &periods, mlx::core::Stream s);
 

@@ -20,7 +20,7 @@ namespace {
 std::mutex gpu_stream_mutex;
 std::optional<mx::Stream> made_gpu_stream;
 
-/// The stream that replaces the GPU's on this thread, if any, and the thread's own default stream.
+/// The stream that replaces the GPU's on this thread, if any. `own` is the thread's own default stream while that stream replaces it.
 thread_local std::optional<mx::Stream> instead_of_gpu, own;
 
 /// Whether the rule of `set_gpu_is_default` applies. `is_gpu_default` is false if the default device was set to the CPU.
@@ -36,8 +36,8 @@ std::optional<mx::Stream> gpu_stream() {
     return made_gpu_stream;
 }
 
-/// Makes a stream for a missing GPU, for which `mx::new_stream` would throw an error. import_function looks for a stream of the graph's device
-/// (export.cpp:495).
+/// Makes a stream for a missing GPU, for which `mx::new_stream` would throw an error. A graph for the GPU can be imported only if there is such a
+/// stream (export.cpp:495).
 void make_gpu_stream() {
 #ifdef __linux__
     const std::lock_guard lock(gpu_stream_mutex);
@@ -57,7 +57,7 @@ void make_gpu_stream() {
 }
 
 void enter() {
-    // Switches MLX's cache off, as on a phone. Without a GPU, MLX would cache 32 MB of freed memory.
+    // Switches MLX's cache off. Without a GPU, MLX would cache 32 MB of freed memory.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
     const bool is_gpu = gpu_is_default();

@@ -1,4 +1,4 @@
-// Streams as in mlx-swift, which every thread may use. In MLX's C++ library, only its own thread may use a default stream.
+// Streams as in mlx-swift, which every thread may use. In MLX's C++ library, each thread has its own default streams.
 
 #ifndef STREAMS_H
 #define STREAMS_H

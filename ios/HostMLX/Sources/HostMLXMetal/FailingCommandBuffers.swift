@@ -2,7 +2,7 @@
 public struct FailingCommandBuffers: Sendable {
     /// The number of the first command buffer that fails, counted from 1.
     public var first: Int
-    /// The number of command buffers that fail. After a failure, the next buffer fails only when the error was thrown.
+    /// The number of command buffers that fail. After a failure, the next buffer fails only after the error has been thrown.
     public var count = 1
     /// The number of evaluations that still succeed after the failing one. The next evaluation throws the error and computes nothing. Synchronizing a
     /// stream throws the error earlier. The arrays of the failed buffer count as evaluated, and hold `garbage`.

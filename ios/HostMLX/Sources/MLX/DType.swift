@@ -108,7 +108,7 @@ extension Bool: HasDType {
 extension Int: HasDType {
     public static var dtype: DType { .int64 }
 
-    /// Returns the operand as an array of type `dtype`, by default `int32`.
+    /// Returns the operand as an array of type `dtype`. For `bool` or nil, the type is `int32`.
     public func asMLXArray(dtype: DType?) -> MLXArray {
         let dtype = dtype ?? .int32
         return MLXArray(self, dtype: dtype == .bool ? .int32 : dtype)

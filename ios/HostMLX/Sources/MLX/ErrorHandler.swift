@@ -57,7 +57,7 @@ public enum MLXError: LocalizedError, Sendable, Equatable {
     }
 }
 
-/// The first error during a call of ``withError(_:)-(()->_)``.
+/// The first error during a call of `withError`.
 public final class ErrorBox: @unchecked Sendable {
     private let lock = NSLock()
     private var first: Error?

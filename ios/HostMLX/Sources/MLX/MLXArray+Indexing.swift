@@ -57,7 +57,7 @@ public struct MLXEllipsisIndex: MLXArrayIndex, Sendable {
 }
 
 extension MLXArrayIndex where Self == MLXEllipsisIndex {
-    /// As many full ranges as the other indices leave.
+    /// A full range for each axis that no other index selects.
     public static var ellipsis: Self { Self() }
 }
 
@@ -154,7 +154,7 @@ extension PartialRangeFrom<Int>: MLXArrayIndex {
 
 extension MLXArray {
 
-    /// A part of the array, as in NumPy.
+    /// A part of the array, similar to NumPy. Only parts that consist of ranges can be replaced.
     public subscript(indices: any MLXArrayIndex..., stream stream: StreamOrDevice = .default) -> MLXArray {
         get { self[indices, stream: stream] }
         set { update(indices.map { $0.mlxArrayIndexOperation }, newValue, stream) }
@@ -178,7 +178,7 @@ extension MLXArray {
             })
     }
 
-    /// A part of the array, as in NumPy.
+    /// A part of the array, similar to NumPy.
     public subscript(indices: [any MLXArrayIndex], stream stream: StreamOrDevice = .default) -> MLXArray {
         let operations = indices.map { $0.mlxArrayIndexOperation }
         guard operations.count == 1 else { return operations.isEmpty ? self : part(operations, stream) }
@@ -195,8 +195,8 @@ extension MLXArray {
         MLXArray(index < 0 ? index + dim(axis).int32 : index)
     }
 
-    /// Returns a part of the array, with the same primitives in the same order as mlx-swift: a gather up to the last array of indices, then a slice,
-    /// then a reshape that drops and adds axes.
+    /// Returns a part of the array, with the same primitives in the same order as mlx-swift. If there are arrays of indices, a gather takes the
+    /// indices up to the last array or integer. Then a slice follows, and then a reshape that drops and adds axes.
     ///
     /// Unlike in NumPy, new axes are ignored if no integer is dropped and there are not more indices than axes. As in mlx-swift, the gather and the
     /// reshape run on the default stream.
@@ -287,7 +287,7 @@ extension MLXArray {
             indices[axis] = indices[axis].reshaped(shape)
         }
         if !first {
-            // As in mlx-swift, the loop covers one of the first operations for each slice.
+            // As in mlx-swift, the loop covers the first `slices.count` operations, even if they are not the slices.
             for axis in slices.indices {
                 place(axis, at: axis)
             }

@@ -92,6 +92,8 @@ extension MLXArray {
     }
 
     /// Creates a scalar of type `dtype`. The value must fit into `dtype`.
+    ///
+    /// As in mlx-swift, only a `Double` becomes a `float64`. Values of other types become a `float32` instead.
     public convenience init<T: HasDType>(_ value: T, dtype: DType) {
         if T.dtype == dtype {
             self.init(scalar: value, dtype)

@@ -25,7 +25,7 @@ public final class MLXArray {
     /// The length of the first dimension.
     public var count: Int { dim(0) }
 
-    /// The size of the elements, in bytes.
+    /// The size of all elements together, in bytes.
     public var nbytes: Int { host_array_nbytes(ctx) }
 
     public var ndim: Int { host_array_ndim(ctx) }
@@ -139,9 +139,9 @@ extension MLXArray {
     public enum AccessMethod {
         /// A contiguous copy.
         case copy
-        /// The array's own memory if it is contiguous, valid as long as the array. Otherwise a copy.
+        /// The array's own memory if it is contiguous, which is valid as long as the array exists. Otherwise a copy.
         case noCopyIfContiguous
-        /// The array's own memory with its strides, valid as long as the array.
+        /// The array's own memory with its strides, which is valid as long as the array exists.
         case noCopy
     }
 

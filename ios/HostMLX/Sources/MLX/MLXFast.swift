@@ -1,6 +1,6 @@
 import CHostMLX
 
-/// Fused operations. On a GPU, each is one kernel. Elsewhere, they are plain operations.
+/// The operations for which MLX has fused kernels on a GPU.
 public enum MLXFast {
 
     /// Applies rotary position embedding to the first `dimensions`. With `freqs` `[dimensions / 2]` in place of `base`, pair i is

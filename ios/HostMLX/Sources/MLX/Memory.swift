@@ -16,7 +16,7 @@ public enum Memory {
     /// The memory of living arrays.
     public static var activeMemory: Int { host_active_memory() }
 
-    /// The memory in the cache of freed buffers. It is always 0 on the CPU.
+    /// The memory in the cache of freed buffers. The CPU backend has no such cache.
     public static var cacheMemory: Int { host_cache_memory() }
 
     /// The peak of the active memory. Setting it to any value resets it.
@@ -55,7 +55,7 @@ public enum Memory {
         set { queue.sync { host_set_memory_limit(newValue) } }
     }
 
-    /// Frees the cache. On Linux, also returns free memory of the C library to the system.
+    /// Frees the cache. With glibc, also returns the C library's free memory to the system if there is much of it.
     public static func clearCache() {
         evalLock.withLock { host_clear_cache() }
     }

@@ -193,7 +193,7 @@ extension MLXRandom {
     @TaskLocal fileprivate static var taskState: MLXRandom.RandomState?
 }
 
-/// Returns `key`, or by default the next key of the task's state or of the global state.
+/// Returns the key that `key` is or provides. The default is the next key of the task's state or, if the task has none, of the global state.
 public func resolve(key: (some RandomStateOrKey)? = MLXArray?.none) -> MLXArray {
     key?.asRandomKey() ?? MLXRandom.taskState?.asRandomKey() ?? MLXRandom.globalState.next()
 }

@@ -1,7 +1,7 @@
 import CHostMLX
 import Foundation
 
-/// The version of MLX in the wheel. mlx-swift has no such constant.
+/// The version of the MLX library that the program runs with. mlx-swift has no such constant.
 public let hostMLXVersion = String(cString: host_version())
 
 /// Guards evaluation and tracing, as in mlx-swift.
@@ -94,7 +94,8 @@ func withVector<R>(_ arrays: some Collection<MLXArray>, _ body: (HostVector?) th
     return try body(vector)
 }
 
-/// Returns a C++ vector of the arrays, which the caller must free. Reports an error and returns nil if one of the arrays is a failed one.
+/// Returns a C++ vector of the arrays, which the caller must free. Reports an error and returns nil if the operation that created one of the arrays
+/// failed.
 func newVector(_ arrays: some Collection<MLXArray>) -> HostVector? {
     withExtendedLifetime(arrays) { host_vector_new(arrays.map { $0.ctx }, arrays.count) }
 }

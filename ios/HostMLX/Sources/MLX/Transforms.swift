@@ -56,7 +56,7 @@ public func vjp(
 
 // MARK: - Compilation
 
-/// A function that is traced and compiled at the first call with each combination of shapes and types.
+/// A compiled function. MLX traces it again when the types of the arguments change or, unless `shapeless`, their shapes.
 private final class CompiledFunction: @unchecked Sendable {
     private let lock = NSLock()
     private let function: ([MLXArray]) -> [MLXArray]

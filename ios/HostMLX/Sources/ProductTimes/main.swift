@@ -1,5 +1,5 @@
-// Prints the times of products with quantized matrices in nanoseconds per weight, and their ratios to the times with 4 bits. Measures processor time
-// on one thread, otherwise wall time.
+// Prints the times of products with quantized matrices in nanoseconds per weight, and their ratios to the times with 4 bits. If
+// `OPENBLAS_NUM_THREADS` is 1, the times are processor times. Otherwise they are wall times.
 //
 //     OPENBLAS_NUM_THREADS=1 swift run -c release --package-path ios/HostMLX ProductTimes
 

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import Testing
 
-/// All tests. They are serialized, because some measure the memory of the process.
+/// Serializes the suites, because some tests measure the memory of the process.
 @Suite(.serialized) enum AllTests {}
 
 /// Expects equal shapes, and elements within a relative or absolute difference of 1e-5.

@@ -60,7 +60,7 @@ extension AllTests {
             expect(MLXArray(0..<3).at[rows].add(1), [3], [1, 3, 2])
         }
 
-        /// mlx-swift ignores these new axes, and NumPy does not.
+        /// Shows what mlx-swift does with new axes. In the first three cases it ignores the new axis, and NumPy does not.
         @Test func newAxesThatAreIgnored() {
             expect(a[.newAxis, 1...], [1, 3, 4])
             expect(a[.newAxis, 0..., i], [2, 2, 4])

@@ -2,12 +2,12 @@ import Foundation
 import MLX
 import Testing
 
-/// Returns the names of the MLX operations in the graph of `f`, in the order of the exported file.
+/// Returns the names of the `known` MLX operations in the graph of `f`, in the order of the exported file.
 private func operations(of f: @escaping ([MLXArray]) -> [MLXArray], on argument: MLXArray) throws -> [String] {
     let file = TemporaryFile("mlxfn")
     try exportFunction(to: file.url, f)(argument)
 
-    // In the file, each name follows its length of eight bytes.
+    // In the file, an integer of eight bytes with the length of the name precedes each name.
     let known = [
         "Broadcast", "ExpandDims", "Gather", "RandomBits", "Reshape", "Slice", "Scatter", "Split", "Squeeze",
         "Transpose",

@@ -46,7 +46,7 @@ extension AllTests {
                 (compile(g)([y, dy])[0], g([y, dy])[0]),
             ] {
                 #expect(fused.shape == plain.shape)
-                // Both sides add up to 1,000 numbers in different orders, so their last digits differ.
+                // Both sides sum at most 1,000 numbers, in different orders, so their last digits differ.
                 #expect((fused - plain).abs().max().item(Float.self) < 2e-6)
             }
             #expect(compile(f)([x, mask])[0].asArray(Float.self) == compile(f)([x, mask])[0].asArray(Float.self))
@@ -56,7 +56,7 @@ extension AllTests {
             #expect(compile(largest)([one, x])[0].asArray(Float.self) == largest([one, x])[0].asArray(Float.self))
             let (fused, plain) = (compile(total)([one, y])[0], total([one, y])[0])
             #expect(fused.shape == plain.shape)
-            // The error is relative. Both sides add up to 1,000 positive numbers in different orders.
+            // The error is relative. Both sides sum at most 1,000 positive numbers, in different orders.
             #expect(((fused - plain) / plain).abs().max().item(Float.self) < 2e-6)
         }
 

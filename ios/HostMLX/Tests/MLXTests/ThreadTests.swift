@@ -16,7 +16,7 @@ private func onAnotherThread<R>(_ body: @escaping @Sendable () throws -> R) thro
     return try #require(box.value).get()
 }
 
-/// Checks that every thread may use Swift's streams. A stream that C++ creates belongs to one thread.
+/// Every thread may use the streams that Swift creates. A stream that C++ creates belongs to one thread.
 extension AllTests {
     @Suite struct ThreadTests {
         private func expectNoStream(sourceLocation: SourceLocation = #_sourceLocation, _ body: () throws -> Void) {

@@ -46,7 +46,8 @@ struct FunctionFile {
 
 /// Returns the output of a fused primitive, with the shape and dtype of the first input.
 ///
-/// MLX's library does not export the primitives' classes. Importing a `.mlxfn` file creates such a primitive, so this function writes and reads one.
+/// MLX's library does not export the primitives' classes. Importing a `.mlxfn` file creates such a primitive, so this function writes a file and
+/// imports it.
 static mx::array fused(const char *name, const std::string &state, const std::vector<mx::array> &inputs) {
     FunctionFile file;
     const uint64_t out = inputs.size() + 1;

@@ -524,7 +524,7 @@ void arg_reduce(const Call &call) {
     call.recorder.kernel("arg_reduce", {call.in()[0]}, {call.out()});
 }
 
-/// Allocates the output, in the memory of `x` if possible, and returns the array that the kernel reads.
+/// Allocates the output and returns the array that the kernel reads. The output takes over the memory of that array if possible.
 ///
 /// The output gets the layout of `x` with `keeps_layout`, else the layout of a contiguous copy.
 mx::array in_place_or_like(const Call &call, const mx::array &x, bool keeps_layout) {
@@ -624,7 +624,7 @@ struct Operand {
     mx::array array;
 };
 
-/// Follows MLX's metal/matmul.cpp:27. Copies a matrix unless one of its strides is 1.
+/// Follows MLX's metal/matmul.cpp:27. Copies a matrix that the kernel cannot read in place.
 Operand check_transpose(const Call &call, const mx::array &a, bool is_vector) {
     const auto rows = a.strides()[a.ndim() - 2];
     const auto columns = a.strides()[a.ndim() - 1];
@@ -679,7 +679,7 @@ void matmul(const Call &call) {
     const auto [a_transposed, a] = check_transpose(call, a_in, m == 1);
     const auto [b_transposed, b] = check_transpose(call, b_in, n == 1);
 
-    // If all batches share one second matrix, they become one product (matmul.cpp:1492, :1659).
+    // Contiguous batches that share one second matrix become one product (matmul.cpp:1492, :1659).
     auto batch = static_cast<int64_t>(out.size()) / (m * n);
     const double flop = 2.0 * static_cast<double>(batch * m) * static_cast<double>(n * k);
     const auto strides_of_batches = [](const mx::array &x) {
@@ -701,7 +701,7 @@ void matmul(const Call &call) {
         adds ? call.recorder.kernel(kind, {a, b, call.in()[2]}, {to}, flop)
              : call.recorder.kernel(kind, {a, b}, {to}, flop);
     };
-    // A dot product takes three kernels: sums of 16,384 products each, their total, and a copy (matmul.cpp:1044).
+    // A dot product of contiguous vectors takes three kernels: sums of 16,384 products each, their total, and a copy (matmul.cpp:1044).
     if (!adds && m == 1 && n == 1 && batch == 1 && a.flags().row_contiguous && b.flags().row_contiguous &&
         a.dtype() != mx::complex64) {
         auto partial = call.temporary({static_cast<int>((k + 16383) / 16384)}, mx::float32);
@@ -891,7 +891,7 @@ void attention(const Call &call) {
     const auto unless = [&](bool fits, const mx::array &a) { return fits ? a : temporary_copy(call, a); };
 
     const bool query_stays = is_vector ? query_fits(q_in) : rows_fit(q_in);
-    // The products q·kᵀ and p·v cover only the visible keys.
+    // The products q·kᵀ and p·v skip the keys that a causal mask hides.
     const double rows = q_in.shape(2), keys = call.in()[1].shape(2);
     const double seen = causal ? rows * keys - rows * (rows - 1) / 2 : rows * keys;
     const double flop = 2.0 * q_in.shape(0) * q_in.shape(1) * seen * (q_in.shape(3) + call.in()[2].shape(3));
@@ -929,7 +929,7 @@ void attention(const Call &call) {
         if (!(k.shape(1) < q.shape(1) && k.shape(2) >= 4096)) {
             return call.recorder.kernel("attention", {q, k, v, mask}, {out}, flop);
         }
-        // The kernel takes two passes over 64 blocks of keys, or over 32 blocks for a few rows.
+        // One pass reads 64 blocks of keys, or 32 blocks for fewer than 4 queries per key head. A second pass combines their results.
         const int blocks = q.shape(1) / k.shape(1) * q.shape(2) >= 4 ? 64 : 32;
         auto shape = out.shape();
         shape.back() = blocks;

@@ -220,7 +220,7 @@ void Recorder::give(Block *block, size_t tracked) {
 #ifdef __linux__
 namespace {
 
-/// Replaces MLX's allocator. The ledger's buffers must come from it, because MLX donates only its allocator's buffers.
+/// Replaces MLX's allocator. It also provides the ledger's buffers, because MLX donates only the buffers of its current allocator.
 class LedgerAllocator : public mx::allocator::Allocator {
    public:
     mx::allocator::Buffer malloc(size_t size) override {
@@ -361,7 +361,7 @@ void Recorder::run_oldest_handlers() {
     active_tasks_ -= done.counted;
 }
 
-/// Runs the completion handlers of finished command buffers in order. The last `late` finished buffers that have kernels keep theirs.
+/// Runs the completion handlers of finished command buffers in order, except the handlers of the last `late` finished buffers that have kernels.
 void Recorder::run_handlers(size_t late) {
     size_t behind = std::count_if(running_.begin(), running_.end(), [&](const CommandBuffer &buffer) {
         return buffer.serial <= finished_ && buffer.operations > 0;
@@ -588,7 +588,8 @@ void Recorder::hold(mx::array &arr) {
     }
 }
 
-/// Waits while memory is short, as in MLX's transforms.cpp:271-285. MLX sleeps while two or more tasks are active, but polls during the last one.
+/// Waits while too many tasks are active or memory is short, as in MLX's transforms.cpp:271-285. MLX sleeps while two or more tasks are active, but
+/// polls during the last one.
 void Recorder::back_pressure() {
     const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
     if (active_tasks_ > rules.run_ahead || (above_limit() && active_tasks_ > 0)) {

@@ -99,7 +99,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     std::deque<CommandBuffer> running_;
     int active_tasks_ = 0;
     size_t committed_ = 0;
-    /// The last command buffer that the GPU has finished.
+    /// The serial number of the last command buffer that the GPU has finished.
     size_t finished_ = 0;
     /// For each array of an asynchronous evaluation, the last command buffer of that evaluation.
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;

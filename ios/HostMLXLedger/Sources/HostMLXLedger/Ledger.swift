@@ -21,9 +21,9 @@ public struct Ledger: Codable, Sendable, Equatable {
         public var writtenBytes = 0.0
     }
 
-    /// The number of evaluations that the caller waits for.
+    /// The number of evaluations on the GPU that the caller waits for.
     public var evals = 0
-    /// The number of evaluations that the caller starts without waiting (`asyncEval`).
+    /// The number of evaluations on the GPU that the caller starts without waiting (`asyncEval`).
     public var asyncEvals = 0
     /// The number of waits for an array of an `asyncEval`, plus the number of calls of `Stream.synchronize()`.
     public var waits = 0
@@ -143,7 +143,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public static var fastPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0, lateHandlers: 0)
     }
-    /// The rules of `phone` with the completion handlers of one command buffer late.
+    /// The rules of `phone`, except that the completion handlers of one command buffer run late.
     public static var strictPhone: LedgerRules { inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
     /// The rules of an iPhone on which the completion handlers of 24 command buffers are late.
     public static var slowPhone: LedgerRules {

@@ -198,7 +198,7 @@ struct LedgerTests {
             eval(x)
             withExtendedLifetime(source) {}
         }
-        // 45 kernels make command buffers of 21, 21 and 3 kernels. Besides x there is one new buffer, which later results overwrite.
+        // 45 kernels make command buffers of 21, 21 and 3 kernels. Besides `source` there is one new buffer, which later results overwrite.
         #expect(ledger.commandBuffers == 3)
         #expect(ledger.newBuffers == 2)
         #expect(ledger.peakArrays == 2)
@@ -354,7 +354,8 @@ struct LedgerTests {
             Memory.memoryLimit = Memory.activeMemory + 25 * page
             products()
         }
-        // After a first command buffer of 21 products, the encoder can wait for it at the 24th. After one of 41, it is too late.
+        // Memory is short at the 24th product. If the first command buffer ended after 21 products, the encoder waits for it then. If it takes 41 or
+        // more, it has not been committed yet.
         #expect(ledger.peakArrays == [3: 26, 2: 43, 1: 44][buffers])
     }
 
@@ -521,7 +522,7 @@ struct LedgerTests {
         #expect(try product(floats(1, 64), floats(64, 1)) == ["gemv": 1, "reduce": 1, "copy": 1])
     }
 
-    /// From GPU generation 15 on, MLX computes 2 to 15 rows with a matrix–vector kernel, for 16-bit numbers and a transposed matrix.
+    /// From GPU generation 15 on, MLX multiplies 2 to 15 rows of 16-bit numbers by a transposed matrix with a matrix–vector kernel.
     @Test func productsOfAFewRows() throws {
         func product(
             _ rows: Int, _ dtype: DType = .bfloat16, columns: Int = 256, transpose: Bool = true, generation: Int = 15,
@@ -585,7 +586,7 @@ struct LedgerTests {
         // A product with more than 256 tiles is not split.
         #expect(counts(try ledger([160, 1024], w)) == ["qmm": 1])
         #expect(counts(try ledger([2, 32, 1024], [2] + w)) == ["qmm": 1])
-        // The first product has 14 parts, one for each group of a row. The second has two, because four does not divide its ten groups.
+        // The first product has 14 parts, one for each group of a row. The second has two, because neither four nor three divides its ten groups.
         #expect(try ledger([256, 896], [128, 896]).kinds["qmm"]?.writtenBytes == Double(14 * 256 * 128 * 4))
         #expect(try ledger([256, 640], [448, 640]).kinds["qmm"]?.writtenBytes == Double(2 * 256 * 448 * 4))
         #expect(counts(try ledger([4, 2048], w, transpose: false)) == ["qmm": 1])
@@ -698,7 +699,6 @@ struct LedgerTests {
         }
         #expect(try rope(64, floats(1, 2, 16, 64)) == ["rope": 1])
         #expect(try rope(64, floats(1, 16, 2, 64).transposed(0, 2, 1, 3)) == ["rope": 1])
-        // RoPE needs a copy of arrays with these layouts.
         #expect(try rope(32, floats(1, 2, 16, 64).transposed(0, 1, 2, 3)[0..., 0..., ..<8]) == ["copy": 1, "rope": 1])
         #expect(try rope(64, floats(2, 16, 64, 2).transposed(0, 3, 1, 2)) == ["copy": 1, "rope": 1])
     }
@@ -721,7 +721,7 @@ struct LedgerTests {
         #expect(
             counts(try attention(floats(1, 4, 64, 32).transposed(0, 1, 3, 2), floats(1, 2, 32, 64)))
                 == ["copy": 1, "attention": 1])
-        // A few query rows take one kernel, or two kernels with many keys and fewer key heads than query heads.
+        // For a few query rows, attention is one kernel. With at least 4,096 keys and fewer key heads than query heads, it is two kernels.
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4095, 64))) == ["attention": 1])
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4096, 64))) == ["attention": 2])
         #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 4, 4096, 64))) == ["attention": 1])

@@ -128,8 +128,8 @@ package struct TokenStream: Sendable {
         labels.flatMap { Label(rawValue: $0[$0.startIndex + example]) }
     }
 
-    /// Returns the sequences, each padded or cut to one of `lengths`. Sequences without a target in the loss are left out, and so is the other answer
-    /// of a pair.
+    /// Returns the sequences, each padded or cut to one of `lengths`. Sequences without a target in the loss are left out. If one answer of a pair is
+    /// left out, so is the other.
     ///
     /// - Parameters:
     ///   - lengths: the possible sequence lengths, ascending and not empty.
@@ -209,7 +209,8 @@ package struct TokenStream: Sendable {
         package let count: Int
         /// The indices of the examples or windows in use; nil for all windows.
         fileprivate let usable: [Int]?
-        /// Sequence i consists of the examples `usable[starts[i] ..< starts[i + 1]]`. If it is nil, each sequence has one example.
+        /// The start of each sequence in `usable`. Sequence i has the examples `usable[starts[i] ..< starts[i + 1]]`. If `starts` is nil, each
+        /// sequence has one example.
         fileprivate let starts: [Int]?
 
         private func examples(_ index: Int) -> ArraySlice<Int> {

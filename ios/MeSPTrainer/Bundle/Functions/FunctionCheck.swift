@@ -29,7 +29,7 @@ private let damaged = MeSPError("it is damaged")
 
 private struct Constant {
     let type: ArrayType
-    /// The largest integer in the constant, or nil if it has negative integers or none.
+    /// The largest integer in the constant, or nil if it contains a negative integer or no integers.
     let greatest: UInt64?
 }
 

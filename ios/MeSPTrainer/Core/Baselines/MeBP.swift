@@ -7,7 +7,7 @@ extension BlockwiseModel {
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - dShared: see `Block.structuredBackward`
-    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient and `d` are evaluated.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. This gradient, `d` and `dShared` are evaluated.
     func automaticGradient(
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
     ) throws -> MLXArray {

@@ -92,8 +92,9 @@ extension Block {
         )
     }
 
-    /// Returns the keys and values of a whole sequence x `[1, T, hidden]` in the bundle's dtype, for other blocks that attend to them. Positions
-    /// count from the start of the sequence, also in packed records. Scores depend only on differences of positions.
+    /// Returns the keys and values of a whole sequence x `[1, T, hidden]` in the bundle's dtype, for other blocks that attend to them. In a sequence
+    /// of packed records, positions count from the start of the sequence, not of the record. This does not change the scores, which depend only on
+    /// differences of positions.
     func keysAndValues(_ x: MLXArray) -> MixerState.KeyValues {
         guard case .attention(let mixer) = weights.shape.mixer else { preconditionFailure("no attention") }
         let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
@@ -103,7 +104,8 @@ extension Block {
             values: attention.value(project(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
-    /// Returns the gradients of the outputs of the block's projections q, k, v and g, from the gradient of the mixer's output `[T, hidden]`.
+    /// Returns the gradients of the outputs of the block's projections to q, k, v and g, from the gradient of the mixer's output `[T, hidden]`. A
+    /// block without its own keys and values has only q.
     func attentionBackward(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,

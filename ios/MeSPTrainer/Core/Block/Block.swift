@@ -7,9 +7,9 @@ import MeSPBundle
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// A block may have a mixture of experts instead of the MLP or in addition to the MLP. Each projection is a `LoRALinear`. In a block with post-norms,
-/// the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y and the arrays of `Intermediates` have
-/// the bundle's dtype. Arrays between them are float32.
+/// A block may have a mixture of experts instead of the MLP or in addition to the MLP, and it may have per-layer embeddings. Each projection is a
+/// `LoRALinear`. In a block with post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y
+/// and the outputs of the mixer's projections have the bundle's dtype.
 ///
 /// BlockForward.swift and StructuredBackward.swift contain the two passes. Each mixer, the mixture of experts and the per-layer embeddings have their
 /// own file with both passes.

@@ -2,7 +2,7 @@ import MLX
 import MeSPBundle
 
 /// The forward pass by MLX operations, without the bundle's block function. Generation uses these operations on every device. Training uses them on a
-/// CPU. It also uses them with dropout, with DoRA, and for blocks without a function.
+/// CPU. On a GPU, training uses them with dropout, with DoRA, and for blocks without a function.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self
@@ -132,7 +132,8 @@ extension Block: BlockForward {
         sumInFloat32(x, norm, output).asType(x.dtype)
     }
 
-    /// Returns x + norm(output) in float32. The output is first rounded to x's dtype, in which the backward pass reads the output.
+    /// Returns x + norm(output), or x + output without a norm, in float32. The input of the norm is first rounded to x's dtype, because the backward
+    /// pass reads it in that dtype.
     private func sumInFloat32(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
         x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)
     }
@@ -166,7 +167,8 @@ extension Block: BlockForward {
 
     // MARK: - The MLP
 
-    /// Returns the sum of the outputs of the gated MLP and of the mixture of experts, in float32. A block may have only one of the two.
+    /// Returns the output of the gated MLP or of the mixture of experts, in float32. If the block has both, returns their sum, in which the MLP's
+    /// output may be multiplied by `factor`.
     ///
     /// - Parameter inner: gate and up of the MLP; nil to compute them.
     private func mlp(_ mlpIn: MLXArray, _ inner: (gate: MLXArray, up: MLXArray)? = nil) -> MLXArray {

@@ -75,7 +75,7 @@ package struct BlockWeights {
     var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
     var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
 
-    /// Returns k̂ and v̂ from one record's intermediates, in float32.
+    /// Returns k̂ and v̂ from the intermediates of a sequence, in float32.
     func keysAndValues(_ intermediates: Intermediates) -> MixerState.KeyValues {
         guard case .attention(let mixer) = shape.mixer else { preconditionFailure("no attention") }
         let formula = attention(mixer)

@@ -97,7 +97,7 @@ private struct Routed {
         let z = takeAlong(all, chosen, axis: -1)
         (self.chosen, self.z, w) = machine.part(chosen, z, experts.weights(z))
         var places = [[Int32]](repeating: [], count: experts.numExperts)
-        // After an MLX error the numbers cannot be read. Arbitrary experts then do, as the block's result is discarded.
+        // After an MLX error the numbers cannot be read. Then any experts are used, because the block's result is discarded.
         let numbers = (try? chosen.numbers(Int32.self)) ?? (0..<chosen.size).map { Int32($0 % experts.numExperts) }
         for (place, expert) in numbers.enumerated() { places[Int(expert)].append(Int32(place)) }
         let perToken = Int32(experts.numExpertsPerTok)

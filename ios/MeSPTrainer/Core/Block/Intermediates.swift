@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// The arrays of a block's forward pass that the backward pass reads, without the batch axis.
 package struct Intermediates: Arrays {
-    /// The mixer's arrays; nil for a long sequence, whose backward pass recomputes them for each segment.
+    /// The mixer's arrays; nil if the mixer processes the sequence in segments. The backward pass then recomputes them for each segment.
     var mixer: MixerIntermediates?
     let xMid: MLXArray
     /// gate and up `[T, intermediate_size]`; nil if the backward pass recomputes them, tile by tile.
@@ -27,7 +27,7 @@ package struct Intermediates: Arrays {
     }
 }
 
-/// The outputs `[T, features]` of a mixer's projections, and the mixer's result before the output's gate or norm.
+/// The outputs of a mixer's projections, `[T, features]` except for attention's q, k and v, and the mixer's result before the output's gate or norm.
 package enum MixerIntermediates: Arrays {
     /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. If the mixer has gates, the gate of each head follows the head's query
     /// in q.

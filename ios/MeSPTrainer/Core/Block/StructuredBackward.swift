@@ -164,7 +164,7 @@ extension Block {
         return dInput
     }
 
-    /// Returns the gradient of a projection's input, and adds the gradients of the projection's adapter; see `LoRALinear.backward`.
+    /// Returns the gradient of a projection's input, and stores the gradients of the projection's adapter in `gradients`; see `LoRALinear.backward`.
     func linearBackward(
         _ name: Projection, _ input: MLXArray, dy: MLXArray, wantsDx: Bool, addedTo sum: MLXArray?,
         _ gradients: inout LoRAGradients

@@ -37,7 +37,7 @@ package struct Evaluator {
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
     ///   - prompt: token ids, at least one.
-    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
+    ///   - atBlock: called before each block, within the head, and within blocks while a GPU compiles their kernels; it may wait, or throw.
     /// - Throws: `MeSPError`, also if a log-likelihood is not finite; the errors of `atBlock`.
     package func scores(
         of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
@@ -79,7 +79,7 @@ package struct Evaluator {
     /// - Parameters:
     ///   - text: token ids, at least two.
     ///   - window: at least 1.
-    ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait, or throw.
+    ///   - atBlock: called before each block, within the head, and within blocks while a GPU compiles their kernels; it may wait, or throw.
     /// - Throws: `MeSPError`, also if a log-likelihood is not finite; the errors of `atBlock`.
     package func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
         try check(text, "The text")

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// Causal grouped-query attention, computed for one tile of query rows at a time:
+/// Causal grouped-query attention:
 ///
 ///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v̂
 struct Attention {
@@ -130,12 +130,12 @@ struct Attention {
 
     // MARK: - Backward
 
-    /// Returns the gradients of q, k and v. Processes one tile of query rows at a time, from the last to the first:
+    /// Returns the gradients of q, k and v:
     ///
     ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
-    /// P is recomputed for each tile. rowsum(P ∘ dP) equals the cheaper rowsum(dO ∘ O) only in exact arithmetic. With an O rounded to bfloat16, the
-    /// rows of dS would not add up to 0.
+    /// `tilesBackward` processes one tile of query rows at a time, from the last to the first, and recomputes P for each tile. rowsum(P ∘ dP) equals
+    /// the cheaper rowsum(dO ∘ O) only in exact arithmetic. With an O rounded to bfloat16, the rows of dS would not add up to 0.
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
@@ -211,7 +211,7 @@ struct Attention {
         var dq = [MLXArray]()
         var dk = [MLXArray]()
         var dv = [MLXArray]()
-        /// The gradients of the keys and values before the last tile's rows, transposed, for each tile of heads.
+        /// The gradients of the keys and values at positions before the tile that was processed last, transposed, for each group of key-value heads.
         var sums: [KeyValues?]
 
         var arrays: [MLXArray] { sums.arrays + [dq, dk, dv].compactMap(\.last) }

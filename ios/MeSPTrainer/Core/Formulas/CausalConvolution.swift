@@ -4,7 +4,7 @@ import MLX
 ///
 ///     y_t = Σ_j w_j x_{t−K+1+j}        dx_s = Σ_j w_j dy_{s+K−1−j}
 struct CausalConvolution {
-    /// The weights w, `[D, K]`.
+    /// The weights w, `[F, K]`.
     let weight: MLXArray
 
     func features(_ range: Range<Int>) -> CausalConvolution { CausalConvolution(weight: weight[range]) }

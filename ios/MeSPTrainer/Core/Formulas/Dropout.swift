@@ -25,8 +25,8 @@ package struct DropoutKey {
 ///
 ///     K[t, j] = 1 where r[t] c[j] mod 2³² ≥ p 2³²,     r[t] = hash(t + k₀),     c[j] = hash(j + k₁) | 1
 ///
-/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j is the index of an input. K does not depend on the tiles. This
-/// is multiply-shift hashing (Dietzfelbinger et al. 1997).
+/// k₀ and k₁ are the halves of the key, t is a token's position in its sequence, and j is the index of an input. So x can be processed in parts of
+/// any size. This is multiply-shift hashing (Dietzfelbinger et al. 1997).
 struct Dropout {
     let key: DropoutKey
     /// The position of x's first row. `tokens` replaces it if the rows are not consecutive positions.

@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// Qwen3.5's gated delta net. It computes y from the projections qkv, z, b and a, for each head:
 ///
-///     q, k, v = silu(conv(qkv))        q̂ = q r_q / key_dim        k̂ = k r_k / √key_dim        r = 1 / √(mean(x²) + 10⁻⁶)
+///     q, k, v = silu(conv(qkv))        q̂ = q r_q / key_dim        k̂ = k r_k / √key_dim        r = 1 / √(mean(x²) + 10⁻⁶ / key_dim)
 ///     κ = −exp(A_log) softplus(a + dt_bias)        β = σ(b)        o = the gated delta rule of q̂, k̂, v, κ, β
 ///     y = RMSNorm(o) ∘ silu(z)
 ///
@@ -45,8 +45,7 @@ package struct GatedDeltaNet {
         min(keyHeads, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the memory in bytes that one key head takes: three times the size of its largest array. The factor 3 is an estimate, as the backward
-    /// pass holds about 25 arrays.
+    /// Returns an estimate of the memory in bytes that one key head takes: three times the size of its largest array.
     func bytesOfHead(_ length: Int) -> Int {
         3
             * Self.arrayBytes(
@@ -135,8 +134,8 @@ package struct GatedDeltaNet {
             return norm.map { $0(x) } ?? x
         }
 
-        /// Returns the gradient of the input's features of qkv, in float32.
-        /// - Parameter carried: the input's features of `CarriedGradients.convolved`; replaced by the gradient for the tokens before
+        /// Returns the gradient of the columns `features` of qkv, in float32.
+        /// - Parameter carried: these columns of `CarriedGradients.convolved`; replaced by the gradient for the tokens before
         func backward(_ qkv: MLXArray, tail: MLXArray, dy: MLXArray, carried: inout MLXArray) -> MLXArray {
             let convolved = convolution(qkv[0..., features], tail: tail[0..., features])
             let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy

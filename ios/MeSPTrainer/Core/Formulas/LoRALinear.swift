@@ -131,7 +131,7 @@ extension LoRALinear {
     /// Returns s dy Bᵀ `[T, rank]`, divided by 1 − p with dropout; nil without an adapter.
     func dyBT(_ dy: MLXArray) -> MLXArray? { lora.map { matmul(dy, $0.b.T) * factor } }
 
-    /// Returns sum + (s dy Bᵀ) Aᵀ ∘ M `[T, in]`, where `dyBT` contains s dy Bᵀ. Returns the sum if `dyBT` is nil.
+    /// Returns sum + (`dyBT` Aᵀ) ∘ K `[T, in]`, where K is 1 without dropout. Returns the sum if `dyBT` is nil.
     ///
     /// - Parameter machine: limits the number of rows that are processed at a time; nil for no limit.
     func adapterDx(_ dyBT: MLXArray?, addedTo sum: MLXArray?, machine: Machine? = nil) -> MLXArray? {

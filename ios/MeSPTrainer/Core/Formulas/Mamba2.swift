@@ -30,8 +30,7 @@ package struct Mamba2 {
         min(heads / groups, max(1, machine.bytes / bytesOfHead(length)))
     }
 
-    /// Returns the memory in bytes that one head takes: twice the size of its largest array. The factor 2 is an estimate, as the backward pass holds
-    /// about 13 arrays.
+    /// Returns an estimate of the memory in bytes that one head takes: twice the size of its largest array.
     func bytesOfHead(_ length: Int) -> Int {
         2 * Self.arrayBytes(headDim: headDim, stateSize: stateSize, length: length)
     }

@@ -5,11 +5,11 @@ import MeSPBundle
 ///
 /// x₁ and x₂ are the two halves of a head's first dimensions. The other dimensions do not change. s is `ropeScale`.
 extension AttentionMixer {
-    /// Rotates x by its positions.
+    /// Rotates x by its positions, and multiplies it by s.
     /// - Parameter x: `[heads, n, d]`; or `[n, heads, 1, d]`, with one token of each of n sequences
     func rope(_ x: MLXArray, at positions: Positions) -> MLXArray { turned(x, at: positions, sign: 1) }
 
-    /// Rotates dy by the opposite angles.
+    /// Rotates dy by the opposite angles, and multiplies it by s.
     func ropeBackward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, at: .from(start), sign: -1) }
 
     private func turned(_ x: MLXArray, at positions: Positions, sign: Float) -> MLXArray {

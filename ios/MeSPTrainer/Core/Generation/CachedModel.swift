@@ -191,7 +191,7 @@ package struct CachedModel {
         return x
     }
 
-    /// Returns the machine for `rows` tokens of sequences with `length` tokens in total.
+    /// Returns the machine for `rows` tokens of sequences with at most `length` tokens each.
     ///
     /// - Parameter uncut: the maximum number of rows for which arrays are not split into tiles.
     func machine(

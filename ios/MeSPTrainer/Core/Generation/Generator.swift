@@ -74,7 +74,7 @@ public struct Generator {
     ///     `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: the number of tokens, the times, and the reason why the text ended.
-    /// - Throws: `MeSPError`, and the errors of `onToken`.
+    /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`.
     @discardableResult
     package func generate(
         _ request: Request, atBlock: () throws -> Void = {}, onToken: (Int) throws -> Void
@@ -87,12 +87,13 @@ public struct Generator {
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
-    ///   - cache: a cache of the same model, or an empty one. Afterwards it contains this prompt and its text, without the last token.
+    ///   - cache: a cache of the same model, or an empty one. Afterwards it contains the tokens of the prompt and of the text that the model has
+    ///     read. If it is larger than its limit, it is cut back.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
     ///     `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: the number of tokens, the times, and the reason why the text ended.
-    /// - Throws: `MeSPError`, and the errors of `onToken`.
+    /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`. The cache is then empty.
     @discardableResult
     package func generate(
         _ request: Request, continuing cache: inout PromptCache, atBlock: () throws -> Void = {},
@@ -181,7 +182,7 @@ public struct Generator {
 
         /// Takes the next token.
         ///
-        /// - Parameter tell: called with the token unless it was already written.
+        /// - Parameter tell: called with the token unless the token is in `request.stop` or was already written.
         /// - Returns: the reason why the text ends with the token; nil if the text continues.
         mutating func take(_ token: Int, tell: (Int, Int) throws -> Void) throws -> Summary.Reason? {
             last = token

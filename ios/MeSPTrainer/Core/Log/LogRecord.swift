@@ -30,7 +30,7 @@ public enum LogRecord: Sendable {
             package var layers: Int
         }
     }
-    /// The predicted memory of a run, and the settings that it depends on.
+    /// The prediction of a run's memory, and other numbers that are known before the first step.
     public struct Prediction: Codable, Sendable {
         package var method: GradientMethod
         package var seqLen: Int
@@ -88,8 +88,8 @@ public enum LogRecord: Sendable {
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
-    /// The strength that the adapters got at the end of a run; 0 if no strength improved on the model before the run. The losses are in nats per
-    /// token, before the run and with the adapters at this strength.
+    /// The strength s of the adapters (W + s · α / r · A B) that was chosen at the end of a run; 0 if no strength within the limit lowered the
+    /// held-out loss. The losses are in nats per token, before the run and with the adapters at this strength.
     public struct Strength: Codable, Sendable {
         package var step: Int
         package var strength: Float

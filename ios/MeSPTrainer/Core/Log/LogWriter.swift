@@ -11,7 +11,7 @@ package struct LogWriter {
 
     /// Whether some lines of the continued part of the log were lost or damaged. Damaged lines were removed.
     let lostLines: Bool
-    /// Whether the log had no complete record.
+    /// Whether the log is new, or none of its records could be kept.
     let isEmpty: Bool
 
     /// Creates the log in `folder`, which must not contain a log. With `resumeAt`, continues the existing log after its first `resumeAt` bytes.

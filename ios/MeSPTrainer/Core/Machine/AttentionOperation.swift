@@ -1,7 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// Attention by MLX's attention operation where the processor's version is memory-efficient. Otherwise attention is computed in tiles.
+/// Attention by a single MLX operation if the processor has one that computes the scores in tiles (`Processor.hasOperation`). Otherwise attention is
+/// computed in tiles here.
 extension Machine {
     private func hasOperation(_ attention: Attention) -> Bool {
         processor.hasOperation(for: attention.mixer) && !TF32.isEmulated

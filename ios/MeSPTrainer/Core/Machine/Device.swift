@@ -9,7 +9,7 @@ extension ModelBundle {
 
     /// Calls `body` with the bundle's device as MLX's default device.
     ///
-    /// - Throws: `MeSPError`, also if the machine lacks the device or MLX cannot use it.
+    /// - Throws: the errors of `body` and of MLX; `MeSPError` if the machine lacks the device or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
         let gpuRefusal = manifest.device == .gpu ? MLXSupport.gpuRefusal ?? NeuralAccelerators.current.refusal : nil
         if let refusal = MLXSupport.refusal ?? gpuRefusal { throw MeSPError(refusal) }

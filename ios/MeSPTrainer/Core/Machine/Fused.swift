@@ -1,6 +1,6 @@
 import MLX
 
-/// Arithmetic on arrays whose operations MLX fuses. Without fusion, each operation would write an array.
+/// Arithmetic on arrays whose operations MLX fuses if it can (`isAvailable`). Without fusion, each operation writes an array.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
     // A compiled function stays on the device of its first call, so each device has its own compiled function.

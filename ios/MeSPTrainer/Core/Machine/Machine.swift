@@ -48,7 +48,7 @@ package struct Machine {
         return machine
     }
 
-    /// The value of `bytes` with which no array is split.
+    /// The value of `bytes` that sets no limit on temporary arrays.
     package static let uncut = Int.max / 2
 
     /// The maximum number of multiplications between two calls of `atBoundary` in the head; nil for `Processor.workBetweenBoundaries`.

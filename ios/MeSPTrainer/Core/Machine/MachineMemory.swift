@@ -35,8 +35,8 @@ struct MachineMemory: Sendable {
     /// Returns the number of arrays of attn_out's size during attention: attn_out and, if attention is computed in tiles, its tiles.
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
-    /// Returns the bytes of the scores that attention's backward pass holds at once. These are P and dP of a tile's query rows, further arrays of
-    /// this size without fusion, and the sums of dk and dv.
+    /// Returns the bytes of the scores that attention's backward pass holds at once. If attention is computed in tiles, these are P and dP of a
+    /// tile's query rows, further arrays of this size without fusion, and the sums of dk and dv.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
@@ -85,8 +85,8 @@ extension Planner {
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// Returns the bytes of the arrays of one block or of the head. Arrays that the longest command buffer writes are freed only after it is encoded.
-    /// The largest of the mixer's backward pass, the MLP's backward pass and the update counts.
+    /// Returns the bytes of the largest of three phases: the mixer's backward pass, the MLP's backward pass and the update. Arrays that the longest
+    /// command buffer writes are freed only after it is encoded.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
             guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }

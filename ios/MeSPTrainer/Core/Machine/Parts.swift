@@ -33,7 +33,7 @@ extension Machine {
         return part(repeat each results)
     }
 
-    /// Acts as `phase` for a long sequence, and as `part` for a short one.
+    /// Acts as `part` if a GPU has a short sequence, and as `phase` otherwise.
     @discardableResult func stage<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
         evaluatesStages ? phase(repeat each results) : part(repeat each results)
     }
@@ -57,7 +57,8 @@ extension Machine {
         return state
     }
 
-    /// Returns the inputs for the next part, which depend on the arrays `done`.
+    /// Returns the inputs for the next part. On a GPU they depend on the arrays `done`, so that the next part is computed after `done`. On a CPU this
+    /// function ends the part with the results `done`.
     func inputs(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
         guard processor.chainsParts, pause == nil, !inputs.isEmpty else {
             part(done)

@@ -1,7 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// Products with W. MLX's own CPU operations dequantize W first, unless x has few rows. A GPU and HostMLX dequantize W in the product.
+/// Products with W. A GPU and HostMLX dequantize W in the product. On another CPU, W is dequantized before the product, except in x Wᵀ if x has few
+/// rows.
 extension QuantizedMatrix {
     /// Returns x Wᵀ `[T, out]` in `dtype`, by default x's dtype.
     func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
@@ -20,7 +21,8 @@ extension QuantizedMatrix {
     /// Returns sum + dy W `[T, in]` in sum's dtype. Without a sum, returns dy W in dy's dtype.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         guard let sum else {
-            // `MLX.matmul` is used because on a GPU `quantizedMM` of this shape does not use TF32.
+            // `MLX.matmul` does not emulate TF32 (TF32.swift). The emulation is not wanted here, because a GPU's `quantizedMM` computes x W without
+            // TF32.
             return (dense.map { MLX.matmul(dy.asType(.float32), $0.array) } ?? multiplied(dy, transpose: false))
                 .asType(dy.dtype)
         }

@@ -9,7 +9,7 @@ package struct QuantizedMatrix: Arrays {
     package let biases: MLXArray?
     package let format: QuantizationFormat
     let processor: Processor
-    /// W in float32, computed for the first product and shared by all products; nil if products use `quantizedMM`.
+    /// W in float32, computed when a product first needs it and then kept; nil if all products use `quantizedMM`.
     let dense: Dense?
     /// The affine scales and biases in float32, cast once for all float32 products. The scales of other formats keep their dtype.
     let wide: (scales: MLXArray, biases: MLXArray?)

@@ -44,7 +44,7 @@ extension Planner {
     func forwardBytes(of mixer: Mixer) -> Int {
         let others = isCut ? intermediates(of: mixer) : 0
         guard case .attention(let a) = mixer else { return others + inSegment(whole(mixer)) }
-        // While attention runs, q̂, k̂, v̂ and the tiles of attn_out take the place of x, x_mid and y.
+        // While attention runs, k̂, v̂ and further arrays of attn_out's size take the place of x, x_mid and y.
         let running = machineMemory.outputs(a) * lastInput(of: mixer) + activation(2 * a.keyValueWidth)
         return inOthers(activation(2 * a.keyValueWidth)) + others
             + inSegment(whole(mixer) + max(0, running - 3 * hidden))
@@ -55,8 +55,8 @@ extension Planner {
         let others = isCut ? intermediates(of: mixer) : 0
         switch mixer {
         case .attention(let a):
-            // For all tokens: d_x_mid and, with segments, k̂, v̂ and attn_out. For the positions that a segment sees: the sums of dk and dv. For a
-            // segment: k, v, k̂, dk, dv, the gates and their gradient, q, d_attn_out and dq, and the larger of dq after RoPE and the scores.
+            // The terms are d_x_mid, the other segments' arrays with the sums of dk and dv, this segment's arrays, and the larger of dq after RoPE
+            // and the scores.
             let attnOut = lastInput(of: mixer)
             let (keys, gates) = (activation(a.keyValueWidth), activation(2 * a.numAttentionHeads * a.gateDim))
             let seen = min(length, (a.slidingWindow ?? length) + segment)

@@ -77,9 +77,9 @@ package struct Planner: Sendable {
         Machine.choices(manifest.device, hiddenSize: architecture.hiddenSize, length: length)
     }
 
-    /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, the plan keeps no intermediates unless the
-    /// system's limit allows no such plan. Arrays go into files only if no other plan stays within the limits, or if the setting `offload` demands
-    /// it.
+    /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, the plan keeps no intermediates and has the
+    /// largest tiles, if the system's limit allows this. Arrays go into files only if no other plan stays within the limits, or if the setting
+    /// `offload` demands it.
     ///
     /// - Throws: `MeSPError` if no plan stays within the limits. The message names the lowest possible limit.
     package func plan() throws -> Plan {
@@ -181,7 +181,8 @@ package struct Planner: Sendable {
         return plans.filter(fits).min { peak($0) < peak($1) }.map { [$0] } ?? []
     }
 
-    /// Returns whether there is room for the block inputs of all sequences, in memory or on disk. Always true for an order that the settings name.
+    /// Returns whether there is room for the block inputs of all sequences, in memory or on disk. Always true for the order `sequences`, and for an
+    /// order that the settings name.
     private func fits(_ plan: Plan) -> Bool {
         guard plan.order == .blocks, settings.order == nil else { return true }
         return withMargin(peak(plan)) <= room

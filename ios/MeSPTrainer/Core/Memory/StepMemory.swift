@@ -35,8 +35,8 @@ extension Planner {
         return max((peakOfPasses(plan) - sampling(plan)) / 2, one)
     }
 
-    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 without sampled answers. Sampling needs float32 parameters of
-    /// all modules, and makes a copy of other parameters.
+    /// Returns the peak while answers are sampled, without their caches, in bytes; 0 without sampled answers. Sampling needs the parameters of all
+    /// modules in memory, in float32. If they are stored otherwise, a copy is made.
     private func sampling(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
@@ -47,7 +47,7 @@ extension Planner {
 
     // MARK: - What lives through a step
 
-    /// Returns the bytes that last through a step: parameters, optimizer state, sums of gradients and block inputs.
+    /// Returns the bytes that last through a step, such as parameters, optimizer state, sums of gradients and block inputs.
     func lasting(_ plan: Plan) -> Int {
         let (sequences, goesBack) = (plan.sequences(of: settings), method.hasBackwardPass)
         let vectors = plan.offload == .all ? 0 : vectors + (plan.gathersGradients(of: settings) ? gradients : 0)
@@ -66,7 +66,7 @@ extension Planner {
 
     private func sum(_ bytes: (Parameters) -> Int) -> Int { parameters.reduce(0) { $0 + bytes($1) } }
 
-    /// The bytes of the parameters, the optimizer's state, their copies, and DoRA's squared norms.
+    /// The bytes of the parameters, the optimizer's state, their copies, and further arrays with DoRA.
     var vectorBytes: Int {
         let state = Optimizer.state(settings)
         let values = sum {
@@ -141,13 +141,13 @@ extension Planner {
     }
 
     /// The bytes of a block's forward pass: the mixer's arrays, three dequantized tiles of weights, and x, mixer_in, x_mid and y. With segments, only
-    /// x and x_mid count.
+    /// x and x_mid of these four count. Post-norms and per-layer embeddings add arrays.
     private var forwardBytes: Int {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss. For all tokens: y, and its gradient in float32. For the tokens that are processed at a time: h, dh, and two
-    /// running sums. For a tile: z, p, and W if it is dequantized.
+    /// Returns the bytes of the loss: the arrays of all tokens, such as y, those of the tokens that are processed at a time, and those of a tile of
+    /// the vocabulary.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows

@@ -21,7 +21,7 @@ extension LogRecord.Start {
 }
 
 extension LogRecord.Prediction {
-    /// - Parameter data: the data, needed only for DP-SGD, which counts the examples.
+    /// - Parameter data: the data; needed only with DP-SGD, for the number of examples.
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank,

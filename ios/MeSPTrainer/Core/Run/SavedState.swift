@@ -26,7 +26,7 @@ package struct SavedState: Codable {
         (self.step, self.plan, self.settings, self.sources) = (step, plan, settings, sources)
     }
 
-    /// Digests of the inputs of a run. A run is resumed only with the same inputs.
+    /// Digests of a run's weights and data. A run is resumed only with the same weights and data.
     package struct Sources: Codable {
         let weights: String
         /// The digests of the data that the run reads: each split, the replayed text, and the general text.
@@ -93,7 +93,7 @@ package struct SavedState: Codable {
             let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8)),
             let version = try? JSONDecoder().decode(Version.self, from: json)
         else { throw damaged(in: folder) }
-        // Files of format 1 have no seal.
+        // A sealed file that is not intact is damaged, whatever format it names. Files of format 1 have no seal.
         guard version.format == Self.format || (tensors.isSealed && !tensors.isIntact) else {
             throw MeSPError(
                 "\(url.path) was saved by another version of the trainer, in format \(version.format) and not \(Self.format); start the run again in another folder."

@@ -1,12 +1,13 @@
 import Foundation
 
-/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that the model forgets little (`docs/method.md`, "Forgetting"). The choice is
-/// the highest strength within the limit. The strength is then lowered while held-out loss falls.
+/// Chooses the strength s of a run's adapters, W + s · α / r · A B, so that the model forgets little (`docs/method.md`, "Forgetting"). The search
+/// begins with the highest strength within the limit, and lowers the strength while held-out loss falls. The strength is 0 if none is within the
+/// limit, or if the search finds no lower held-out loss than `before`.
 ///
 /// - Parameters:
 ///   - step: the step of the record.
 ///   - limit: the maximum rise of the general text's perplexity, in percent.
-///   - before: the held-out loss at the beginning of the run. If no strength has a lower loss, the strength is 0.
+///   - before: the held-out loss at the beginning of the run.
 ///   - general: returns the loss on the general text with the adapters at a strength, in nats per token; at strength 0 this is the base model's loss.
 ///   - heldOut: returns the held-out loss with the adapters at a strength, in nats per token.
 func chosenStrength(

@@ -276,8 +276,8 @@ final class TrainingLoop {
         return record.loss
     }
 
-    /// Sets the adapters' strength so that the perplexity of the general text rises by at most `limit` percent, and saves them. If no strength lowers
-    /// held-out loss, saves the initial adapters.
+    /// Chooses the adapters' strength (`chosenStrength`), and saves the adapters. At strength 0 the saved adapters have the effect of the initial
+    /// adapters.
     private func chooseStrength(_ limit: Double) throws {
         guard let general = data.general, let valid = data.valid, let before = state.first else { return }
         func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {

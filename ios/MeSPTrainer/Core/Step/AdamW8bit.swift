@@ -17,8 +17,8 @@ struct DynamicQuantization {
 
     /// - Parameter signed: whether there are negative numbers, as in the first moment m.
     init(signed: Bool) {
-        // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the midpoints of equal parts of [0.1 p, p]. Each power has twice as many
-        // parts as the power before it.
+        // The fractions are 0, 1, and for each power of ten p from 10⁻⁶ to 1 the midpoints of equal parts of [0.1 p, p]; if they are signed, also the
+        // negative midpoints. Each power has twice as many parts as the power before it.
         var numbers = [0.0, 1.0]
         for power in 0...6 {
             let parts = (signed ? 1 : 2) << power

@@ -2,7 +2,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// The frozen model with its LoRA parameters, run one block at a time. Weights are mapped, and only one block's activations are in memory.
+/// The frozen model with its LoRA parameters, run one block at a time on mapped weights.
 package final class BlockwiseModel {
     package let bundle: ModelBundle
     package let settings: RunSettings
@@ -11,7 +11,7 @@ package final class BlockwiseModel {
     package let trained: [Int]
     /// s, an additional factor of the adapters' output; 1 during training.
     var strength: Float = 1
-    /// The factor of the adapters' output: s · α / rank, or s · α / √rank.
+    /// The factor of the adapters' output: s · α / rank, or s · α / √rank with rsLoRA.
     package var scale: Float { strength * settings.scale }
     private let tileBytes: Int
     /// The maximum bytes of the arrays of one block or of the head on a GPU before MLX waits; nil on a CPU.
@@ -22,7 +22,7 @@ package final class BlockwiseModel {
     package var lora: BlockArrays
     /// The squared norms of the rows of W, for each block with parameters; nil without DoRA.
     private let squaredNorms: BlockArrays?
-    /// Whether a whole step has been done, so that a GPU has compiled the kernels.
+    /// Whether all kernels are compiled. A GPU compiles them in the first step.
     var isWarm: Bool
     /// The functions for whose gradients a GPU has compiled the kernels.
     var differentiated = Set<ObjectIdentifier>()

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPBundle
 
-/// The update of a block's parameters from their gradient, as in `mlx.optimizers`, and the optimizer's state.
+/// The update of a block's parameters from their gradient, and the optimizer's state. SGD and AdamW are those of `mlx.optimizers`.
 struct Optimizer {
     private let settings: RunSettings
     /// SGD's velocity, or AdamW's first moment m, with an array for each block.

@@ -17,7 +17,7 @@ package protocol StepLoss {
     var examples: [Example] { get }
 }
 
-/// The supervised loss: a sum over the targets of all sequences, weighted by the sequence.
+/// The supervised loss: the sum of the losses of all targets, with a weight for each sequence.
 package struct SequenceLoss: StepLoss {
     let weighted: [Trainer.WeightedExample]
 
@@ -50,7 +50,8 @@ package struct SequenceLoss: StepLoss {
 
 /// Performs one update from the sum of some losses, by the method of the settings.
 ///
-/// - Throws: `NotFinite`. With `skipBadSteps`, the parameters and the optimizer's state are then restored.
+/// - Throws: `NotFinite`, after which `skipBadSteps` restores the parameters and the optimizer's state; `CancellationError` from a block boundary;
+///   MLX errors.
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
     try trainer.updates.undoingFailure {
         try trainer.model.settings.method.hasBackwardPass
@@ -62,7 +63,7 @@ package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int
 package struct StepResult {
     /// The sum of the losses, each times its share of the step's loss.
     var sum = 0.0
-    /// The loss in nats per token.
+    /// The loss of the step. A supervised loss is in nats per token.
     package var loss: Float { Float(sum) }
     /// The number of targets in the loss.
     private(set) var tokens = 0

@@ -15,6 +15,7 @@ import MeSPBundle
 ///         free              everything but d
 ///
 /// Updating within the backward pass is exact, as no earlier block reads block l's matrices. For several sequences, g is the sum of their gradients.
+/// If a step needs all gradients before an update, for example to clip them, the updates follow the backward pass.
 package final class Trainer {
     package let model: BlockwiseModel
     package let clock = StepClock()

@@ -8,7 +8,7 @@ struct TrainingArrays {
     /// The file of block inputs; nil if they stay in memory.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
-    /// The sums of gradients; nil if each gradient updates its block immediately.
+    /// The sums of gradients; nil if gradients are not summed before an update (`Plan.gathersGradients`).
     let sums: BlockArrays?
     /// The sums of clipped gradients with DP-SGD; nil without DP-SGD.
     let clippedSums: BlockArrays?

@@ -1,8 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// A function that takes the gradient of a block's trained parameters `[trainedCount]`. A backward pass calls it for each block, from the last to the
-/// first.
+/// A function that takes the gradient of a block's trained parameters `[trainedCount]`. A backward pass calls it for each trained block, from the
+/// last to the first.
 package typealias GradientSink = (_ block: Int, _ gradient: MLXArray) throws -> Void
 
 /// The updates of the trained parameters from their gradients, with the optimizer's state.

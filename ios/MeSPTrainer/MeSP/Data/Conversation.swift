@@ -27,7 +27,7 @@ public struct Conversation: Codable, Sendable, Hashable {
         self = try TextDocuments.conversation(fields)
     }
 
-    /// Encodes a record with `messages`, or with `prompt` and `completion`, and with `tools`.
+    /// Encodes a record with `messages`, or with `prompt` and `completion`. The record has `tools` if the conversation has tools.
     public func encode(to encoder: any Encoder) throws { try JSONValue.object(fields).encode(to: encoder) }
 
     /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line. A `.json` file has a record on each line, or one

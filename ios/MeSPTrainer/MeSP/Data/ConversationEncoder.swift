@@ -6,9 +6,9 @@ import MeSPSentences
 /// Encodes conversations as tokens, and marks the tokens of answers.
 ///
 /// The encoder renders a conversation with the chat template twice: unchanged, and with a mark in place of each text (`MarkedConversation`). The
-/// marks show where each text is, and whether the template drops a text. An answer starts where the marked rendering first differs from the prompt
-/// for that answer. An answer ends where the marked rendering first differs from the rendering of the messages up to that answer. Both places are
-/// moved to token boundaries.
+/// marks show where each text is, and whether the template drops a text. Usually an answer starts where the marked rendering first differs from the
+/// prompt for that answer. It ends where the marked rendering first differs from the rendering of all messages up to and including that answer. Both
+/// places are moved to token boundaries.
 struct ConversationEncoder {
     struct Result {
         var tokens = [Int]()
@@ -78,7 +78,7 @@ struct ConversationEncoder {
 
     /// Encodes a conversation.
     ///
-    /// - Throws: `MeSPError` if the template changes a message or an answer.
+    /// - Throws: `MeSPError` if the conversation cannot be trained, for example because the template changes a message.
     mutating func encode(_ conversation: Conversation) throws -> Result {
         let trained = conversation.trained
         for message in trained.map({ conversation.messages[$0] })
@@ -235,7 +235,8 @@ struct ConversationEncoder {
         return shape
     }
 
-    /// Checks that the template writes each text, tool and value. The template may leave out thoughts of answers before the last question.
+    /// Checks that the template writes each text, tool and value. The template may leave out the thoughts of answers before the last question, and of
+    /// answers that are not trained.
     ///
     /// - Returns: whether the template leaves out thoughts.
     /// - Throws: `MeSPError` if the template leaves out anything else.
@@ -373,7 +374,7 @@ struct ConversationEncoder {
         text.kind == .thought || variants(text.text).contains { !whole.bytes.places(of: $0).isEmpty }
     }
 
-    /// Returns the forms in which a template may write a text. Then returns the same forms after encoding and decoding with the tokenizer.
+    /// Returns the forms in which a template may write a text, and after them the same forms encoded and decoded by the tokenizer.
     private func variants(_ text: String) -> some Sequence<[UInt8]> {
         // Most texts appear unchanged, so the slower encoding and decoding comes second.
         (0..<2).lazy.flatMap { pass in
@@ -434,7 +435,7 @@ struct ConversationEncoder {
         let rendering = shape.rendering
         let header: [UInt8]
         let anchor: Int
-        // The first message has no prompt. Some templates require a question first and then throw an error.
+        // The first message has no prompt. Some templates throw an error for a prompt without a question.
         if index > 0, let asked = try? beginning(index, of: conversation, shape, asks: true), !asked.text.bytes.isEmpty
         {
             let after: Int
@@ -467,7 +468,8 @@ struct ConversationEncoder {
         throw Self.notFound(index)
     }
 
-    /// Returns the end of an answer: the place where the rendering first differs from the rendering of the messages up to that answer.
+    /// Returns the end of an answer: the place where the rendering first differs from the rendering of all messages up to and including that answer.
+    /// The last message ends with the rendering.
     private mutating func stop(of index: Int, _ conversation: Conversation, _ shape: Shape) throws -> Int {
         let rendering = shape.rendering
         guard index + 1 < conversation.messages.count else { return rendering.text.bytes.count }
@@ -532,7 +534,6 @@ struct ConversationEncoder {
             let shared = zip(last, followed).prefix { $0 == $1 }.map(\.0).last(where: isSpecial)
             let turn = followed.first(where: isSpecial)
             ends.stops = [end] + (shared.map { [$0] } ?? [])
-            // A token that ends each message but does not begin the next message.
             ends.followed = [shared ?? (turn == asked.first(where: isSpecial) ? turn : nil)].compactMap { $0 }
         }
         knownEnds = ends

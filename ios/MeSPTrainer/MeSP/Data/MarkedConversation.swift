@@ -3,7 +3,7 @@ import MeSPFiles
 
 /// A conversation with a mark in place of each text. The marks locate the texts in the output of a chat template.
 struct MarkedConversation {
-    /// A text of a message, without white space and flags such as `/no_think` at its ends.
+    /// A text of a message, without white space at its ends and without final flags such as `/no_think`.
     struct Text {
         let message: Int
         let kind: Conversation.TextKind
@@ -132,7 +132,7 @@ extension Conversation {
         return parts + [String(rest)]
     }
 
-    /// The strings that no mark replaces: tools, names, identifiers and arguments.
+    /// The strings that are not among the marked texts: tools, names, identifiers, and the JSON text of tool calls' arguments.
     var besideTexts: [String] {
         let calls = messages.flatMap(\.toolCalls)
         return tools + messages.compactMap(\.name) + messages.compactMap(\.toolCallID) + calls.map(\.arguments)

@@ -77,7 +77,7 @@ package struct PlainEncoder {
 
     // MARK: - Special tokens
 
-    /// Returns the text of each id's special token; empty for other tokens.
+    /// Returns the texts of the special tokens among `ids`.
     private mutating func specialTexts(of ids: [Int]) -> [[UInt8]] {
         ids.map { id in
             if let known = specials[id] { return known }

@@ -5,13 +5,13 @@ import MeSPSentences
 
 /// Tokenizes a text for a run, and writes the tokens to a folder. `RunSettings.data` names this folder.
 ///
-/// Plain text and records with `text` become one stream of tokens. A record with `prompt` and `completion`, or with `messages`, becomes one sequence
-/// by the chat template, cut to the sequence length. Without a template the completion directly follows the prompt. Only answers are in the loss,
-/// unless `answersOnly` is false. The last tenth is held out. A record is refused if it has an unsupported field that may matter.
+/// Plain text and records with `text` become one stream of tokens, all of them in the loss. A record with `prompt` and `completion`, or with
+/// `messages`, becomes one sequence by the chat template, cut to the sequence length. In such a sequence only answers are in the loss, unless
+/// `answersOnly` is false. Without a template the completion directly follows the prompt. The last tenth of the data is held out. A record is refused
+/// if it has an unsupported field that may matter.
 package struct TextData: Sendable {
     package enum Source: Sendable {
-        /// A UTF-8 file: text (`.txt`, `.md`), a record on each line (`.jsonl`, `.ndjson`), or `.json` with a record on each line or one list of
-        /// records.
+        /// A UTF-8 file of a kind in `TextFileKind`.
         case file(URL)
         case text(String)
         case conversations([Conversation])

@@ -9,7 +9,7 @@ public protocol TextTokenizer: Sendable {
     var endOfText: Int? { get }
     /// Returns the token ids of `text`. `addsSpecialTokens` adds the special tokens that the model puts around a text.
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int]
-    /// Returns the text of token ids, including special tokens. Encoding this text gives the same ids again.
+    /// Returns the text of token ids, including special tokens.
     func decode(_ tokens: [Int]) -> String
     /// Returns whether a token is special, such as the end-of-message token.
     func isSpecial(_ token: Int) -> Bool
@@ -21,8 +21,9 @@ public protocol TextTokenizer: Sendable {
     /// function again with the arguments as JSON text. Write the keys of a dictionary in a fixed order, for example sorted.
     ///
     /// - Parameters:
-    ///   - messages: the messages, with `role` and `content`, and optionally `tool_calls`, `name` and `tool_call_id`. A tool call is
-    ///     `{"type": "function", "function": {"name": …, "arguments": {…}}}`. A JSON object is a dictionary, and JSON's null is an empty `Optional`.
+    ///   - messages: the messages, with `role` and `content`, and optionally `tool_calls`, `name` and `tool_call_id`. A tool call is `{"type":
+    ///     "function", "function": {"name": …, "arguments": {…}}}`, optionally with `id`. A JSON object is a dictionary, and JSON's null is an empty
+    ///     `Optional`.
     ///   - tools: the definitions of tools; nil if there are none.
     ///   - addsGenerationPrompt: whether to add the opening of an answer after the last message.
     /// - Returns: the token ids.

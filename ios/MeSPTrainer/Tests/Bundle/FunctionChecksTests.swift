@@ -100,7 +100,6 @@ import Testing
             "too large",
             .node("ExpandDims", [Swift.Array(0..<16)], [0], .array(Swift.Array(repeating: 1, count: 16) + [16])),
             for: [reshape])
-        // 2⁹³ elements are too many.
         refused("too large", .node("Reshape", [huge], [0], .array(huge)), for: [reshape])
         refused("it is damaged", .node("A\nB", [], [0], x), for: [reshape])
         for name in ["AsStrided", "SliceUpdate", "Scatter", "CustomKernel"] {
@@ -108,7 +107,6 @@ import Testing
         }
     }
 
-    /// MLX's operations never create these primitives: for such arguments they return their input or throw an error.
     @Test func whatMLXNeverMakesIsRefused() throws {
         typealias Node = TestFunction.Node
         let column = TestFunction.Array.array([4, 1])
@@ -229,7 +227,7 @@ import Testing
     }
 }
 
-/// A file with one function on the CPU. The input has the id 0. The nodes have the ids 1, 2, …. The last node is the output.
+/// A file with one function. The input has the id 0. By default the nodes have the ids 1, 2, …. The last node is the output.
 private struct TestFunction {
     enum Element: Int32 {
         case uint8 = 1

@@ -161,7 +161,6 @@ import Testing
     @Test func sha256KnownAnswers() throws {
         let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         defer { try? FileManager.default.removeItem(at: url) }
-        // The examples of FIPS 180-4.
         for (text, digest) in [
             ("", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
             ("abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
@@ -192,7 +191,7 @@ import Testing
         #expect(windows.training(count, seed: 5) == first[0])
     }
 
-    /// Three examples, of 5, 3 and 5 tokens. The loss has two tokens of the first example, all tokens of the second, and the last token of the third.
+    /// Three examples, of 5, 3 and 5 tokens. The mask has two tokens of the first example, all tokens of the second, and the last token of the third.
     private let stream = TokenStream(
         tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 5, 3, 8, 5]),
         mask: Data([0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]))
@@ -235,7 +234,7 @@ import Testing
         #expect(windows.count == 2 && windows[0] == Example(tokens: [0, 1, 2], counted: [0, 1]))
     }
 
-    /// Each token except the first is a target exactly once, with or without a `begin` token.
+    /// The `begin` token replaces the first token of each window, which is not a target. Examples do not get it.
     @Test func windowsBeginAsTheModelsTextsDo() {
         let windows = TokenStream(tokens: data([9, 1, 2, 3, 4]), begin: 9).sequences(lengths: [2])
         #expect(windows.count == 2)

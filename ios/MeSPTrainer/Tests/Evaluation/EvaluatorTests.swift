@@ -82,7 +82,7 @@ import Testing
         #expect(scores[0].logLikelihood > scores[1].logLikelihood)
     }
 
-    /// Each token is scored once. Each window except the first has the full length.
+    /// Each token except the first is scored once. The last window begins earlier, so that it has the full length.
     @Test func aLongTextIsTakenInWindows() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let evaluator = try Evaluator(fixture.bundle)

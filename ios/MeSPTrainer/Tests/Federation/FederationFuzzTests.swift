@@ -32,7 +32,7 @@ import Testing
         return data
     }
 
-    /// Returns a message with one damaged object body. The ids are recomputed, so that they match.
+    /// Returns a message with damaged objects. The ids are recomputed, so that they match.
     private func damaged(
         _ tree: FlowerObjectTree, _ contents: [String: Data], _ random: inout FuzzTests.Generator
     ) throws -> (FlowerObjectTree, [String: Data]) {

@@ -51,7 +51,6 @@ final class SuperNodeTests {
         if case .sent = event { true } else { false }
     }
 
-    /// Returns each number plus one.
     @Sendable private static func train(_ question: SuperNode.Question) async throws -> FlowerRecords {
         let array = try #require(question.records.arrays["arrays"]?["a"])
         let numbers = array.data.withUnsafeBytes { $0.bindMemory(to: Float.self).map { $0 + 1 } }
@@ -101,7 +100,7 @@ final class SuperNodeTests {
         let events = try await run(node(), until: Self.isSent, answer: Self.train)
         #expect(try SuperLink.answered(host).1 != nil)
         #expect(events.filter { if case .waiting = $0 { true } else { false } }.count == 4)
-        // There is one event for each call that finally succeeded.
+        // One event is reported for each call that succeeded after a failure.
         #expect(events.filter { $0 == .reached }.count == 3)
     }
 
@@ -131,7 +130,7 @@ final class SuperNodeTests {
         #expect(!events.contains { if case .failed = $0 { true } else { false } })
         #expect(try keeps().isEmpty)
         #expect(SuperLink.with(host) { !$0.calls.contains("pull-object") && $0.answer == nil })
-        // A message can also expire while the server fails at all calls about it.
+        // The message expires while the server fails each `pull-object` call.
         try SuperLink.ask(host, age: 3599.5)
         SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (500, ""), count: 100) }
         try await run(node(), until: Self.isDropped, answer: Self.train)

@@ -15,7 +15,6 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// Tests malicious files. Each is refused with a sentence. No test may read or write outside of the bundle's folder.
 @Suite(.serialized) final class HostileFilesTests {
     private let folder = temporaryFolder()
     private let files = FileManager.default
@@ -113,7 +112,7 @@ import Testing
         #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
     }
 
-    /// A file may be replaced between its check and its use. Then the checked file is used, or the new file is refused.
+    /// A file may be replaced after the bundle was opened. A link in its place is refused.
     @Test func aFileThatBecomesALinkIsNotRead() throws {
         let opened = try ModelBundle(url: bundle)
         let block = bundle.appendingPathComponent(ModelBundle.blockFile(0))
@@ -156,7 +155,7 @@ import Testing
 
     // MARK: - Manifests
 
-    /// A bundle on the Hub is planned before its files are downloaded.
+    /// A run is planned from the manifest of a bundle on the Hub, before the bundle's other files are downloaded.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
         "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",

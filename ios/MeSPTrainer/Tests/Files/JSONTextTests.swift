@@ -2,7 +2,6 @@ import Testing
 
 @testable import MeSPFiles
 
-/// The results equal those of Python's `json`.
 @Suite struct JSONTextTests {
     @Test(arguments: [
         (#" {"b": [1, -2.5, 1.0, 1e2, true, null], "a": {}} "#, #"{"a": {}, "b": [1, -2.5, 1.0, 100.0, true, null]}"#),

@@ -5,7 +5,7 @@ import Testing
 
 /// Compares the formulas with the recurrence, token by token, and with its automatic differentiation.
 @Suite(.serialized) struct GatedDeltaNetTests {
-    /// The outputs of the mixer's projections, and the gradient of its output.
+    /// The outputs of the mixer's projections, and dy, the gradient with respect to y.
     private struct Inputs {
         var qkv, z, b, a, dy: MLXArray
 
@@ -21,7 +21,7 @@ import Testing
         }
     }
 
-    /// Returns a net with dk ≠ dv, so that the test detects confusing them.
+    /// Returns a net whose key and value dimensions differ by default, so that the tests notice if the code confuses them.
     private func net(keyHeads: Int, valueHeads: Int, keyDim: Int = 8, valueDim: Int = 16) -> GatedDeltaNet {
         let keys = MLXRandom.split(key: MLXRandom.key(0), into: 4)
         let features = 2 * keyHeads * keyDim + valueHeads * valueDim
@@ -96,7 +96,6 @@ import Testing
         }
     }
 
-    /// For a single token, da is 0.
     @Test(
         arguments: [1, 2, 37, 64, 130, 256],
         [(keyHeads: 2, valueHeads: 2, tile: 2), (2, 2, 1), (2, 4, 1), (3, 6, 2)])
@@ -110,7 +109,6 @@ import Testing
         expectEqual(net, Inputs(net, length: 1024), tile: 1)
     }
 
-    /// The decays exp(κ) range from less than 1e-37 to 1 in float32. β has a similar range.
     @Test(arguments: [-20, -5, 5, 20] as [Float], [-20, 5, 100] as [Float])
     func extremeDecaysAndCorrections(_ b: Float, _ a: Float) {
         let net = net(keyHeads: 2, valueHeads: 4)
@@ -121,7 +119,7 @@ import Testing
         expectEqual(net, inputs, tile: 1)
     }
 
-    /// All keys are almost equal. This is the worst case for the inverse.
+    /// All keys are almost equal.
     @Test func keysNearEachOther() {
         let net = net(keyHeads: 2, valueHeads: 2)
         var inputs = Inputs(net, length: 130)

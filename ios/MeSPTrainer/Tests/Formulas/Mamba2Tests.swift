@@ -5,7 +5,7 @@ import Testing
 
 /// Compares the formulas with the recurrence, token by token, and with its automatic differentiation.
 @Suite(.serialized) struct Mamba2Tests {
-    /// The parts of the mixer's projection, and the gradient of its output.
+    /// The parts of the mixer's input projection, and dy, the gradient with respect to y.
     private struct Inputs {
         var z, xBC, dt, dy: MLXArray
 
@@ -19,7 +19,7 @@ import Testing
         }
     }
 
-    /// Returns a mixer with P ≠ N, so that the test detects confusing them.
+    /// Returns a mixer whose head and state dimensions differ, so that the tests notice if the code confuses them.
     private func mamba(heads: Int, groups: Int, headDim: Int = 8, stateSize: Int = 16) -> Mamba2 {
         let keys = MLXRandom.split(key: MLXRandom.key(0), into: 6)
         let features = heads * headDim + 2 * groups * stateSize
@@ -104,7 +104,6 @@ import Testing
         expectEqual(mamba, Inputs(mamba, length: 1024), tile: 1)
     }
 
-    /// The decays exp(κ) range from less than 1e-37 to 1 in float32.
     @Test(arguments: [-20, 5, 100] as [Float]) func extremeDecays(_ dt: Float) {
         let mamba = mamba(heads: 4, groups: 2)
         var inputs = Inputs(mamba, length: 130)

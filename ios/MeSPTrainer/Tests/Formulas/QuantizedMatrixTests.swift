@@ -6,8 +6,7 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct QuantizedMatrixTests {
-    /// Products with packed weights equal products with dequantized weights. Metal's kernels depend on the number of rows. Two or three rows are
-    /// padded.
+    /// Products that are computed as on a GPU equal those that are computed as on a CPU. Metal's kernels depend on the number of rows.
     @Test(arguments: Fixture.cases) func packedProductsAreTheDenseOnes(_ folder: URL) throws {
         var bundle = try Fixture(folder, "gradients").bundle
         func products(_ way: Backend, _ x: MLXArray, _ dy: MLXArray) throws -> [MLXArray] {

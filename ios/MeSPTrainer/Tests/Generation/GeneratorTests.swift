@@ -7,11 +7,9 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares the generator with `mesp.reference` and with the formulas of mlx-lm's sampler.
 @Suite(.serialized) struct GeneratorTests {
     static let cases = Fixture.cases
 
-    /// Chunks of 256 tokens use dequantized tiles. Chunks of 1 or 5 tokens use `quantizedMM`.
     @Test(arguments: cases, [1, 5, 256]) func logitsEqualTheReference(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let adapters = temporaryFolder()
@@ -39,8 +37,8 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// Two texts are read together, one token of each at a time. The outputs equal those of reading each text at once. The test uses HostMLX's
-    /// operations and plain operations.
+    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text. The test uses
+    /// HostMLX's operations and plain operations.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let lengths = [3, 7]
@@ -134,7 +132,7 @@ import Testing
             let summary = try generator.generate(request) { try read($0, &text, of: i) }
             return (text, summary.reason, summary.tokens)
         }
-        // Only the plain models test each number of texts at once, because the scheduling does not depend on the model.
+        // The scheduling does not depend on the model, so only the plain models test all combinations.
         let isPlain = folder.lastPathComponent.hasPrefix("tied")
         let ways = isPlain ? [(1, Int.max), (3, .max), (16, .max), (16, 1)] : [(3, .max), (16, .max)]
         for (atOnce, cacheLimit) in ways {
@@ -191,7 +189,7 @@ import Testing
         try check(said, known: 0)
         try check(said + tokens[5..<8], known: said.count - 1)
         try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
-        // The cache is shortened to the first turn. Its last token is read again.
+        // The first prompt again. If the cache can be shortened, only the last token of the prompt is read again.
         try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
         _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
@@ -224,7 +222,7 @@ import Testing
             #expect(ours == uncached)
             #expect(cache.tokens == next + ours.dropLast())
         }
-        // A cache above its limit keeps only the mark or nothing.
+        // A cache above its limit keeps only the tokens up to the mark, or nothing.
         for (limit, kept) in [(cache.size - 1, mark), (0, 0)] {
             var small = PromptCache(limit: limit)
             _ = try text(prompt) { try generator.generate($0, continuing: &small, onToken: $1) }
@@ -254,8 +252,8 @@ import Testing
         #expect(blocks == 2 && stopped.size == 0)
     }
 
-    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the fewest tokens whose sum reaches p. Temperature T makes the
-    /// probabilities proportional to p^(1/T).
+    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the most probable tokens, as few as have a sum of at least `topP`.
+    /// Temperature T makes the probabilities proportional to the 1/T-th power of their values.
     @Test(arguments: [
         (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]), (0.6, 1.0, [0.5, 0.3, 0, 0]), (0.85, 1.0, [0.5, 0.3, 0.15, 0]),
         (0.79, 0.5, [0.25, 0.09, 0, 0]), (1.0, 2.0, [0.7071, 0.5477, 0.3873, 0.2236]), (1e-9, 5.0, [1, 0, 0, 0]),
@@ -293,7 +291,7 @@ import Testing
         }
     }
 
-    /// Layers without training stay as in the base model, even if PEFT's format joins them with trained layers.
+    /// Untrained modules stay as in the base model, even if PEFT's format joins them with a trained module in one layer.
     @Test(arguments: cases, ["", "peft"]) func magnitudesRoundTrip(_ folder: URL, _ format: String) throws {
         let architecture = try Fixture(folder, "gradients").bundle.architecture
         let (last, all) = (architecture.numHiddenLayers - 1, architecture.modules)

@@ -52,7 +52,8 @@ import Testing
 
     // MARK: - What a stack computes
 
-    /// Three adapters of different rank, scale, format, modules and blocks give the same result as one adapter of full rank with the sum of w s A B.
+    /// Three adapters of different rank, scale, format, modules and blocks give the same result as one adapter of full rank. Its A B is the sum of
+    /// weight · scale · A B of the three.
     @Test(arguments: cases, [1, 256]) func aStackIsTheFusedSum(_ place: URL, _ chunk: Int) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -76,7 +77,7 @@ import Testing
         #expect(relativeError(base, expected) > 1e-3)
     }
 
-    /// Returns adapters with the identity as A, and the sum of w s A B as B.
+    /// Returns adapters whose A is the identity and whose B is Σ weight · scale · A B.
     private func fused(_ parts: [(weight: Float, LoadedAdapters)], _ architecture: Architecture) -> LoadedAdapters {
         let blocks = architecture.layers.indices.map { architecture.block($0) }
         let rank = blocks.flatMap { block in block.trainable.map { block.dimensions($0).inputs } }.max() ?? 0
@@ -101,7 +102,7 @@ import Testing
         return LoadedAdapters(rank: rank, scale: 1, lora: lora, layouts: layouts)
     }
 
-    /// The product with the stack equals the product with W + Σ w s A B in float32, for each module of each block.
+    /// The product of each projection with a stack equals the product with W + Σ weight · scale · A B in float32.
     @Test(arguments: cases) func eachProductIsThatWithTheFusedMatrix(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)
@@ -150,7 +151,7 @@ import Testing
 
     // MARK: - Others while a model generates
 
-    /// Changes of adapters map no weight file again, and do not affect later texts.
+    /// A change of adapters maps no weight file again. Each text equals that of a new generator with the same adapters.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_5", "lfm2_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func switchingMapsNoWeights(_ place: URL) throws {
         let fixture = try Fixture(place, "gradients")

@@ -225,7 +225,7 @@ import Testing
         }
         #expect(try order() == nil, "of one sequence there is no order")
 
-        // The order of sequences keeps a sum of all gradients. The order of blocks keeps the block inputs of all sequences.
+        // The order `.sequences` keeps a sum of all gradients. The order `.blocks` keeps the block inputs of all sequences.
         settings.batchSize = 256
         #expect(try order() == .sequences && peak(.blocks) > peak(.sequences))
         settings.batchSize = 2
@@ -244,7 +244,7 @@ import Testing
         #expect(try order() == .sequences)
         systemLimit = bySequences + manifest.mappedBytes - 1000
         #expect(try order() == .blocks)
-        // If the limit leaves no room for the order of blocks, the planner prefers the order of sequences to inputs on disk.
+        // Below the peak of `.blocks`, the planner still keeps the inputs in memory.
         settings.memoryLimitMb = Double(byBlocks - 100_000) / 1e6
         let plan = try planner().plan()
         #expect(planner().peak(plan) < byBlocks && plan.offload == .none)

@@ -96,8 +96,7 @@ import Testing
         }
     }
 
-    /// The error of bfloat16 is about the same as without DoRA. A gate with one output per head has few values, so its error varies more and its
-    /// bound is larger.
+    /// A gate with one output per head has few values, so its error varies more and its bound is larger.
     @Test(arguments: roundedCases) func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let trainer = try trainer(fixture)
@@ -114,7 +113,7 @@ import Testing
 
     // MARK: - A run
 
-    /// With B = 0, DoRA's result equals LoRA's to the last bit.
+    /// With B = 0, DoRA's loss on a CPU equals LoRA's to the last bit.
     @Test(arguments: cases) func itBeginsAsTheModel(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (trainer, lora) = (try trainer(fixture), try fixture.trainer(.mesp))
@@ -150,7 +149,7 @@ import Testing
         }
     }
 
-    /// Before any step π equals π₀, so DPO's loss is log 2. After a step the loss differs.
+    /// At the start π equals π₀, so DPO's loss is log 2. With other adapters, the reference model still gives the loss of the start.
     @Test(arguments: cases.filter { ["tied-32", "qwen3_moe", "tied-gpu"].contains($0.lastPathComponent) })
     func theReferenceModelIsTheBase(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")

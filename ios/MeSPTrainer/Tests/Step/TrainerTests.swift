@@ -89,7 +89,7 @@ import Testing
         let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 14))
         try fixture.restore(trainer)
         let model = trainer.model
-        // Storing in bfloat16 rounds by up to 2⁻⁹. Sums in another order, or norms of rounded numbers, may round the other way.
+        // Storing in bfloat16 rounds by up to 2⁻⁸. Sums in another order, or norms of rounded numbers, may round the other way.
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
         var x = try model.embed(fixture.example())
         let context = try model.makeContext(fixture.example(), x0: x)
@@ -118,7 +118,7 @@ import Testing
         }
     }
 
-    /// A run on a CPU does not call the exported functions of a bundle.
+    /// MeSP on a CPU does not call the exported functions of a bundle.
     @Test(
         arguments: Fixture.cases.filter { ["tied-32", "gemma3", "qwen3_5", "lfm2_moe"].contains($0.lastPathComponent) })
     func aRunOnACPUNeedsNoFunctions(_ folder: URL) throws {
@@ -310,7 +310,7 @@ import Testing
         }
         let expected = try gradients(plan.order == .blocks ? [batch] : batch.map { [$0] })
         let found = try gradients([[packed]])
-        // Storing in bfloat16 rounds by up to 2⁻⁹, and a product of another shape sums in another order.
+        // Storing in bfloat16 rounds by up to 2⁻⁸, and a product of another shape sums in another order.
         let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 3e-2
         #expect(abs(found.loss - expected.loss) <= (bar / 10) * expected.loss)
         for block in 0..<fixture.layers {
@@ -432,8 +432,8 @@ import Testing
         }
     }
 
-    /// In the order of blocks, a pass maps a weight file once. In the order of sequences, every sequence maps the file in each of its passes. The
-    /// planner predicts these numbers.
+    /// In the order `.blocks`, each pass maps a weight file once. In the order `.sequences`, each pass of each sequence maps it. The planner predicts
+    /// the bytes that are read.
     @Test(arguments: [("untied-7", nil), ("untied-7", 1), ("qwen3_moe", nil)])
     func weightsAreReadOnceAPass(_ name: String, _ layers: Int?)
         throws

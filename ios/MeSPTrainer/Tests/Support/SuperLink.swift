@@ -47,7 +47,6 @@ final class SuperLink: URLProtocol {
 
     override func startLoading() {
         guard let url = request.url, let host = url.host else { return }
-        // Python's `datetime.fromisoformat` needs a time zone.
         let signed = request.value(forHTTPHeaderField: "flwr-timestamp") ?? ""
         #expect(signed.wholeMatch(of: /\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z/) != nil)
         #if canImport(FoundationNetworking)

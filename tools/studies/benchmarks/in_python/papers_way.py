@@ -27,8 +27,8 @@ def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains as in the paper, with the formulas of `mesp.reference`.
 
     A block's weights are dequantized as a whole. The [heads, T, T] attention weights and the [T, V]
-    logits are also kept whole. The gradient by the logits overwrites the logits to save memory.
-    With `store_h`, the forward pass stores h = x A of all modules for the backward pass.
+    logits are also kept whole. With `store_h`, the forward pass stores h = x A of all modules for
+    the backward pass.
     """
     report_baseline()
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])
@@ -114,9 +114,7 @@ class Table:
 
 
 def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, mx.array]:
-    """Returns the loss and its gradient by x like `reference.cross_entropy`, but computes all
-    logits at once.
-    """
+    """Returns the loss and its gradient by x, with all logits in memory at once."""
     arch, head = bundle.architecture, Table(bundle, "head")
     cap = arch.final_logit_softcapping
     tiles = [slice(i, i + HEAD_ROWS) for i in range(0, arch.vocab_size, HEAD_ROWS)]

@@ -46,7 +46,7 @@ typedef struct {
 
 /// Begins to record evaluations. Returns null, or a message to release with free().
 char *host_ledger_begin(HostLedgerRules rules);
-/// Ends the recording. Returns null, or the reason why an evaluation failed, to release with free().
+/// Ends the recording. Returns null, or the reason for a failure, to release with free().
 char *host_ledger_end(
     HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
 /// Resets the counts, except those of first-used kernels.

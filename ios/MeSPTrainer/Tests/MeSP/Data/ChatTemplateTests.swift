@@ -6,7 +6,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Swift and the exporter make the same tokens of conversations with tools. Python renders the chat templates for both.
+/// Compares the tokens of conversations, many of them with tools, with those of the exporter. Python renders the chat templates for both.
 @Suite(.enabled(if: PythonTemplates.python != nil)) struct ChatTemplateTests {
     private struct Found: Equatable {
         var ids: [Int]
@@ -36,7 +36,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         let file = folder.appendingPathComponent("a.jsonl")
         let python = try PythonTemplates()
-        // The number of records by outcome: accepted by Swift, by Python, by both or by neither.
+        // The number of records by outcome.
         var counts = [String: Int]()
         var withCalls = 0
         while let each = try python.next() {

@@ -5,7 +5,6 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Tests that the answers are trained and no text is lost. A record that cannot be trained is refused with a reason.
 @Suite struct ConversationTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var target: URL { folder.appendingPathComponent("tokens") }
