@@ -218,7 +218,6 @@ def test_a_bundle_for_the_gpu_has_a_plan_without_one(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow  # `make check` does not build mesp-count
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
     bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"

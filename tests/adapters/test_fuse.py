@@ -127,7 +127,7 @@ def test_experts_are_fused(tmp_path, bits, tolerance):
 
 
 def test_a_text_of_several_modalities_is_fused_by_its_place_there(tmp_path):
-    """The text model of a multimodal model keeps its names in the whole model. `A_log` stays
+    """The fused tensors have the names that they have in the multimodal model. `A_log` stays
     float32, as in mlx-lm.
     """
     bundle, adapters = with_adapters("qwen3_5", tmp_path)

@@ -18,6 +18,7 @@ from mesp import reference
 from mesp.block_function import mlxfn
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.errors import MespError
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
@@ -224,6 +225,11 @@ def test_functions_for_packed_records_come_with_such_data(tiny):
     assert blocks.packed_functions == {"24": "block.packed.24.mlxfn"}
 
     assert functions("--device", "gpu") == {}
+    bundle = Bundle(Path("out.mesp"), to_run=False)
+    with pytest.raises(MespError, match="has no such function for 16 tokens; add one with"):
+        bundle.function(16, packed=True)
+    with pytest.raises(MespError, match="has no such function for 24 tokens; add one with"):
+        bundle.function(24)
     done = run("data", "out.mesp", "--data", "pairs.jsonl", "--pack")
     assert done.returncode == 2
     assert done.stderr == (

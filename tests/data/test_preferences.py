@@ -274,9 +274,8 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
         (ids, prompt), (others, start) = one, other
         return mx.concatenate([ids[:prompt], others[start:]])[: SEQ_LEN + 1], prompt
 
-    def of_batch(batch) -> dict[str, mx.array]:
-        found = [logps(*each)[0] for each in batch]
-        return mx.stack(found)
+    def of_batch(batch) -> mx.array:
+        return mx.stack([logps(*each)[0] for each in batch])
 
     def batch_at(step: int) -> list[int]:
         units = len(sequences) if objective == "kto" else len(sequences) // 2

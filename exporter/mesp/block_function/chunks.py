@@ -31,7 +31,7 @@ def decays(log_decay: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     δ_j = Γ_Cj
     """
     row, column = mx.arange(log_decay.shape[-2])[:, None], mx.arange(log_decay.shape[-2])
-    # Differences of running sums would lose digits, so each sum is computed separately.
+    # Column j is summed from j + 1. A difference of sums from 1 would lose digits.
     between = mx.cumsum(mx.where(row > column, log_decay, 0.0), axis=-2)
     Gamma = mx.where(row >= column, mx.exp(between), 0.0)
     return Gamma, mx.exp(mx.cumsum(log_decay, axis=-2)), Gamma[..., -1, :, None]

@@ -316,9 +316,8 @@ class Bundle:
         """Returns the block function of block `index` or, with `plain`, its plain function.
 
         The function takes (x, lora, scale, weights), the inputs in `Block.given_shapes` and, if
-        `packed`, starts. It returns the block's arrays. Raises MespError if the block has no
-        functions or `check_block_functions` refuses the file, and KeyError if there is no function
-        for `seq_len`.
+        `packed`, starts. It returns the block's arrays. Raises MespError if the bundle lacks this
+        function or `check_block_functions` refuses its file.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -329,6 +328,11 @@ class Bundle:
             )
         files = group.plain_functions if plain else group.functions
         files = group.packed_functions if packed else files
+        if str(seq_len) not in files:
+            raise MespError(
+                f"Block {index} of {self.path} has no such function for {seq_len} tokens; add one "
+                "with mesp-export --from."
+            )
         path = self.path / files[str(seq_len)]
         file = read_bytes(path, FUNCTIONS)
         try:

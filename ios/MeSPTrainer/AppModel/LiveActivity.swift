@@ -42,7 +42,7 @@ public struct LiveActivityContent: Sendable, Equatable {
     }
 
     private func update() {
-        guard let content, controller.isRunning, controller.grant != .continued else {
+        guard let content, controller.isRunning, controller.grant == nil || controller.grant == .overnight else {
             if shown != nil { display.end(monitor.scene == .active || controller.isRunning ? nil : content) }
             shown = nil
             return

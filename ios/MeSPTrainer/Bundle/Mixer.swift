@@ -73,9 +73,9 @@ package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
 /// The Mamba-2 state-space model ([Dao & Gu](https://arxiv.org/abs/2405.21060)). One projection computes z, xBC and dt. Each group of heads shares B
 /// and C, and each head has its own S and o:
 ///
-///     x, B, C = silu(conv(xBC) + bias)
-///     S ← exp(−exp(A_log) Δ) S + Δ x Bᵀ    Δ = softplus(dt + dt_bias)
-///     o = S C + D x
+///     u, B, C = silu(conv(xBC) + bias)
+///     S ← exp(−exp(A_log) Δ) S + Δ u Bᵀ    Δ = softplus(dt + dt_bias)
+///     o = S C + D u
 ///     x_mid = x + out(norm(o ∘ silu(z)))
 package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     let modules: [Module]

@@ -165,7 +165,7 @@
                 func pass() { places[text] += 1 }
                 try generator.generate(request, atBlock: pass) { texts[text].append($0) }
             }
-            // A text takes four passes. In the first text, two of the passes also wait within blocks.
+            // A text takes four forward passes. In the first text, two of the passes also wait within blocks.
             #expect(places[1] == 4 * fixture.layers && places[0] > 5 * 2 * fixture.layers)
             #expect(texts[0] == texts[1])
 

@@ -77,7 +77,7 @@ def shuffled_batches(
 ) -> Iterator[mx.array]:
     """Yields endless batches [batch_size, seq_len + 1].
 
-    An epoch's windows follow each other in the text, from a random offset, and are shuffled.
+    An epoch cuts the text into windows from a random offset, and shuffles the windows.
     """
     rng = np.random.default_rng(seed)
     window = np.arange(seq_len + 1)

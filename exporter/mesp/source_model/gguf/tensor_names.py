@@ -87,7 +87,7 @@ class Names:
 
 
 def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
-    """Returns the index in the file of each number of the value heads, `size` numbers per head.
+    """Returns the index in the file of each channel of the value heads. A head has `size` channels.
 
     In MeSP, the value heads of a key head are adjacent. In the file, the first value heads of all
     key heads come first, then the second ones, and so on.

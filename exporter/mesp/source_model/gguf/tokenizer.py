@@ -43,8 +43,8 @@ _GPT4O = (
     + r"|\p{N}{1,3}"
     + _REST_WITH_SLASH
 )
-# `tokenizer.ggml.pre` -> the pattern that splits a text into words before BPE. None is GPT-2's
-# pattern. "digits" is GPT-2's, after single digits are split off.
+# `tokenizer.ggml.pre` -> the pattern that splits a text into words before BPE. None stands for
+# GPT-2's pattern. "digits" stands for GPT-2's pattern after single digits are split off.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"),

@@ -827,10 +827,8 @@ void host_set_memory_limit(size_t limit) {
     mx::set_memory_limit(limit);
 }
 size_t host_set_cache_limit(size_t limit) {
-    if (host::ledger_hooks) {
-        host::ledger_hooks->set_cache_limit(limit);
-    }
-    return mx::is_available(mx::Device::gpu) ? mx::set_cache_limit(limit) : 0;
+    size_t former = host::ledger_hooks ? host::ledger_hooks->set_cache_limit(limit) : 0;
+    return mx::is_available(mx::Device::gpu) ? mx::set_cache_limit(limit) : former;
 }
 void host_clear_cache(void) {
     if (host::ledger_hooks) {

@@ -52,8 +52,7 @@ void scipy_cblas_cgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int lda, const void *b,
     int ldb, const void *beta, void *c, int ldc);
 
-/// Computes a product in parallel, in parts along the longer side of c. The parts are so long that waking their threads, and packing the other matrix
-/// again, takes little time in comparison.
+/// Computes a product in parallel, in parts along the longer side of c. A part is so long that it takes far more time than waking its thread.
 static void product(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {

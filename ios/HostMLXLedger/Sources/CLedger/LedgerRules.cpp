@@ -275,7 +275,7 @@ void round(const Call &call) {
     }
 }
 
-/// Follows MLX's metal/binary.cpp:165.
+/// Follows MLX's metal/binary.cpp:196.
 void binary(const Call &call) {
     const auto &a = call.in()[0];
     const auto &b = call.in()[1];

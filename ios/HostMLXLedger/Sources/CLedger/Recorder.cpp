@@ -20,6 +20,7 @@
 #include <mutex>
 #include <stack>
 #include <unordered_set>
+#include <utility>
 
 #include "CLedger.h"
 #include "LedgerHooks.h"
@@ -44,7 +45,7 @@ struct Adopted {
 std::unordered_map<const void *, Adopted> adopted_buffers;
 size_t adopted_bytes = 0;
 size_t memory_limit = SIZE_MAX;
-size_t cache_limit = SIZE_MAX;
+size_t cache_limit = INT64_MAX;  // a Swift Int
 
 constexpr size_t page_size = 16384;
 
@@ -797,9 +798,9 @@ class Hooks final : public host::LedgerHooks {
         memory_limit = limit;
     }
 
-    void set_cache_limit(size_t limit) override {
+    size_t set_cache_limit(size_t limit) override {
         std::lock_guard lock(mutex);
-        cache_limit = limit;
+        return std::exchange(cache_limit, limit);
     }
 
     void clear_cache() override {

@@ -235,7 +235,7 @@ struct Attention {
             let (q, k, v, dOut) = (inputs[0], inputs[1], inputs[2], inputs[3])
             let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)
-            /// Returns sum + (aᵀ b)ᵀ `[…, d, keys]`, where `sum` covers only the last of the `keys`. BLAS computes bᵀ a 1.5 times as fast as aᵀ b.
+            /// Returns sum + bᵀ a `[…, d, keys]`. `sum` covers the end of the range `keys`. BLAS computes bᵀ a 1.5 times as fast as aᵀ b.
             func added(_ sum: MLXArray?, to a: MLXArray, _ b: MLXArray) -> MLXArray {
                 guard let sum else { return matmul(b.swappedAxes(-1, -2), a) }
                 let missing = keys.count - sum.dim(2)

@@ -36,7 +36,7 @@ struct MachineMemory: Sendable {
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
     /// Returns the bytes of the scores that attention's backward pass holds at once. If attention is computed in tiles, these are P and dP of a
-    /// tile's query rows, further arrays of this size without fusion, and the sums of dk and dv.
+    /// tile's query rows and the sums of dk and dv. Without fusion, two more arrays have P's size.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)

@@ -1,7 +1,7 @@
 import MeSPBundle
 import MeSPSentences
 
-/// Notices about training data: parts that are not trained, and tokens that are added.
+/// Notices about training data, for example about records that are not trained.
 package struct DataNotices: Sendable, Equatable {
     /// The sequence length, in tokens.
     let length: Int

@@ -351,7 +351,8 @@ import Testing
         #expect(time.ended == false)
     }
 
-    @Test func theLockScreenShowsTheRun() async throws {
+    @Test(arguments: [BackgroundGrant.continued, .continuedOnGPU])
+    func theLockScreenShowsTheRun(_ grant: BackgroundGrant) async throws {
         try await train()
         #expect(lock.title == "Training \(try #require(model.controller.log.start).model.name)")
         #expect(lock.shown?.progress.steps == 1_000_000 && lock.shown?.note == nil)
@@ -371,7 +372,7 @@ import Testing
             lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to continue.")
         #expect(lock.shown?.lifetime == nil, "that stays true")
         // In background time iOS itself shows the run, so the app removes its own display.
-        _ = scheduler.give(.continued)
+        _ = scheduler.give(grant)
         try await reach(.training)
         #expect(lock.title == nil && lock.shown == nil)
         try await end()

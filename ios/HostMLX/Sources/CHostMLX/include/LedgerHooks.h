@@ -43,7 +43,7 @@ class LedgerHooks {
     virtual void adopted(const void *buffer, size_t bytes) = 0;
     virtual void released(const void *buffer) = 0;
     virtual void set_memory_limit(size_t limit) = 0;
-    virtual void set_cache_limit(size_t limit) = 0;
+    virtual size_t set_cache_limit(size_t limit) = 0;  // returns the former limit
     virtual void clear_cache() = 0;
 
    protected:
