@@ -25,7 +25,7 @@ let isForWheel = Context.environment["MESP_WHEEL"] != nil
 /// The setting that turns off the tests' optimization in a release build. Optimizing the tests takes a third of the build's time.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
-/// The simulation of Metal's behaviour, for the core's tests.
+/// The test dependency that simulates Metal's behaviour. Empty without HostMLX.
 let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
 
 /// The product that ios/HostMLXLedger uses.

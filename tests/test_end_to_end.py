@@ -270,7 +270,7 @@ def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
         [find_engine(), path],
         capture_output=True,
         text=True,
-        restore_signals=False,  # SIGXFSZ stays ignored, so writing fails instead
+        restore_signals=False,  # keeps SIGXFSZ ignored: a write fails without a signal
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
     )
     assert done.returncode == 2, done.stderr

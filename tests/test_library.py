@@ -189,7 +189,7 @@ def test_formulas_say_nothing_of_evaluation():
 
 
 def test_only_the_machine_knows_where_it_runs():
-    """Outside of Core/Machine, code does not depend on the device or the system."""
+    """The code in Core's folders other than Machine does not branch on the device or the system."""
     known = re.compile(
         r"\bbackend\b|Device\.isCPU|Processor\.(cpu|gpu)\b|#if os|hasShortCommandBuffers"
         r"|processor\.(fuses|dequantizesInProduct|attendsByTiles|startsMetal|hasKernels)\b *[?&|]"

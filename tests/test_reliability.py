@@ -66,7 +66,7 @@ def export_command(*arguments: object) -> list[str]:
 
 
 def export_process(*arguments: object) -> BaseProcess:
-    """Starts an export in a process forked from a server that has imported its modules.
+    """Starts an export in a process forked from a server that has imported the export's modules.
 
     Do not preload mlx_lm. It starts one of MLX's threads, which a forked process would lack.
     """
@@ -197,7 +197,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 def kill_at_random(
     generator: random.Random, process: subprocess.Popen, duration: float, output: Path
 ) -> None:
-    """Kills a process at a random time or, one time in four, while it saves."""
+    """Kills a process at a random time or, one time in four, as soon as it begins to save. If it
+    does not begin by a random deadline, it is killed then.
+    """
     if generator.random() < 0.25:
         deadline = time.monotonic() + generator.uniform(0.2, 1) * duration
         while process.poll() is None and time.monotonic() < deadline:

@@ -126,7 +126,9 @@ def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
 
 @pytest.mark.parametrize("entries", [{"num_hidden_layers": 1 << 65}, {"num_labels": 1 << 40}])
 def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, entries: dict):
-    """transformers reads config.json to choose a tokenizer class. Its sizes cost no memory."""
+    """transformers reads config.json to choose a tokenizer class. The sizes in this file cost no
+    memory.
+    """
     change(bundle / "config.json", **entries)
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
@@ -255,7 +257,6 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         matrices = mx.load(str(file))
         mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
         said = "that are not finite"
-    # One tensor too many.
     elif what == "more":
         matrices = mx.load(str(file))
         mx.eval(matrices)  # reads the arrays before the file is overwritten
@@ -627,7 +628,9 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
 def test_a_manifest_says_of_its_model_what_can_be_shown(
     bundle: Path, tmp_path: Path, entries: dict
 ):
-    """The model's name must be printable. `--upload` writes the name into a repository's card."""
+    """Texts that may be shown must be printable. For example, `--upload` writes the model's name
+    into a repository's card.
+    """
     change(bundle / "manifest.json", **entries)
     said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
     assert "manifest.json is damaged" in said

@@ -181,7 +181,8 @@ def step_seconds(check: Check) -> float:
 
 
 def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
-    """Starts the self-check in the app, and follows its report until it ends."""
+    """Starts the self-check in the app, shows its checks as they arrive, and returns the whole
+    report."""
     known = reports(phone).keys()
     phone.launch("--self-check", *([bundle] if bundle else []))
     seen, heard = 0, time.monotonic()
@@ -223,7 +224,11 @@ def to_come(report: Report) -> list[str]:
 
 
 def ended(report: Report) -> Report:
-    """Returns the report, completed with the checks that did not run if the process ended early."""
+    """Returns the report.
+
+    If the process ended early, the checks that are missing are added. The first of these has
+    failed, and the others are skipped.
+    """
     if report.get("end"):
         return report
     problem = report.get("problem") or "The process ended in this check."

@@ -90,8 +90,7 @@ def note(text: str) -> None:
 
 
 def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
-    """Copies the phone's self-check reports into `out`, and returns the copies' paths, sorted
-    by name."""
+    """Copies the phone's self-check reports into `out`, and returns the copies' paths."""
     with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
         phone.pull(SELF_CHECKS_ON_PHONE, Path(folder))
         reports = []
@@ -180,7 +179,6 @@ def copy(source: Path, target: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Returns whether a path is a regular file."""
     return os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode)
 
 

@@ -49,8 +49,8 @@ CITIES = (
 
 
 def cases(held_out: bool) -> list[dict[str, str]]:
-    """Returns all requests in a fixed random order. Held-out requests have their own names and
-    cities."""
+    """Returns all training requests or all held-out requests, in a fixed random order. Held-out
+    requests have their own names and cities."""
     names, cities = (
         [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
         for words in (spoken_notes.PEOPLE.title().split(), CITIES.split())

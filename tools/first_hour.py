@@ -3,10 +3,10 @@
     python tools/first_hour.py                   # this machine, with the demo model
     python tools/first_hour.py --phone           # the app on a phone, over a cable
 
-On this machine, exports the demo model for the GPU and the CPU, checks the machine, trains both
-bundles and compares their losses. On a phone, runs the app's self-check and fetches the logs of its
-runs. The file contains reports, logs and the commands' output, but no adapters and no training
-text. Exits with 1 if a step failed. The file is written in any case.
+On this machine, exports the demo model for the CPU and, if there is one, the GPU. Checks the
+machine, trains the bundles and compares their losses. On a phone, runs the app's self-check and
+fetches the logs of its runs. The file contains reports, logs and the commands' output, but no
+adapters and no training text. If a step fails, the file is still written, and the exit status is 1.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
 WIDTH = 120
 
-# The Swift types of settings that replace the types from `KINDS`.
+# Settings whose Swift type is not the one in `KINDS`.
 TYPES = {
     "method": "GradientMethod",
     "objective": "Objective",
@@ -166,7 +166,7 @@ def write_whole(number: float) -> str:
 
 
 def list_properties() -> list[Property]:
-    """Returns the properties of `RunSettings` in the order of their declarations."""
+    """Returns the properties of `RunSettings` in their order in the struct."""
     folders, others = fields(EngineSettings)[:3], fields(EngineSettings)[3:]
     declared = map(Property, (*folders, *fields(TrainSettings), *others))
     return [each for each in declared if each.key not in NOT_READ]
@@ -229,7 +229,7 @@ def write_use(properties: list[Property]) -> list[str]:
 
 
 def write_json(source: str, extended: str, table: Mapping[str, Any]) -> str:
-    """Returns a Swift extension that decodes the table from JSON, with one entry per line."""
+    """Returns a Swift extension that contains the table as JSON text, with one entry per line."""
     lines = []
     for name, value in table.items():
         nested = isinstance(value, dict) and any(isinstance(each, dict) for each in value.values())
@@ -302,8 +302,8 @@ NOT_PLAIN = (
 
 
 def write_plain_families() -> str:
-    """Returns the Swift table for the app's importer: plain families, defaults and limits of a
-    config.json, and names of tensors and files.
+    """Returns the Swift table for the app's importer, for example with the plain families and the
+    defaults of a config.json.
     """
 
     def write_family(family: families.Family) -> dict[str, Any]:

@@ -30,7 +30,7 @@ NO_PHONE = (
 
 
 class Phone(Protocol):
-    """A phone and one app on it. Its methods raise MespError if the phone cannot be reached."""
+    """A phone and one app on it. Its methods raise MespError on failure."""
 
     name: str
 

@@ -1,8 +1,8 @@
-"""Makes a wheel for this platform with a built mesp-engine from the sdist in dist/ (`make dist`).
+"""Makes a wheel for this platform from the sdist in dist/ and a built mesp-engine (`make dist`).
 
 Installing the wheel needs no Swift toolchain. On Linux, the engine contains Swift's libraries, and
-the wheel has the platform tag of MLX's wheel. The wheel is not made if the engine needs newer or
-other system libraries than MLX.
+the wheel has the platform tag of MLX's wheel. There, no wheel is made if the engine needs libraries
+that EXPECTED does not match, or newer symbol versions than MLX's library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mesp.errors import MespError
 BUILT = CHECKOUT / "build" / "programs"
 # The macOS platform of Package.swift.
 MACOS = "macosx_14_0_arm64"
-# The libraries that PEP 600 lets a Linux wheel expect, and libmlx and scipy_openblas from PyPI.
+# Libraries that PEP 600 lets a Linux wheel expect, and libmlx and libscipy_openblas from PyPI.
 EXPECTED = re.compile(r"(ld-linux-|lib(c|m|dl|pthread|gcc_s|stdc\+\+|mlx|scipy_openblas)\.so)")
 
 
@@ -38,8 +38,7 @@ def readelf(option: str, file: Path) -> str:
 
 
 def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the newest version that a file needs of each library's symbols, by a name such as
-    GLIBC."""
+    """Returns the newest symbol versions that a file needs of GLIBC, GLIBCXX, CXXABI and GCC."""
     newest: dict[str, tuple[int, ...]] = {}
     for name, version in re.findall(
         r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)", readelf("--version-info", file)
@@ -49,8 +48,8 @@ def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def excess(engine: Path, mlx: Path) -> list[str]:
-    """Returns the engine's libraries that EXPECTED does not match, and its symbol versions that are
-    newer than those of MLX's library.
+    """Returns the engine's libraries that EXPECTED does not match, and its symbol versions, except
+    GCC's, that are newer than those of MLX's library.
     """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("--dynamic", engine))
     libraries = [name for name in needed if not EXPECTED.match(name)]
@@ -72,7 +71,8 @@ def linux_tag() -> str:
 
 
 def build_engine() -> tuple[Path, str]:
-    """Returns a folder with the engine and its files, and the platform tag."""
+    """Builds the engine. Returns the folder of the files that the wheel gets, and the platform
+    tag."""
     engine = build_program(scratch=BUILT / "build", for_wheel=True)
     if sys.platform == "linux":
         tag = linux_tag()

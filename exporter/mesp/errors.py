@@ -1,4 +1,4 @@
-"""The exceptions that this package raises."""
+"""The package's own exceptions."""
 
 import errno
 import re
@@ -11,11 +11,10 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class MespError(Exception):
-    """An error that the caller can fix. Its message is one sentence with the problem and the
-    remedy.
+    """An error of this package. Its message tells the problem and, where possible, the remedy.
 
-    A command prints `message` as ``Error: <sentence>`` and exits with code 2. `str` names Python's
-    arguments in place of a command's options.
+    A command prints `message` after ``Error:`` and exits with code 2. Subclasses have other exit
+    codes. `str` names Python's arguments in place of a command's options.
     """
 
     def __init__(self, message: str) -> None:
@@ -116,7 +115,8 @@ def plain_os_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def plain_errors(failed: str) -> Iterator[None]:
-    """Turns errors of a tokenizer or a chat template into a MespError that begins with `failed`."""
+    """Turns other errors, for example of a tokenizer, into a MespError that begins with
+    `failed`."""
     try:
         yield
     except MespError:

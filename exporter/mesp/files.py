@@ -166,8 +166,8 @@ def _check(value: Any, has_escapes: bool) -> None:
 def inside(folder: Path, name: str) -> Path:
     """Returns the path of `name` in a folder, at any depth.
 
-    Raises ValueError if the name leads out of the folder, or if a part of the path is a symbolic
-    link.
+    Raises ValueError if the name is invalid or leads out of the folder, or if a part of the path is
+    a symbolic link.
     """
     parts = name.split("/")
     if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):

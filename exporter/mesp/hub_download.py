@@ -65,7 +65,8 @@ def list_gguf_files(repo: str) -> list[str]:
 def choose_gguf_file(repo: str, quantization: str) -> str:
     """Returns the repository's GGUF file with the given quantization, such as Q4_K_M, in its name.
 
-    Raises MespError if there is no such file.
+    Of several such files, prefers one that is not in a subfolder and has a short name. Raises
+    MespError if there is no such file, and as `download` does.
     """
     names = list_gguf_files(repo)
     wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
@@ -94,8 +95,8 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
     """Returns the folder with the files of a repository that match `patterns`.
 
     `kind` is ``model`` or ``dataset``. The default revision is the newest. The folder's name is the
-    revision. Raises MespError if the repository does not exist, is not open to the user, or cannot
-    be reached.
+    revision. Raises MespError if the download fails, for example because the repository does not
+    exist or is not open to the user.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, logging

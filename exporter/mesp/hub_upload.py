@@ -20,8 +20,8 @@ OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswit
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     """Uploads a bundle and a model card to the model repository `repo`, and returns its address.
 
-    Creates the repository if necessary. Raises MespError if the Hub cannot be reached or refuses
-    the files, and for a bundle without a licence.
+    Creates the repository if necessary. Raises MespError if the upload fails, or if the bundle has
+    no licence.
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.utils import disable_progress_bars

@@ -58,8 +58,10 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class License:
-    """A model's licence on the Hub. `license` is an identifier, or ``other`` with a name and a
-    link."""
+    """A model's licence, as the model card or the GGUF file states it. A field that is not stated
+    is None.
+
+    `license` is an identifier such as ``apache-2.0``, or ``other``."""
 
     license: str | None = None
     license_name: str | None = None

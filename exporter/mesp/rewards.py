@@ -24,7 +24,7 @@ def find_reward(name: str, may_import: bool) -> Reward:
     """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``.
 
     The module is in the working folder or installed. It is imported only if `may_import` is set.
-    Raises MespError if there is no such reward, or if it may not be imported.
+    Raises MespError if the reward does not exist, is invalid, or may not be imported.
     """
     kind, _, rest = name.partition(":")
     if name == "exact":

@@ -28,7 +28,7 @@ let package = Package(
     ],
     dependencies: [
         .package(path: "../HostMLX"),
-        // Without `name`, the package's identity would be the name of the checkout's folder.
+        // Without `name`, targets would have to call the package by the name of the checkout's folder.
         .package(name: "MeSP", path: "../.."),
     ],
     targets: [

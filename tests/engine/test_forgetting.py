@@ -55,7 +55,7 @@ def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
-    """Returns the loss of the text in nats per token, in sequences of SEQ_LEN tokens."""
+    """Returns the mean loss of the first sequences of a general text, in nats per token."""
     vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
     tokens = read_general_text(file, load_bundle_tokenizer(bundle), vocab_size).tokens.astype(
         np.int32
@@ -207,9 +207,10 @@ def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
 
 
 def test_own_texts_are_drawn_from_the_model(bundle: Path):
-    """The mean of -log p of the sampled texts is the entropy, within four standard deviations.
+    """The sum of -log p of the sampled tokens is the sum of their distributions' entropies, within
+    four standard deviations.
 
-    mlx-lm's model gives both figures.
+    mlx-lm's model gives both sums.
     """
     tokenizer = load_bundle_tokenizer(bundle)
     texts = sample_replay_texts(bundle, None, tokenizer, 48, SEQ_LEN, seed=3)

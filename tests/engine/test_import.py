@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 SEEDS = 4
 ENGINE = cache(find_engine)
 DEADLINE = 120  # seconds
-# These cases import and export a hostile folder, which takes ten times as long as other cases.
+# Each of these cases imports and exports a hostile folder, which takes longer than other cases.
 FEWER_CASES = settings(CASES, max_examples=max(CASES.max_examples // 4, 1))
 
 
@@ -68,7 +68,7 @@ class Done(NamedTuple):
 def run_import(
     model: Path, bundle: Path, environment: dict[str, object] | None = None, /, **given: Any
 ) -> Done:
-    """Imports a model. `given` has more settings, and subprocess's `preexec_fn`."""
+    """Imports a model. `given` may have more settings, and subprocess's `preexec_fn`."""
     before = given.pop("preexec_fn", None)
     file = bundle.with_name(f"{bundle.name}.json")
     file.write_text(json.dumps({"model": str(model), "bundle": str(bundle), **given}))
@@ -227,7 +227,9 @@ def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_a_model_of_few_bits_is_imported_as_exported(bits: int, group: int, tmp_path: Path):
-    """Published models have float16 scales; codes of 1 bit become 2 bits, as a notice says."""
+    """Scales are float16, as in published models. Codes of 1 bit become codes of 2 bits, as a
+    notice says.
+    """
     config = CONFIGS["qwen3"] | {"tie_word_embeddings": False}
     tensors = with_few_values(random_tensors(config), bits, group)
     config["quantization"] = config["quantization_config"] = {"bits": bits, "group_size": group}

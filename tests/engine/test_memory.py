@@ -40,8 +40,7 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     options = ("--random-weights", "--layers", 4, "--device", "cpu", "--quantize", "nearest")
     bundle = exported(tmp_path, "--model", model, *options, "--seq-len", f"{LENGTH},1024")
     kinds = [("--seq-len", LENGTH, "--offload", "all" if model == "Gemma-3-270m" else "none")]
-    # Gemma's attention is wider than its other layers, and takes the most memory with these
-    # options.
+    # Gemma's attention takes the most memory with these options.
     if model == "Gemma-3-270m":
         kinds += [("--seq-len", 1024, "--projections", "q,v")]
     # Further options are tested with this model alone, whose steps take the least time.
@@ -91,7 +90,7 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
 @pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_moe", "qwen3_5_moe"])
 def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, monkeypatch):
     """A mixture takes no more memory than predicted even if all tokens choose the same experts.
-    Here all scores are equal, so the first experts are chosen.
+    Here all scores are equal, so they do.
     """
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     length = 1024

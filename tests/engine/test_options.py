@@ -1,8 +1,7 @@
-"""Tests that each training option of the real engine gives the results of a training loop in
-Python.
+"""Tests that training options of the real engine give the results of a training loop in Python.
 
-The loop has the blocks of `mesp.reference`, automatic differentiation of the whole model, and the
-optimizers, schedules and clipping of `mlx.optimizers`.
+The loop has the blocks of `mesp.reference` and automatic differentiation of the whole model.
+Schedules, clipping and most optimizers are those of `mlx.optimizers`.
 """
 
 from __future__ import annotations
@@ -187,7 +186,8 @@ def warm_up_and(decay: Callable, rate: float = RATE) -> Callable:
 COSINE = warm_up_and(optim.cosine_decay(RATE, STEPS - 3))
 LINEAR = warm_up_and(optim.linear_schedule(RATE, 0, STEPS - 3))
 SLOW_COSINE = warm_up_and(optim.cosine_decay(1e-3, STEPS - 3), 1e-3)
-SLOW = ("--learning-rate", 1e-3)  # AdamW changes each parameter by about its rate
+# a step of AdamW changes each parameter by about the learning rate
+SLOW = ("--learning-rate", 1e-3)
 
 CASES = {
     "sgd": ((), Recipe(SGD(RATE))),
@@ -414,8 +414,8 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
 def bundle_of_packed_examples(
     bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Returns the bundle with the same examples, cut to a third of the longest sequence, and
-    packed.
+    """Returns the bundle with the same examples, packed. Each is cut to a third of the sequence
+    length.
     """
     path = shutil.copytree(bundle_of_examples, tmp_path_factory.mktemp("packed") / "demo.mesp")
     bundle = Bundle(path)

@@ -1,8 +1,4 @@
-"""Tests of differential privacy (DP-SGD) in the real engine.
-
-They cover gradients, compared with per-example automatic differentiation, refusals, and values of
-ε.
-"""
+"""Tests of differential privacy (DP-SGD) in the real engine."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin_with_key(bundle: Path, output: Path, **settings: object) -> Path:
-    """Returns the settings of a run with a known key.
+    """Writes the settings of a run with a known key, and returns their path.
 
     The run's folder has the key and an empty log, so the run is resumed and uses the key.
     """

@@ -729,7 +729,7 @@ def test_what_else_the_engine_prints_is_passed_on(bundle: Path, tmp_path: Path):
     assert done.stderr.endswith("The bundle was exported for the CPU.\n")
 
 
-DEADLINE = 120  # seconds; ends a hanging process, and is no limit on slow ones
+DEADLINE = 120  # seconds
 
 
 def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Popen:

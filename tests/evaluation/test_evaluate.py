@@ -374,7 +374,7 @@ def test_the_table_says_what_changed(bundle: Path, adapters: Path, tmp_path: Pat
     assert head.split() == ["metric", "model", "value", "95%", "-", "base", "95%"]
     assert [line.split()[0] for line in lines] == ["acc", str(adapters), "acc_norm", str(adapters)]
     assert all("…" in line for line in lines)
-    assert done.stderr == ""  # there is no progress in a log
+    assert done.stderr == ""  # without a terminal, no progress is shown
 
 
 def test_records_come_from_standard_input(bundle: Path):

@@ -1,6 +1,4 @@
-"""Tests federated rounds without Flower: dividing data, training, messages, stored rounds, and the
-nodes of phones.
-"""
+"""Tests of federated rounds and of the engine's nodes, without Flower."""
 
 from __future__ import annotations
 
@@ -143,7 +141,8 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
 
         Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ
 
-    Σ pᵢ gᵢ is the gradient of the mean over these targets.
+    pᵢ is client i's share of all targets, and gᵢ is the gradient of its mean loss. So Σ pᵢ gᵢ is
+    the gradient of the mean loss over all targets.
     """
     clients = 4
     records = [
@@ -889,7 +888,6 @@ LONG, UNSAID, DAMAGED = "more bytes than any answer", "compressed or without a l
 def test_an_answer_that_is_none_ends_a_node(
     bundle: Path, tmp_path: Path, answer: Callable, said: str, call: str
 ):
-    """The node ends with a one-line error, takes little memory, and keeps only its own files."""
     folder, peak = tmp_path / "n", 0
     with SuperLink(**{call: answer}) as link, Node(link.url, bundle, folder) as node:
         kept = answer in (endless_chunks, endless_trailers)

@@ -1,7 +1,7 @@
 """Tests of federated rounds with Flower, which `make test-slow` installs.
 
-Most tests pass Flower's messages within this process. The others use Flower's simulation engine, or
-its processes for real machines.
+Most rounds pass Flower's messages within this process. Some use Flower's simulation engine, or its
+processes for real machines.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ Change = Callable[[flwr.Message], flwr.Message | None]
 class Here:
     """A Grid that passes messages to a ClientApp in this process.
 
-    `changes` has a function by a client's number. The function changes the client's answers. If it
-    returns None, the client does not answer.
+    `changes` maps a client's number to a function that changes the client's answers. If the
+    function returns None, the client does not answer.
     """
 
     def __init__(
@@ -696,7 +696,9 @@ def test_a_client_counts_its_answers(
 def test_a_client_trains_privately(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The ε covers the client's steps in all rounds. The other client trains without DP-SGD."""
+    """Client 0 trains with DP-SGD, and its ε covers its steps in all rounds so far. Client 1 trains
+    without DP-SGD.
+    """
     data, private = tmp_path / "data", {"dp_clip": 1.0, "dp_noise": 1.5, "dp_delta": 1e-4}
     data.mkdir()
     records = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60))
@@ -922,7 +924,9 @@ class Deployment:
 
 
 def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, tmp_path: Path):
-    """There are two phones' nodes and one of Python, and one phone is killed during the run."""
+    """Two clients use the phones' node, and one uses Python's. One of the phones' nodes is killed
+    during the run and started again.
+    """
     options = ("--clients", 3, "--rounds", 3, "--steps", 4, "--freeze-a")
     server = federation(bundle, data, tmp_path / "server", *options)
     with Deployment(tmp_path) as deployment:

@@ -1,9 +1,9 @@
-"""Serves the exporter and a tokenizer to tests in Swift, which has no Jinja on this machine.
+"""Serves the exporter and a tokenizer to tests in Swift.
 
-Each line of input is a request, a JSON object, and the answer is one JSON object too. A request for
-the next case is answered with a record, the name of a chat template, and the result of `mesp-export
---split-special-tokens`. After the last case, the answer is an empty object. The tokenizer of the
-current case answers all other requests.
+Each line of input is a request, a JSON object, and the answer is one JSON object too. The answer to
+a request for the next case has a record, the name of a chat template, the result of `mesp-export
+--split-special-tokens`, and the special tokens. After the last case, the answer is an empty object.
+The tokenizer of the current case answers all other requests.
 """
 
 from __future__ import annotations

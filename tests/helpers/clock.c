@@ -1,4 +1,5 @@
-// A library for LD_PRELOAD on Linux, with which each reading of the clock is an hour before the last one.
+// A library for LD_PRELOAD on Linux. With it, each reading of the date and time is about an hour before the previous one. The monotonic clock is not
+// changed.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>

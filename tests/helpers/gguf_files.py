@@ -26,8 +26,8 @@ _LONGROPE = FAMILIES["phi3"]["rope_scaling"] | {
     "attention_factor": float(str(np.float32(1.5**0.5)))
 }
 # For each model: llama.cpp's name of the architecture, and a tiny config.json. llama.cpp hard-codes
-# the blocks without RoPE and the scale of attention, so the configs use these values. Gemma 2's
-# windows are longer than the texts, because mlx-lm ignores the windows.
+# SmolLM3's blocks without RoPE and the attention scale of Gemma 2 and Gemma 3, so the configs use
+# these values. Gemma 2's windows are longer than the texts, because mlx-lm ignores the windows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", FAMILIES["qwen2"] | {"max_position_embeddings": 512}),
     "qwen3": ("qwen3", FAMILIES["qwen3"]),
@@ -87,7 +87,7 @@ def write_gguf(
     changed: Mapping[str, gguf.GGUFValue] | None = None,
 ) -> Path:
     """Writes a model of `MODELS`, with tensors given by their Hugging Face names. `encode` encodes
-    each matrix.
+    each matrix except convolutions.
 
     `vocabulary` is ``numbers``, ``pieces`` for SentencePiece's pieces, or the name of a
     pre-tokenizer for byte-level BPE. Metadata keys in `without` are left out. Those in `changed`

@@ -77,9 +77,9 @@ def write_mlx_model(
 ) -> Path:
     """Writes a model's folder and returns it.
 
-    Scales, norms and biases have the `dtype`. For a module's path, `own` returns False, True or the
-    quantization settings. `edit` changes the tensors before they are saved. `say` changes the
-    language model's part of the config.json.
+    `dtype` is the dtype of the weights before they are quantized. For a module's path, `own`
+    returns False, True or the quantization settings. `edit` changes the tensors before they are
+    saved. `say` changes the language model's part of the config.json.
     """
     model = mlx_lm_model(config, seed=seed)
     model.set_dtype(getattr(mx, dtype))
@@ -153,7 +153,7 @@ def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
     return found
 
 
-_LAYER_TYPES = ("llama", "gemma3_text", "gemma3")  # families whose layer_types mlx-lm reads
+_LAYER_TYPES = ("llama", "gemma3_text", "gemma3")  # families that may get layer_types
 
 
 def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:

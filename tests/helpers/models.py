@@ -288,7 +288,8 @@ FAMILIES["granite-moe"] = FAMILIES["granite-mamba"] | {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
 }
-# For each `model_type`: MeSP's names of an expert's matrices, and Hugging Face's names for them.
+# For each `model_type` whose experts are separate tensors on the Hub: MeSP's names of an expert's
+# matrices, and Hugging Face's names for them.
 EXPERT_MATRICES = {
     "lfm2_moe": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "qwen3_moe": {name: name for name in ("gate_proj", "up_proj", "down_proj")},
@@ -496,8 +497,8 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """Returns the causal mask for a block's sliding window. Returns None if the mixer is not
-    attention.
+    """Returns the causal mask of a block's attention, limited to its sliding window if it has one.
+    Returns None if the mixer is not attention.
     """
     if not isinstance(block.mixer, AttentionMixer):
         return None
@@ -544,7 +545,7 @@ def given_to(block: Block, T: int) -> dict[str, Any]:
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:
-    """Caches the results of `mx.dequantize`, which would take half of a small step's time."""
+    """Caches the results of `mx.dequantize`, which would take much of a small step's time."""
     dequantize, known = mx.dequantize, {}
 
     def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
@@ -563,9 +564,9 @@ def quantizable(module: nn.Module) -> bool:
 
 def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
     """Replaces modules of mlx-lm's block by LoRALinear, LoRASwitchLinear or DoRALinear, with the
-    matrices of `flat`.
+    arrays of `flat`.
 
-    DoRALinear is used if `flat` has magnitudes. Only the matrices of `flat` are trainable.
+    DoRALinear is used if `flat` has magnitudes. Only the arrays of `flat` are trainable.
     """
     modules = dict(layer.named_modules())
     wrapped = []

@@ -1,4 +1,4 @@
-"""Makes MLX multiply with OpenBLAS in this process, which is about 20 times faster.
+"""Makes MLX multiply with OpenBLAS in this process, which is much faster.
 
 Import this module before MLX. If a `cblas_sgemm` is loaded globally, libmlx calls it instead of its
 own BLAS. The library built here maps `cblas_sgemm` to `scipy_cblas_sgemm` of the wheel

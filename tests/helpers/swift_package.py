@@ -14,7 +14,7 @@ from mesp.engine.build import find_engine
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
-# The source that SwiftPM adds to a target with resources.
+# A source like the one that SwiftPM adds to a target with resources.
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
 TYPES = {"class", "struct", "enum", "protocol", "actor"}
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}

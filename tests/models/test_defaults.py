@@ -145,7 +145,7 @@ OTHERS = {
     "sliding_window": 3, "layer_types": ["sliding_attention"] * 2, "mamba_d_conv": 2,
     "use_sliding_window": True,
 }  # fmt: skip
-# Keys that mlx-lm reads for a family, although transformers does not.
+# Keys that MeSP reads for a family, although transformers does not.
 OF_MLX_LM = {"llama": {"layer_types"}, "granite": {"layer_types"}}
 
 

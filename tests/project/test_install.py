@@ -1,4 +1,6 @@
-"""Tests the contents of wheels, of the Docker image and of the Swift package's page."""
+"""Tests of wheels, of the Dockerfile, and of the package's entries in PyPI and the Swift Package
+Index.
+"""
 
 import email
 import os

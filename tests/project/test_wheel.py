@@ -36,7 +36,7 @@ def programs(work: Path) -> Path:
 
 
 def call(command: list[object], work: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Runs a command in `work`, without access to the checkout."""
+    """Runs a command in `work`, without the environment variables that lead to the checkout."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MESP_")}
     known.pop("PYTHONPATH", None)
     done = subprocess.run(
@@ -100,7 +100,6 @@ def test_five_lines_of_python_work_away_from_a_checkout(programs: Path, work: Pa
 
 def test_a_wheel_of_this_platform_needs_no_compiler(work: Path):
     call(["make", "--directory", ROOT, "dist"], work)
-    # the platform's wheel
     (wheel,) = (ROOT / "dist").glob(f"mesp-{mesp.__version__}-py3-none-m*.whl")
     environment = work / "ready"
     call([sys.executable, "-m", "venv", environment], work)

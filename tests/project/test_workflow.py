@@ -1,4 +1,4 @@
-"""Tests that the workflows fit GitHub's schema, and that the files they name exist."""
+"""Tests of the workflows, of the locked packages, and of the nightly check."""
 
 import re
 import subprocess
@@ -172,8 +172,8 @@ def test_one_swift_format_decides():
 def test_a_model_of_each_family_is_checked_each_night():
     text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
     models = yaml.safe_load(text)["jobs"]["model"]["strategy"]["matrix"]["include"]
-    # Families without a test: texts of other models, families that mlx-lm cannot read from Hugging
-    # Face, and mixtures too large for the machine's disk.
+    # Families without a nightly test, for example mixtures that are too large for the machine's
+    # disk.
     left_out = ("qwen3_5_text", "gemma4_text", "ministral3", "qwen3_vl", "lfm3")
     left_out += ("lfm2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text")
     published = [name for name in FAMILIES if name not in left_out]

@@ -386,7 +386,7 @@ print(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 @pytest.mark.slow
 def test_memory_is_that_of_tiles(tmp_path):
-    """The block has 50 MB, but the forward pass dequantizes only one tile at a time."""
+    """The block has 50 MB, but the forward pass reads only one tile of it at a time."""
     config = {**TINY, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048}
     config |= {"num_hidden_layers": 1}
     folder = write_model(Path("model"), config, tokenizer=False)

@@ -97,9 +97,9 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
     assert [row["threads"] for row in rows] == [1, 2] * 3
     assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
-    # Each weight needs 2 T operations in the forward product, and 2 T in the backward product. The
-    # first block's q, k and v need no backward product. Recomputation repeats all products except
-    # down's.
+    # With T tokens, each weight needs 2 T operations in the forward product, and 2 T in the
+    # backward product. The first block's q, k and v need no backward product. Recomputation repeats
+    # the blocks' forward products, except down's.
     width, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
     qkv, mlp = 2 * width * width, width * inner  # k and v are half as wide as q
     block = qkv + width * width + 3 * mlp
@@ -213,7 +213,8 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert 0 < row["evals"] <= MOST_EVALS[row["seq_len"]]
         assert row["evals"] < row["kernels"] <= MOST_KERNELS[row["seq_len"]]
         assert row["tflop"] > 0 and row["modelled_seconds"] > 200e-6 * row["evals"]
-        # With the trainer's command buffers, `eval` sleeps. With MLX's, it polls.
+        # With the trainer's command buffers, `eval` sleeps while it waits. With MLX's, it keeps a
+        # core busy.
         assert row["strict_spinning_seconds"] < 0.01 * row["modelled_seconds"]
         assert row["spinning_seconds"] > 0.1 * row["modelled_seconds"]
         assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]

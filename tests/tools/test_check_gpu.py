@@ -67,7 +67,9 @@ def verdicts(out: Path) -> dict[str, str]:
 
 
 def write_engine(folder: Path, *lines: object, then: str = "") -> str:
-    """Writes a program that prints these records like an engine, and then runs a line of Python."""
+    """Writes a program that prints `lines` as an engine's records and then executes the Python code
+    `then`.
+    """
     engine = folder / "engine"
     text = "".join(json.dumps(line) + "\n" for line in lines)
     engine.write_text(
@@ -96,7 +98,9 @@ def record(kind: str, fields: dict) -> dict:
 
 
 def row(page: Page, name: str) -> list[str]:
-    """Returns the cells of a row, without any text below the table."""
+    """Returns the cells of a row. `Page` adds the text below a table to the last cell, so it is cut
+    off.
+    """
     return [cell.split("\n")[0] for cell in page.row(name)]
 
 

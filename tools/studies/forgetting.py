@@ -3,8 +3,8 @@
     python tools/studies/forgetting.py            two tasks, three seeds
     python tools/studies/forgetting.py --after    five tasks one after the other
 
-Each task is trained with the defaults, with --max-forgetting, and with --max-forgetting and
---replay. A run with --replay has more steps, so that each run has equally many sequences of the
+Each task is trained with neither --max-forgetting nor --replay, with --max-forgetting alone, and
+with both. A run with --replay has more steps, so that each run has equally many sequences of the
 task. Gain is the decrease of the task's held-out loss. Forgetting is the rise of perplexity on
 other texts: Python's documentation, code of Python's library, the untuned model's answers to
 questions, and the texts of --text.

@@ -5,10 +5,13 @@
     python tools/studies/parity.py --plans    MeSP's plans against each other
     python tools/studies/parity.py --packed   packed records against one record per step
 
-All trainers use the same initial adapters, sequences and update. All but QLoRA use the same 4-bit
-weights. Two results are equivalent if the 95% bootstrap interval of their paired difference lies
-within LOSS_MARGIN and EXACT_MARGIN. Exits with 1 if two trainers that compute the same gradients in
-float32 are not equivalent.
+For each seed, all trainers begin with the same adapters and, except for QLoRA, the same 4-bit
+weights, up to rounding to bfloat16. Except with --packed, all train on the same sequences, and all
+but MeZO have the same optimizer and learning rate. A trainer is equivalent to the first one if the
+95% bootstrap intervals of their paired differences lie within LOSS_MARGIN for the loss and within
+EXACT_MARGIN for right answers. With --plans in float32, the losses of MeSP's plans must also agree
+at each step. Exits with 1 if two trainers that compute the same gradients in float32 are not
+equivalent.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def held_out_loss(model: Model, tokens: np.ndarray, batch_size: int, seq_len: in
 
 
 def make_optimizer(steps: int, learning_rate: float, weight_decay: float) -> optim.MultiOptimizer:
-    """Returns AdamW with warm-up and cosine decay to a tenth. Only weight matrices have weight
-    decay."""
+    """Returns AdamW with a learning rate that warms up and then decays to a tenth along a cosine.
+    Only weight matrices have weight decay."""
     warmup = max(1, min(200, steps // 10))
     schedule = optim.join_schedules(
         [

@@ -3,7 +3,7 @@
     python tools/studies/ternary.py                 the demo model and SmolLM2-135M-Instruct
 
 A model's linear layers are quantized to -s, 0 and s, with a scale s for each group of 128 weights,
-or of 64 if 128 does not divide every row. The embedding and the head have 6 bits as in the 4-bit
+or of 64 if 128 does not divide every row. The embedding and the head are quantized as in the 4-bit
 form. The result is written in MLX's format with 2-bit codes, and `mesp-export` keeps the codes.
 Both bundles are trained on the same sequences with the same settings. The losses before training
 show the damage by quantization. The result does not apply to models that were trained to be

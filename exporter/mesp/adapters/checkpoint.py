@@ -43,7 +43,8 @@ def make_checkpoint(model: nn.Module, bundle: Bundle) -> dict[str, mx.array]:
                 found[f"{layer}{theirs}.weight"] = mx.concatenate(rows)
         stacked = {name: found.pop(f"{layer}{name}.weight") for name in block.stacked()}
         for theirs, parts in family.hf_experts if stacked else ():
-            # Qwen's checkpoints name the experts' matrices without `.weight`.
+            # In Qwen's checkpoints, experts' matrices that are stacked have names without
+            # `.weight`.
             suffix = "" if theirs.endswith("_proj") else ".weight"
             matrices = [stacked.pop(part) for part in parts]
             found[f"{layer}{theirs}{suffix}"] = mx.concatenate(matrices, axis=1)

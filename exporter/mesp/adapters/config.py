@@ -128,11 +128,11 @@ def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
 
 
 def check_ranks(is_supported: bool) -> None:
-    """Raises ValueError unless `is_supported`: whether a configuration's ranks and alphas are
-    supported.
+    """Raises ValueError unless `is_supported`, which tells whether a configuration's ranks and
+    alphas are supported.
 
-    Two cases are supported. Either all layers have the configuration's rank and alpha, or exactly
-    the layers that join n modules have n times that rank and alpha.
+    There are two supported cases. Either all layers have the configuration's rank and alpha, or
+    exactly the layers that join n modules have n times that rank and alpha.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")

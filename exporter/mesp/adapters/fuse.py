@@ -62,10 +62,11 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 def save(
     folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
 ) -> None:
-    """Writes a fused model into `folder`: weights, config.json, the tokenizer and the licence.
+    """Writes a fused model into `folder`: weights, config.json, a model card, and the bundle's
+    tokenizer and licence files.
 
-    The end tokens include those of the bundle's data. If nothing is quantized, both transformers
-    and mlx-lm can read the tensors.
+    If the bundle has end tokens, they are written to generation_config.json. If nothing is
+    quantized, both transformers and mlx-lm can read the tensors.
     """
     from mlx_lm.utils import save_model
 

@@ -31,8 +31,8 @@ def write_gguf(
     For each module, the file has `blk.N.….lora_a` [rank, in] and `….lora_b` [out, rank]; the
     matrices of experts are stacked. The file also has alpha and, if known, `model`'s licence.
     Names, keys and the order of rows are those of llama.cpp's convert_lora_to_gguf.py. Raises
-    MespError if the gguf package is missing, if llama.cpp does not have the architecture, or if
-    adapters have magnitudes, which such a file cannot hold.
+    MespError if the gguf package is missing, if adapters of this architecture cannot be written for
+    llama.cpp, or if adapters have magnitudes, which such a file cannot hold.
     """
     if adapters.gains:
         raise MespError(

@@ -20,7 +20,8 @@ def measure_held_out_loss(
     count: int,
     advance: Callable[[], None] = lambda: None,
 ) -> float:
-    """Returns the mean loss per target, in nats, over the first `count` sequences of `valid`.
+    """Returns the mean loss per target, in nats, over the first `count` sequences of `valid` that
+    have a target in the loss.
 
     Only targets in the loss count, as in the trainer's evaluation.
     """

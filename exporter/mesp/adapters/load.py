@@ -226,11 +226,7 @@ class _Layer:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Returns the shape of each tensor of a file.
-
-    Raises ValueError if the file is missing or damaged, or if a tensor's dtype is not F32, F16 or
-    BF16.
-    """
+    """Returns the shape of each tensor of a file. Raises ValueError if the file cannot be used."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{file.name} is not a regular file")
@@ -252,7 +248,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 def _layers(
     arch: Architecture, config: AdapterConfig, shapes: dict[str, list[int]]
 ) -> list[_Layer]:
-    """Returns all layers of the model that may have adapters."""
+    """Returns the layers of the model that may have adapters."""
     prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
     if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
         prefix = _TEXT_PREFIX

@@ -86,7 +86,9 @@ def place_rows(
 def keys_and_values(
     mixer: AttentionMixer, parts: Parts, turn: Turn, k: mx.array, v: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Returns k after the norm and RoPE, and v after its norm if it has one."""
+    """Returns k after the QK-norm, if there is one, and RoPE. Also returns v, normalized if the
+    mixer has `v_norm`.
+    """
     k = place_rows(mixer, parts, turn, "k", k, slice(0, k.shape[2]))
     if mixer.v_norm:
         v = v.astype(mx.float32)

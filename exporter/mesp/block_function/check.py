@@ -41,7 +41,8 @@ _QUANTIZATIONS = {
 def check_functions(file: bytes, device: str) -> list[Function]:
     """Returns the functions in a file, which must all be for `device`, "cpu" or "gpu".
 
-    Raises ValueError if the file is damaged or breaks a rule, or if another MLX wrote it.
+    Raises ValueError if the file is damaged, breaks a rule, or is not in the known file layout of
+    MLX.
     """
     try:
         found = functions(file)

@@ -11,14 +11,14 @@ that shares another block's keys and values takes them as two more inputs, and r
 v.
 
 The function for packed records takes one more array, ``starts``: the position at which each token's
-record begins. Attention sees no earlier key, a convolution takes zeros, and a recurrent mixer
-resets its state.
+record begins. For a token, attention sees no key before that position, a convolution takes the
+inputs before that position as zeros, and a recurrent mixer begins there with a state of zeros.
 
 On a CPU, the function consists of plain, differentiable operations. Weights are dequantized before
 they are multiplied, because `quantized_matmul` is about 50 times slower on a CPU.
 
-A GPU trains with fused primitives, `quantized_matmul` and tiles of tokens. The GPU's plain function
-is ``block.plain.T.mlxfn``. MLX is lazy, so evaluating only ``y`` computes only what ``y`` needs.
+A GPU trains with fused primitives, `quantized_matmul` and tiles. The GPU's plain function is
+``block.plain.T.mlxfn``. MLX is lazy, so evaluating only ``y`` computes only what ``y`` needs.
 `mx.depends` makes each tile wait for the tile before it.
 
 Results between the outputs are float32, except that a norm multiplies by its weight in the dtype of

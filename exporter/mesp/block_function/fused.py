@@ -37,6 +37,8 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """Returns `mx.fast.scaled_dot_product_attention` of arrays of one dtype. The mask is a bool
     array or "causal".
+
+    If Metal has no attention kernel for the sizes, plain operations are traced.
     """
     _, heads, length, head_dim = q.shape
     if not has_attention(heads, k.shape[1], length, head_dim):

@@ -78,19 +78,20 @@ def _heads_output(
 
 
 def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> mx.array:
-    """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], κ [heads, T], B and C [groups, T, N].
+    """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], the log decays [heads, T], B and C
+    [groups, T, N].
 
-    All arrays are float32. Y is computed in chunks. S is the state before a chunk, and S₊ the state
-    after the chunk:
+    All arrays are float32. Y is computed in chunks. `decays` returns Γ, γ and δ of a chunk, and γ'
+    is the chunk's last γ. S is the state before a chunk, and S₊ the state after the chunk:
 
-        Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ_C S + (δ ∘ U)ᵀ B
+        Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ' S + (δ ∘ U)ᵀ B
     """
     groups, length, _ = B.shape
     B, C = (by_chunk(each)[:, None] for each in (B, C))
     u, log_decay = (
         by_chunk(each.reshape(groups, -1, length, last))
         for each, last in ((u, u.shape[-1]), (log_decay, 1))
-    )  # [groups, heads per group, chunks, C, …]
+    )  # [groups, heads per group, chunks, tokens of a chunk, …]
     Gamma, gamma, delta = decays(log_decay)
     written, last = (delta * u).swapaxes(-1, -2) @ B, gamma[..., -1:, :]
 

@@ -29,7 +29,7 @@ from mesp.errors import MespError
 from mesp.files import read_object
 
 ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
-# The first version of MLX with this layout.
+# The first supported version of MLX.
 MLX = ALLOWED["mlx"]
 DEVICES = {"cpu": 0, "gpu": 1}
 # MLX's dtypes, in the order of their codes.
@@ -44,14 +44,14 @@ STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
 def has_layout(version: str) -> bool:
-    """Returns whether MLX `version` is known to use this layout. Other versions can crash on a
-    file."""
+    """Returns whether this code accepts files of MLX `version`: 0.32.2 or a later 0.32. Other
+    versions can crash on a file."""
     release = re.fullmatch(r"0\.32\.(\d{1,9})", version)
     return release is not None and int(release[1]) >= 2
 
 
 def check_mlx() -> None:
-    """Raises MespError unless the installed MLX uses this layout."""
+    """Raises MespError unless `has_layout` accepts the installed MLX."""
     if not has_layout(mx.__version__):
         raise MespError(
             f"The layout of the functions of MLX {mx.__version__!r:.40} is not known; "
@@ -147,10 +147,6 @@ class Function:
 
 
 class _Reader:
-    """A reader of a file. Its methods raise struct.error if the file is too short, and ValueError
-    if the file is invalid.
-    """
-
     def __init__(self, file: bytes):
         self.file, self.at = file, 0
 

@@ -16,14 +16,14 @@ def _periods(mixer: AttentionMixer) -> mx.array:
     """Returns 1 / frequency, as MLX expects. A pair that is not rotated has the largest float32.
 
     Infinity is not used, because its reciprocal is undefined under fast math. The largest float32
-    rotates a pair by an angle too small to change any bit.
+    rotates a pair by a negligible angle.
     """
     most = float(mx.finfo(mx.float32).max)
     return mx.array([min(1 / f, most) if f else most for f in mixer.frequencies])
 
 
 def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
-    """Returns RoPE by the fused primitive of `fast`, in float32.
+    """Returns RoPE by the fused primitive of `fast`.
 
     RoPE rotates the first dimensions, and leaves the other dimensions unchanged.
     """

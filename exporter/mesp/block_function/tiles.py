@@ -11,8 +11,8 @@ NUMBERS_A_TOKEN = 2048
 # fewer keys.
 ATTENTION_ROWS = 32
 
-# Value heads times tokens in a tile of a gated delta net. A tile has at least FEWEST_HEADS heads.
-# Smaller tiles save no memory, because the graph grows.
+# Value heads times tokens in a tile of a gated delta net. For any length, FEWEST_HEADS heads may
+# share a tile. Smaller tiles save no memory, because the graph grows.
 HEADS_BY_TOKENS = 512
 # Heads times tokens in a tile of Mamba-2.
 STATE_SPACE_HEADS_BY_TOKENS = 2048

@@ -58,7 +58,7 @@ class SourceComparison:
 
 
 def compare_with_source(bundle: Bundle, source: Source) -> SourceComparison:
-    """Compares the logits of a short text.
+    """Compares the logits of a short text or, without a tokenizer, of random tokens.
 
     The source's whole model is loaded in float32. Raises MespError if the source is not a folder of
     safetensors files, if the bundle is not of this source, or if mlx-lm cannot load the source.

@@ -218,23 +218,24 @@ def export(
             GGUF file, or ``demo``.
         out: The bundle's folder; ``NAME.mesp`` by default.
         data: Training data: a file of records or of text, a folder or a dataset on the Hub with
-            files called train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for
-            no data; for the demo model, ``python-docs``.
+            files called train, valid and test, ``python-docs`` or ``python-docs-pairs``. With
+            None, random weights get random tokens, the demo model gets ``python-docs``, and other
+            models get no data.
         data_options: How the data is read and encoded.
         seq_len: The sequence lengths to train with, in tokens.
         rank: The LoRA ranks to train with.
         mode: ``affine`` (the default), ``mxfp4``, ``nvfp4`` or ``mxfp8``.
         bits: Bits a weight: 4 (the default), 5, 6 or 8.
         group_size: The number of weights that share a scale: 32, 64 (the default) or 128.
-        head_bits: Bits of the output head, and of an embedding tied to it: 6, or `bits` if that
-            is more.
+        head_bits: Bits of the output head, and of an embedding tied to it. The default is 6, or
+            `bits` if that is more.
         quantize: ``least-squares``, which changes the outputs of matrices least, or ``nearest``.
         calibrate: Data for ``least-squares``; None for random tokens.
         dtype: The dtype of activations, ``float32`` or ``bfloat16``; the device's by default.
         device: ``cpu`` or ``gpu``, for an iPhone ``gpu``; None for this machine's.
         random_weights: Whether to replace the model's weights by random ones.
         layers: The number of blocks, from the first; all by default.
-        seed: The seed of random weights.
+        seed: The seed of random weights and random tokens.
         overwrite: Whether to replace an existing bundle.
         progress: Called with the progress of the export.
 

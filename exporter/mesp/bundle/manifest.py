@@ -136,7 +136,7 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class Table:
-    """The weight file of the embedding, the head or a per-layer embedding."""
+    """The weight file of a table outside the blocks, such as the embedding or the head."""
 
     file: str
     layout: Layout
@@ -224,8 +224,7 @@ class Manifest:
     # The weight files of the per-layer embeddings, by matrix name.
     per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
-    # The tokens at which generation stops, ascending. They are the model's end tokens, and the
-    # tokens that end answers in the data.
+    # The tokens at which generation stops, ascending.
     end_tokens: tuple[int, ...] = ()
     # The options that changed how the data's text was encoded; their names are in `ENCODING`.
     encoding: Mapping[str, bool] = field(default_factory=dict)

@@ -59,8 +59,8 @@ def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
 
 
 def write_terms_of_run(bundle: Path, manifest: Manifest, run: Path) -> None:
-    """Writes the licence files beside each of a run's adapters, because people share adapters
-    without the run.
+    """Writes the licence files and a model card beside each of a run's adapters, because people
+    share adapters without the run.
     """
     for name in ("adapters", "adapters/peft", "best", "best/peft"):
         if (run / name).is_dir():

@@ -132,9 +132,10 @@ class Bundle:
         return files
 
     def layouts_in(self, dtype: str) -> dict[str, Layout]:
-        """Returns the layouts of the weight files if the bundle had the dtype `dtype`.
+        """Returns the layouts that the weight files would have in `dtype`.
 
-        Raises ValueError or KeyError if a matrix is missing, or has no known quantization.
+        Raises ValueError or KeyError if the manifest's matrices are not those of the architecture,
+        or if a quantization is unknown.
         """
         arch, files = self.architecture, self.weight_files()
         for group in self.manifest.blocks:
@@ -313,11 +314,12 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Returns the block function of block `index` or, with `plain`, its plain function.
+        """Returns the block function of block `index`. With `plain`, returns its plain function
+        and, with `packed`, its function for packed records.
 
         The function takes (x, lora, scale, weights), the inputs in `Block.given_shapes` and, if
-        `packed`, starts. It returns the block's arrays. Raises MespError if the bundle lacks this
-        function or `check_block_functions` refuses its file.
+        `packed`, starts. `mesp.block_function.forward_pass` lists its outputs. Raises MespError if
+        the bundle lacks this function or `check_block_functions` refuses its file.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:

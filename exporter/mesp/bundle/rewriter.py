@@ -26,8 +26,8 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced again. Weights are written again if the dtype changes. Other files are hard
-    links or, if links are not possible, copies. Raises MespError if the new bundle cannot be
+    Functions are traced again. Weights are written again if the dtype changes. Unchanged files are
+    hard links or, if links are not possible, copies. Raises MespError if the new bundle cannot be
     written. Then nothing of the new bundle is left, and `source` is unchanged.
     """
     in_place = options.out.resolve() == source.resolve()

@@ -46,8 +46,9 @@ def weight_files(
 ) -> WeightFiles:
     """Returns the layout of every weight file and, if `weights` are given, its content.
 
-    With `moments`, matrices other than the per-layer embeddings are quantized by least squares.
-    Without moments, each weight becomes the nearest value. The contents must be read in order.
+    With `moments`, matrices in the affine mode are quantized by least squares, except the per-layer
+    embeddings. In other matrices, each weight becomes the nearest value. Matrices that the source
+    stores quantized keep their codes. The contents must be read in order.
     """
     quantizations = options.quantizations
     files: WeightFiles = {}

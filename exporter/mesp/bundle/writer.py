@@ -1,4 +1,4 @@
-"""Writes a bundle: functions, weights, data, config.json, tokenizer and manifest."""
+"""Writes a new bundle."""
 
 from __future__ import annotations
 

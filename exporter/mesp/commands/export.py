@@ -175,8 +175,8 @@ def describe_loss(loss: QuantizationLoss) -> str:
 
 
 def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = None) -> None:
-    """Prints a summary of the bundle, `gguf` if given, and the first training record if there is
-    one.
+    """Prints a summary of the bundle, and `gguf` if given. If the bundle has training data and a
+    tokenizer, also prints the first training record.
 
     Uploads the bundle to `repo`, if given.
     """
@@ -190,8 +190,8 @@ def tell(out: Path, manifest: Manifest, repo: str | None, gguf: str | None = Non
 
 
 def check_options_of_from(out: Path | None, overwrite: bool) -> None:
-    """Raises MespError if a given option cannot be used with --from, or if there is no bundle to
-    write.
+    """Raises MespError if a given option cannot be used with --from, or if neither `out` nor
+    `overwrite` is given.
     """
     context = click.get_current_context()
     given = [

@@ -99,8 +99,9 @@ def main(
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
     """Returns a federation with the command's options, or the federation to resume.
 
-    Writes the federation's settings, the held-out tokens and, in a simulation, all clients' tokens.
-    Raises MespError if an option, the data or the folder cannot be used.
+    Writes the federation's settings. For a new federation, also writes the held-out tokens and, in
+    a simulation, all clients' tokens. Raises MespError if an option, the data or the folder cannot
+    be used.
     """
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)

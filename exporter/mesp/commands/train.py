@@ -76,7 +76,7 @@ def main(
     job = prepare_training(
         bundle, output, resume, paper, settings, not dry_run, may_import=is_typed
     )
-    find_engine()  # builds the engine if it is missing
+    find_engine()  # builds the engine if necessary
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:
         plan = find_plan(find_engine(), job.to_json())
@@ -108,7 +108,9 @@ def resume_command(job: TrainingJob) -> str:
 
 
 def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
-    """Prints a run's plan and, for a GPU, a count of a step's work on a phone."""
+    """Prints a run's plan and its memory with each optimizer. If mesp-count can count the run, also
+    prints a step's work on a phone's GPU.
+    """
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
     click.echo(describe_optimizers(engine, settings))

@@ -160,7 +160,8 @@ class Rendering:
         return [_marked(i, each, mark) for i, each in enumerate(self.conversation.messages)], texts
 
     def check(self) -> list[str]:
-        """Raises MespError unless the rendering has every text, every tool and every other value.
+        """Raises MespError if the template leaves out a text, a tool, a value in a tool call, an
+        unknown key of a message, or an option for the template.
 
         A template may leave out the reasoning of answers before the last question, and of answers
         that are not in `Conversation.answers`. The returned notes name such omissions.
@@ -222,8 +223,8 @@ class Rendering:
                         )
 
     def _check_others(self) -> None:
-        """Raises MespError if an unknown key of a message, or an option for the chat template, has
-        no effect on the rendering.
+        """Raises MespError if nothing reads an unknown key of a message, or an option for the chat
+        template.
         """
         messages = self._marks[0]
         for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):

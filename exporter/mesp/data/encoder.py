@@ -20,7 +20,7 @@ from mesp.data.special_tokens import encode_split, special_pattern
 from mesp.errors import MespError, plain_errors
 
 SPLIT = "--split-special-tokens"
-PIECE = 1 << 14  # minimum size, in characters, of a piece that is tokenized at once
+PIECE = 1 << 14  # a text is cut at a start of a line after this many characters
 LOSS_ON = ("answers", "last", "all")  # the values of --loss-on
 
 
@@ -64,16 +64,15 @@ class Encoder:
             return self.joined(document.content["prompt"], document.content["completion"])
 
     def conversation(self, conversation: Conversation) -> Encoded:
-        """Returns the ids of a conversation. Raises MespError if the conversation cannot be trained
-        on.
-        """
+        """Returns the encoded conversation. Raises MespError if the conversation cannot be
+        trained on."""
         encoded = encode_conversation(
             self.tokenizer, conversation, self.loss_on, self.split_special
         )
         return self._noted(encoded, *(message["content"] for message in conversation.messages))
 
     def joined(self, prompt: str, answer: str) -> Encoded:
-        """Returns the ids of a prompt, the answer right after it, and the end-of-text token.
+        """Returns an encoded prompt, followed by the answer and the end-of-text token.
 
         Raises MespError if the answer is empty or contains an end token.
         """

@@ -13,7 +13,7 @@ from mesp.data.examples import Split
 from mesp.data.source_files import read_text
 from mesp.errors import MespError
 
-SIZE = 1 << 22  # bytes of a text
+SIZE = 1 << 22  # the maximum size of a text in bytes
 
 
 def read_general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:

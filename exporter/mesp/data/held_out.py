@@ -23,8 +23,8 @@ def held_out_of(count: int, fraction: float, least: int = 1) -> int:
 
 
 def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: float) -> None:
-    """Moves the last records to ``valid``, unless there is a valid split. Raises MespError if there
-    are too few records.
+    """Moves the last `fraction` of the records to ``valid``, unless there is a valid split or
+    `fraction` is 0. Raises MespError if there are too few records.
     """
     if "valid" in documents:
         return
@@ -40,8 +40,8 @@ def hold_out_records(data: str, documents: dict[str, list[Document]], fraction: 
 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
-    """Moves the end of the stream to ``valid``, unless there is a valid split. Raises MespError if
-    the stream is too short.
+    """Moves the last `fraction` of the stream to ``valid``, unless there is a valid split or
+    `fraction` is 0. Raises MespError if the stream is too short.
     """
     if "valid" in splits:
         return

@@ -19,7 +19,7 @@ from mesp.errors import MespError
 from mesp.files import root_of
 from mesp.hub_download import download
 
-# The keys of a dataset's configuration that identify files. Other keys say how to read the files.
+# The keys of a dataset's configuration that do not say how its files are read.
 OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 
 

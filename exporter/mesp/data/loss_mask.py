@@ -231,8 +231,8 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
     """Returns where the answer in message `index` begins. The answer's first text is at `first`.
 
-    The answer begins where the full rendering first differs from the rendering with a generation
-    prompt in place of the answer.
+    The full rendering is compared with a rendering that has a generation prompt in place of the
+    answer.
     """
     marked = rendering.marked
     asked = _asked(rendering, index)

@@ -24,9 +24,9 @@ PART_KEYS = (
     "annotations",
     "cache_control",
 )  # the last four hold no text
-# Fields that say whether an answer or a record is trained, and the value that means yes. They come
-# from Mistral and OpenAI (`weight`), Axolotl (`train`, `training`), ms-swift (`loss`) and torchtune
-# (`masked`).
+# Fields that say whether an answer or a record is trained, and the value that means yes. For
+# example, Mistral and OpenAI have `weight`, Axolotl has `train` and `training`, ms-swift has
+# `loss`, and torchtune has `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
@@ -43,7 +43,8 @@ def read_messages(
 ) -> list[Message]:
     """Returns the messages of the record called `where`, without the `ignored` keys.
 
-    Raises MespError if a message has no role, no content, or content that is not text.
+    Raises MespError if a message cannot be used, for example because it has no role, or content
+    that is not text.
     """
     return [
         _read(f"{where} has a message {number}", message, ignored)
@@ -126,7 +127,7 @@ def _text(where: str, content: Any) -> str:
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """Returns tool calls in transformers' form.
 
-    OpenAI's calls may lack ``function``, and may have arguments as JSON in a string.
+    The given calls may lack ``function``, and may have arguments as JSON in a string.
     """
     if not isinstance(calls, list):
         raise MespError(f'{where} with "{CALLS}" that is not a list.')

@@ -23,7 +23,7 @@ RECORDS = (
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
 COLUMNS = "Name other columns with --columns, as in prompt=question,completion=answer."
-# The keys of a record that are read, and that --columns can name columns for.
+# The keys of a record that --columns can name columns for.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
 # Names that a record's options must not have. They are arguments of transformers'

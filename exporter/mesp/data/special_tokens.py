@@ -1,8 +1,8 @@
 """Encodes special tokens in texts: as special tokens, or split into ordinary text.
 
-A text outside of a conversation is encoded with transformers' option `split_special_tokens`. In a
-conversation, the chat template's special tokens stay. Each special token in a text is encoded
-separately, without SentencePiece's leading space.
+With --split-special-tokens, a text outside of a conversation is encoded with transformers' option
+`split_special_tokens`. In a conversation, the chat template's special tokens stay. Each special
+token in a message is encoded separately, without SentencePiece's leading space.
 """
 
 from __future__ import annotations

@@ -239,8 +239,8 @@ def train(
     Args:
         bundle: A bundle or its folder; not needed to resume a run.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
-        resume: Continue the run in `out`. Only settings that change no result may change, such as
-            `steps` and `memory_limit`. A reward ``module:function`` must be named again.
+        resume: Continue the run in `out`. Only some settings may change, such as `steps` and
+            `memory_limit`. A reward ``module:function`` must be named again.
         paper: Update as in the paper, with SGD at 1e-4.
         progress: Called with each record of the run's log as it arrives; docs/formats.md describes
             the records.

@@ -15,8 +15,8 @@ Encode = Callable[..., list[int]]  # takes a text, and the keyword argument `add
 
 
 class EvaluatedModel:
-    """The engine and a tokenizer. Prompts are cut to `max_length` tokens, and `at_once` texts are
-    generated together.
+    """The engine and a tokenizer. The model sees at most `max_length` tokens at once, so long
+    prompts are cut. `at_once` texts are generated together.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class EvaluatedModel:
         stops: Sequence[str],
         advance: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Returns the likeliest text after each prompt. A text ends before the first of `stops`.
+        """Returns the text that greedy decoding gives after each prompt. A text ends before the
+        first of `stops`.
 
         `advance` is called after each text. Raises MespError if `max_tokens` leaves no room for a
         prompt.

@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's default
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks to evaluate on. The options have the harness's names."""
+    """The tasks to evaluate on, with options for the harness."""
 
     names: tuple[str, ...]
     include_path: Path | None = None

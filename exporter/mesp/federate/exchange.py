@@ -1,8 +1,8 @@
 """The messages between the server and its clients: LoRA matrices.
 
-One array has the matrices of all blocks. For example, `self_attn.q_proj.lora_b` [blocks, rank, out]
-has the B of that module in each trained block. A phone needs several requests for each array, so
-few arrays save requests.
+An array joins one module's A, or its B, of all trained blocks. For example,
+`self_attn.q_proj.lora_b` has the shape [blocks, rank, out]. A phone needs several requests for each
+array, so few arrays save requests.
 
 A client gets the round's arrays and returns the trained arrays. With `freeze_a`, only each B is
 sent, because every client makes the same A from the run's seed.

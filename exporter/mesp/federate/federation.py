@@ -78,7 +78,7 @@ class FederationSettings(Settings):
     )  # fmt: skip
 
     def check(self) -> None:
-        """Raises MespError if settings do not go together."""
+        """Raises MespError if a setting or a combination of settings cannot be used."""
         if self.noise is not None and self.clip is None:
             raise MespError("--noise needs --clip, the norm that it is a multiple of.")
         if self.noise is not None and 0 < self.noise < 1e-3:

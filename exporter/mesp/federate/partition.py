@@ -1,7 +1,8 @@
 """Divides data among the clients of a simulation.
 
-A topic is a file of the data. Texts are divided into paragraphs. Other records stay whole. Each
-client's share keeps the order of the data.
+In a folder with a file for each topic, each training file is a topic. In other data, the train
+split is the only topic. Texts are divided into paragraphs. Other records stay whole. Each client's
+share keeps the order of the data.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def share_out(
 ) -> list[list[Document]]:
     """Returns the documents of each client. Raises MespError if a client would get none.
 
-    - iid: each unit goes to a random client, equally many to each client.
-    - by-file: topic i goes to client i mod N.
+    - iid: each unit goes to a random client, nearly equally many to each client.
+    - by-file: topic i goes to client i mod N, where N is the number of clients.
     - dirichlet: client i gets a share p[i] of each topic. For each topic, a new p ~
       Dirichlet(alpha, …, alpha) is drawn. With a smaller alpha, fewer clients have most of a topic
       (Hsu, Qi, Brown, arXiv:1909.06335).

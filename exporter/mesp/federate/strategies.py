@@ -87,8 +87,8 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
 
 
 def state_of(inner: Strategy) -> bytes | None:
-    """Returns a strategy's state between rounds, which is FedAdam's moments. None for other
-    strategies.
+    """Returns a strategy's state between rounds. This is FedAdam's moments after its first round,
+    and None in all other cases.
     """
     arrays = {
         f"{field}/{name}": array
@@ -120,10 +120,10 @@ def _innermost(inner: Strategy) -> Strategy:
 class Screened(Strategy):
     """A strategy that passes only valid answers to the strategy `inner`.
 
-    A valid answer has matrices of the model, with no number larger than `MOST`. `inner` gets
-    float32 matrices, with the update scaled down to `clip`. Clients with no valid answer are left
-    out of the round, and named in `report`. `first` is the number of rounds that were done before.
-    `keep` is called with the result of `inner`.
+    A valid answer has metrics, and the matrices of the model with finite numbers of at most
+    `exchange.MOST` in absolute value. `inner` gets float32 matrices, with the update scaled down to
+    `clip`. Clients with no valid answer are left out of the round, and named in `report`. `first`
+    is the number of rounds that were done before. `keep` is called with the result of `inner`.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Screened(Strategy):
         if self.clip is not None:
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
-        # Flower aborts a round if the answers' names or their order differ.
+        # The matrices of every answer are put into the same order.
         arrays = {name: arrays[name] for name in self.sent}
         content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
         reply.content = RecordDict(content)

@@ -237,7 +237,8 @@ class Architecture:
 
     @property
     def modules(self) -> list[str]:
-        """The names of the linear layers of all blocks, without duplicates."""
+        """The names of the linear layers that can have adapters, in all blocks, without
+        duplicates."""
         return list(dict.fromkeys(name for block in self.kinds for name in block.modules))
 
     @property
@@ -282,8 +283,8 @@ class Architecture:
 
     @property
     def mlp_norm(self) -> str:
-        """The name of the norm before the MLP. With post norms, Llama's name for this norm means a
-        post norm.
+        """The name of the norm before the MLP. In a model with post norms,
+        `post_attention_layernorm` is the norm after the mixer.
         """
         return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
@@ -332,7 +333,7 @@ class Architecture:
 
     @property
     def embedding_columns(self) -> dict[str, int]:
-        """The input size of each matrix outside of the blocks, by name."""
+        """The number of columns of each matrix outside of the blocks, by name."""
         columns = {"model.embed_tokens": self.hidden_size}
         columns |= {} if self.tie_word_embeddings else {"lm_head": self.hidden_size}
         return columns | {name: size for name, (_, size) in self.per_layer_shapes.items()}
@@ -348,7 +349,8 @@ class Block:
 
     @property
     def modules(self) -> dict[str, tuple[str, ...]]:
-        """The block's linear layers, each with the projections in its rows, in order."""
+        """The linear layers that can have adapters, each with the projections in its rows, in
+        order."""
         per_layer = self.arch.per_layer
         return dict(
             self.mixer.modules + self.mlp.modules + (per_layer.modules if per_layer else ())
@@ -398,7 +400,9 @@ class Block:
         return {name: out for name, (out, _) in self.sizes().items() if name in self.arch.biases}
 
     def norms(self) -> dict[str, int]:
-        """Returns the sizes of the norms' weights, by name."""
+        """Returns the sizes of the norms' weights, by name. `vectors` has the norms within
+        recurrent mixers.
+        """
         names = ["input_layernorm", "post_attention_layernorm"]
         if self.arch.post_norms:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -407,7 +411,8 @@ class Block:
         return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
 
     def vectors(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the weights outside of linear layers and norms, by name."""
+        """Returns the shapes of the weights that are neither in linear layers nor in `norms`,
+        by name."""
         found = self.mixer.vectors(self.arch.hidden_size)
         found |= self.mlp.experts.vectors() if self.mlp.experts else {}
         return found | ({"layer_scalar": (1,)} if self.arch.per_layer else {})

@@ -12,8 +12,8 @@ from mesp.models.families import FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The largest allowed values of some keys. Lists are as long as some of these values, so they are
-# checked first.
+# The largest allowed values of some keys. These values are checked before lists of these lengths
+# are made.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
 # Keys whose values must be positive numbers. The value 0 counts as missing.
 _POSITIVE = (
@@ -26,9 +26,9 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with the values of missing keys, and with RoPE in mlx-lm's keys.
+    """Returns a config.json with defaults for missing keys, and with RoPE in mlx-lm's keys.
 
-    Raises MespError if the architecture is not supported.
+    Raises MespError if the architecture, or a value of a key, is not supported.
     """
     config = _plain(config)
     model_type = config.get("model_type")
@@ -107,12 +107,15 @@ def _plain(value: Any) -> Any:
 
 
 def check_numbers(config: dict[str, Any]) -> None:
-    """Raises ValueError for an invalid number. RoPE's numbers and sizes are checked elsewhere."""
+    """Raises ValueError if the value of a key in `_POSITIVE` is not a positive number. The value 0
+    counts as missing.
+    """
     refuse_unsound({key: is_positive(config[key]) for key in _POSITIVE if config.get(key)})
 
 
 def _check_scaling(scaling: dict[str, Any], key: str) -> None:
-    """Raises MespError if RoPE's scaling has an unknown type, or a key that no formula reads."""
+    """Raises MespError if RoPE's scaling has an unknown type, or a key that this type does not
+    use."""
     kind = type_of(scaling)
     if kind not in SCALINGS:
         raise unsupported(key, scaling)
@@ -122,11 +125,12 @@ def _check_scaling(scaling: dict[str, Any], key: str) -> None:
 
 
 def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
-    """Raises MespError if a length exceeds the positions that the model was trained for, or unless
-    one architecture fits sequences of all `lengths`, in tokens.
+    """Raises MespError if one architecture does not fit sequences of all `lengths`, in tokens.
 
-    Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below
-    the limit. LongRoPE's factors differ between sequences up to a limit and longer sequences.
+    A length must not exceed the positions that the model was trained for. Two kinds of models have
+    a further limit, the original number of positions. Ministral 3 multiplies the query at position
+    t by 1 + β log(1 + ⌊t / limit⌋), so lengths above the limit are refused. LongRoPE has other
+    factors for sequences longer than the limit, so all lengths must be on one side of the limit.
     """
     config = complete(config)
     positions = find_positions(config)

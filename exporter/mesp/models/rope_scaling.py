@@ -37,10 +37,10 @@ def rope_frequencies(
 
 
 def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a `rope_scaling` with missing keys filled in, from the config.json or by the
-    formulas of YaRN and LongRoPE.
+    """Returns a `rope_scaling`, completed from the config.json and by the formulas of YaRN and
+    LongRoPE.
 
-    Raises KeyError if the config.json lacks a needed key.
+    Raises KeyError if the config.json lacks a needed key, and ValueError if a number is invalid.
     """
     kind = scaling["type"]
     if kind not in ("llama3", "longrope", "yarn"):

@@ -20,7 +20,7 @@ UNUSED = (
 )  # fmt: skip
 # Suffixes of the limits of a linear layer's input and output in Gemma 4's checkpoints.
 LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
-# Suffixes of tensors that change nothing: RoPE's frequencies, masks, and the scales of an 8-bit KV
+# Suffixes of tensors that change nothing: buffers for RoPE, masks, and the scales of an 8-bit KV
 # cache.
 BUFFERS = (
     "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias",

@@ -25,7 +25,8 @@ ROUTER_BITS = 8
 
 @dataclass(frozen=True)
 class Quantizations:
-    """The quantizations of a model's matrices, as in the model's files.
+    """The quantizations of a model's matrices: those in its files or, for an unquantized model, the
+    requested ones.
 
     `main` applies to every module that is not in `others`. None means that the module is not
     quantized.
@@ -51,8 +52,8 @@ class Quantizations:
         return self.main, *self.others.values()
 
     def in_files(self, module: str) -> Quantization:
-        """Returns a module's quantization in the model's files. Raises MespError if the module is
-        not quantized.
+        """Returns a module's quantization, with 1 bit if the model's files have 1-bit codes. Raises
+        MespError if the module is not quantized.
         """
         quantization = self.others.get(module, self.main)
         if quantization is None:
@@ -117,7 +118,7 @@ def _check_sections(name: str, config: dict[str, Any]) -> None:
                             raise unsupported(f"{key}'s {inner} of {each}", its)
                 elif each not in _KEYS and value:
                     raise unsupported(f"{key}'s {each}", value)
-            if not config.get("quantization"):  # mlx-lm reads only this key
+            if not config.get("quantization"):
                 raise unsupported(key, section)
 
 
@@ -147,7 +148,7 @@ def find_quantizations(
 
     `name` is the model's name in error messages. `config` is the model's config.json. None requests
     the default. Raises MespError if the model's own quantization is not supported, or if the
-    request contradicts it.
+    request is invalid or contradicts it.
     """
     given = config.get("quantization")
     _check_sections(name, config)

@@ -28,8 +28,8 @@ def quantize(
 
         Σ m (W - s · code - b)²
 
-    The weights m are the `moments` [in], the mean squares of W's inputs, or 1 for None. The sum is
-    at most as large as with MLX's scales and biases.
+    The weights m are `damp(moments)`. `moments` [in] are the mean squares of W's inputs, or None.
+    The sum is at most as large as with MLX's scales and biases.
     """
     size, levels = quantization.group_size, 2**quantization.bits - 1
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)

@@ -38,8 +38,8 @@ def nearest(matrix: mx.array, quantization: Quantization, dtype: mx.Dtype) -> tu
 def least_squares_of(moments: mx.array | None) -> Quantizer:
     """Returns a quantizer that fits scales and biases by `least_squares.quantize`.
 
-    With moments [in, in], `descend` then improves the codes. Modes without fitted scales and biases
-    ignore the moments.
+    With moments [in, in], `descend` then improves the codes. In modes other than ``affine``, the
+    quantizer is `nearest`.
     """
     products = None
     if moments is not None and moments.ndim == 2:
@@ -64,8 +64,8 @@ def matrix_pieces(
 ) -> Iterator[Piece]:  # fmt: skip
     """Yields the quantized matrix `source`, a few rows at a time.
 
-    A matrix that the source stores quantized keeps its codes. A bfloat16 bundle rounds float16
-    scales and biases. `expert` is the index of an expert in stacked matrices, or None.
+    A matrix that the source stores quantized keeps its codes. `expert` is the index of an expert in
+    stacked matrices, or None.
     """
     quantization, in_files = quantizations.of(source), quantizations.in_files(source)
     parts = quantization.parts

@@ -181,8 +181,8 @@ class Mamba2(NamedTuple):
         return z, xBC, dt
 
     def inputs(self, conv: mx.array, dt: mx.array) -> tuple[mx.array, ...]:
-        """Returns x, Δ = softplus(dt + dt_bias), B and C by heads, from the convolution's output
-        and dt.
+        """Returns x and Δ = softplus(dt + dt_bias) by heads, and B and C by groups, from the
+        convolution's output and dt.
         """
         values = self.norm.size
         size = (self.conv_bias.size - values) // 2

@@ -72,7 +72,7 @@ Record = dict[str, Any]
 def is_record(value: object) -> bool:
     """Returns whether a value is a record with the fields of its kind.
 
-    A record of an unknown kind may have any fields.
+    In a record of an unknown kind, only the field `time` is checked.
     """
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         return False
@@ -116,7 +116,7 @@ class Speed(NamedTuple):
         return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
 
     def words(self, unit: str) -> str:
-        """Returns both speeds with their unit, or one if they are equal."""
+        """Returns `tokens` with its unit, and `in_loss` in parentheses if it differs."""
         said = f"{decimal(self.tokens, 0)} {unit}"
         if self.tokens == self.in_loss:
             return said

@@ -103,8 +103,8 @@ def smooth(
 
 
 def draw_picture(title: str, runs: dict[str, RunLog], paint: Paint, **axes_properties: Any) -> str:
-    """Returns an SVG picture in the page's colours. `paint(axes, name, run, color)` draws each
-    run."""
+    """Returns a figure in HTML: a caption, and an SVG picture in the page's colours. `paint(axes,
+    name, run, color)` draws each run."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -370,7 +370,9 @@ def settings_rows(runs: dict[str, RunLog]) -> list[Row]:
 
 
 def settings_that_apply(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a log that have a value and apply to the run."""
+    """Returns the settings of a log that have a value and apply to the run, except those in
+    `HOW_STARTED`.
+    """
     declared = {
         each.key or name: (name, each) for name, each in list_settings(TrainSettings).items()
     }

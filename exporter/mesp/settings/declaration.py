@@ -20,7 +20,7 @@ from mesp.errors import MespError
 class Setting:
     """The declaration of a setting, without its name and default."""
 
-    kind: type  # int, float, bool, str, list (of `choices`), dict (of numbers) or Path
+    kind: type  # int, float, bool, str, list, dict (of numbers) or Path
     help: str = ""
     least: float | None = None
     above: float | None = None
@@ -33,7 +33,7 @@ class Setting:
     metavar: str | None = None
     aliases: Collection[str] = ()  # other trainers' names of the option
     federated: bool = False  # whether a federation's server may set it
-    # Whether it may change when a run is resumed, because it does not affect the result.
+    # Whether it may change when a run is resumed.
     may_change: bool = False
     can_be_refused: bool = False  # whether the option also has a --no- form
     # Another setting that this one needs, and the values that it must have. None: any value.

@@ -55,8 +55,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
     if (settings.num_layers or 1) > layers:
         raise MespError(f"--num-layers {settings.num_layers} is more than the {layers} blocks.")
     if settings.dropout:
-        # MeZO and objectives compare losses, and dropout would add noise. MeBP's block function has
-        # no masks.
+        # MeZO, objectives and rewards compare losses or likelihoods, and dropout would add noise.
+        # MeBP's block function has no masks.
         refused = {
             f"--method {settings.method}": settings.method != "mesp",
             f"--objective {settings.objective}": settings.objective is not None,

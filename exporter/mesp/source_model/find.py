@@ -52,8 +52,8 @@ def find_source(model: str, random_weights: bool) -> Source:
     necessary.
 
     A GGUF file on the Hub is ``owner/name/file.gguf`` or, by its quantization,
-    ``owner/name:Q4_K_M``. With `random_weights`, only the geometry and the tokenizer are needed.
-    Raises MespError if there is no such model.
+    ``owner/name:Q4_K_M``. With `random_weights`, a model in safetensors needs no weights. Raises
+    MespError if there is no such model, or if it cannot be used.
     """
     if model == "demo":
         return replace(_local_source(DEMO), name="demo", id="demo")

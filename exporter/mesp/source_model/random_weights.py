@@ -15,7 +15,8 @@ class RandomWeights:
     is_converted = False
 
     def __init__(self, seed: int, norm: float = 1.0):
-        """`norm` is the value of the norms' weights outside linear attention."""
+        """`norm` is the value of `layer_scalar` and of the norms' weights outside linear
+        attention."""
         self.seed, self.norm = seed, norm
         self.generators: dict[str, np.random.Generator] = {}
 

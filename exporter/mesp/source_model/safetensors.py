@@ -225,8 +225,8 @@ class SafetensorsWeights:
 def _files(folder: Path) -> list[Path]:
     """Returns the weight files of a folder, chosen as transformers does.
 
-    model.safetensors comes first, then the files in the index, then all weight files. Raises
-    MespError if a file is missing.
+    This is model.safetensors if it exists, or else the files in the index. Without an index, these
+    are all files model*.safetensors. Raises MespError if a file is missing.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():

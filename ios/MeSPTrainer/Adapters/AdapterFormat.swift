@@ -79,7 +79,7 @@ package enum AdapterFormat {
         }
     }
 
-    /// Converts the shape of the trainer's matrix `A` or `B` into the shape in this format.
+    /// Converts the shape of the trainer's matrix `A`, `B` or `m` into the shape in this format.
     package func turned(_ shape: [Int], _ matrix: String) -> [Int] {
         guard shape.count == 3 else { return self == .mlx ? shape : shape.reversed() }
         switch (self, matrix) {

@@ -9,8 +9,8 @@ import MeSPSentences
 ///
 ///     y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b
 ///
-/// with weight wᵢ and scale sᵢ of the adapters i. With DoRA, whose output is g ∘ (x Wᵀ + s (x A) B), Bᵢ is replaced by Bᵢ ∘ gᵢ and the term wᵢ (gᵢ −
-/// 1) ∘ (x Wᵀ) is added.
+/// where adapter i has the weight wᵢ and the scale sᵢ. A DoRA adapter alone computes g ∘ (x Wᵀ + s (x A) B) + b. In the sum, its Bᵢ is replaced by Bᵢ
+/// ∘ gᵢ, and the term wᵢ (gᵢ − 1) ∘ (x Wᵀ) is added.
 package struct WeightedAdapters: Sendable, Equatable {
     package let folder: URL
     /// The weight, from 0 to 10. Adapters with weight 0 are left out.

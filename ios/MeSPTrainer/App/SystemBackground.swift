@@ -9,7 +9,7 @@
 
         var onGrant: ((any BackgroundTime) -> Void)?
 
-        /// Whether background tasks may use the GPU. This needs the entitlement *Background GPU Access* and a device that supports it.
+        /// Whether background tasks may use the GPU. This needs iOS 26, the entitlement *Background GPU Access* and a device that supports it.
         var givesGPU: Bool {
             #if compiler(>=6.2)
                 if #available(iOS 26.0, *) { return BGTaskScheduler.supportedResources.contains(.gpu) }

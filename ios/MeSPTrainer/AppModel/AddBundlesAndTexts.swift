@@ -24,7 +24,7 @@ extension AppModel {
         }
     }
 
-    /// Imports a bundle and chooses it. For a model in MLX's format, asks the person first and then converts it into a bundle.
+    /// Imports a bundle and chooses it. For a model in MLX's format, asks the person first, and converts it into a bundle if the person agrees.
     public func importBundle(at url: URL) async {
         await attempt {
             let bundle = try await library.importBundle(at: url) { name, size, notices in

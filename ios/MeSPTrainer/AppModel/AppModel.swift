@@ -166,7 +166,7 @@ import Observation
         controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
     }
 
-    /// The last run's entry in the list, once the list shows that the run has ended.
+    /// The last run's entry in the list, once the list shows that the run has ended. It is nil for a benchmark's run.
     public var shownRun: StoredRun? {
         guard !controller.isRunning, let output = controller.settings?.output else { return nil }
         let id = URL(fileURLWithPath: output).lastPathComponent
@@ -178,7 +178,7 @@ import Observation
         run.adapters != nil && library.bundle(of: run) != nil && (run.log?.lastStep ?? 0) > 0
     }
 
-    /// Generates two examples of a run's effect, unless other work needs the model.
+    /// Starts to generate two examples of a run's effect. Does nothing if the app is busy or the run has no examples to show.
     ///
     /// - Parameter isAskedFor: whether the person asked for the examples.
     public func showExamples(of run: StoredRun, isAskedFor: Bool = true) {
@@ -203,7 +203,7 @@ import Observation
         set { chosenSecondRun = newValue }
     }
     private var chosenSecondRun: StoredRun.ID?
-    /// The one or two runs whose adapters are used for writing.
+    /// The runs whose adapters are used for writing, at most two.
     public var writingRuns: [StoredRun] {
         let second = secondRun
         return [writingRun].compactMap { $0 } + secondRuns.filter { $0.id == second }
@@ -223,7 +223,7 @@ import Observation
     /// Whether the app can begin work with a model.
     public var isFree: Bool { !isBusy && refusal == nil }
 
-    /// Updates the preview of the first record in the form, after a pause in typing.
+    /// Updates the preview of the form's data, unless the app is busy. For pasted text it first waits for a pause in typing.
     public func updatePreview() async {
         guard isFree else { return }
         await preview.read()

@@ -22,8 +22,8 @@ import MeSPSentences
 
 /// Requests background time for runs and tells the run controller what the system has granted.
 ///
-/// A run that the person started may continue in the background. At night, while charging, an unfinished run continues even if the app was
-/// terminated.
+/// A run that the person started may continue in the background. At night, while charging, an unfinished run on the CPU may continue even if the app
+/// was terminated.
 @MainActor final class BackgroundTraining {
     private let controller: RunController
     private let monitor: any DeviceMonitor

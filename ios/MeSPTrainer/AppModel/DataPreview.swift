@@ -12,7 +12,7 @@ extension TrainingPreview {
     }
 }
 
-/// A preview of the first sequence that a run with the form's settings would train on.
+/// A preview of the first sequence of the form's data, as a run with the form's settings would train on it.
 @MainActor @Observable public final class DataPreview {
     /// The parts of the form that the preview depends on.
     public struct Inputs: Hashable, Sendable {

@@ -6,7 +6,7 @@ import MeSPDownload
 import MeSPFiles
 import MeSPSentences
 
-/// The app's files. Bundles are in the Documents folder, and runs in its subfolder `runs`.
+/// The app's files. Imported bundles are in the Documents folder, and runs in its subfolder `runs`.
 public struct DocumentsFolder: Sendable {
     /// The Documents folder, which the Files app shows.
     public let documents: URL

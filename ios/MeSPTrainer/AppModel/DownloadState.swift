@@ -100,8 +100,8 @@ import Observation
         }
     }
 
-    /// Downloads the offer, or continues an earlier download, and converts a model into a bundle. If the network is costly, downloads nothing and
-    /// shows `networkQuestion` instead.
+    /// Downloads the offer, or continues an earlier download, and converts a model into a bundle. Downloads nothing while `networkQuestion` needs an
+    /// answer.
     ///
     /// - Returns: the bundle, or nil if the download was not completed.
     func download() async throws -> StoredBundle? {

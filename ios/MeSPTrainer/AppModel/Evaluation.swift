@@ -9,8 +9,8 @@ import Observation
 
 /// Evaluates the base model and the fine-tuned model on the same records, as `mesp evaluate` does.
 ///
-/// The score is the perplexity of texts, the accuracy of choices, or the exact match of generated answers. The evaluation pauses while the app is in
-/// the background.
+/// The score is the perplexity of texts, the accuracy of choices, or the exact match of generated answers. The evaluation pauses while the app is not
+/// active.
 @MainActor @Observable public final class Evaluation {
     /// The scores of both models.
     public struct Score: Sendable, Equatable {

@@ -11,11 +11,11 @@ import Observation
 
 /// Federated training: people train the adapters of one bundle together, and each person's text stays on that person's device.
 ///
-/// The app answers each message of the server with a run.
+/// For a message of the server, the app trains a run and sends its adapters as the answer.
 @MainActor @Observable public final class Federation {
     /// The server's address, as typed.
     public var address = ""
-    /// The device's name on the server. If it is empty, the server assigns a number.
+    /// The device's name on the server. If it is empty, the device is named after its node number.
     public var name = ""
     /// Whether to avoid expensive networks and Low Data Mode.
     public var sparesData = true
@@ -33,7 +33,7 @@ import Observation
     public var isOn: Bool { state != .off }
     /// The reason why the server cannot be reached now, or nil.
     package private(set) var unreachable: Sentence?
-    /// The reason why the last message could not be answered, or nil.
+    /// The reason why the last message was skipped, or nil.
     public private(set) var passedOver: Sentence?
     /// A sentence that describes the current state.
     public var status: Sentence {

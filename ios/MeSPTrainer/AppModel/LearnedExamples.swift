@@ -9,8 +9,8 @@ import Observation
 
 /// Examples of a run's effect: prompts from its held-out data, continued by the base model and by the fine-tuned model.
 ///
-/// The examples are generated once after the run, and saved in its folder as `samples.json`. Generation pauses while the app is in the background,
-/// and stops when other work needs the model.
+/// The examples are generated once after the run, and saved in its folder as `samples.json`. Generation pauses while the app is not active, and stops
+/// when other work needs the model.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
@@ -155,7 +155,7 @@ private struct HeldOutPrompts: Sendable {
     }
 
     let tokenizer: any TextTokenizer
-    /// The approximate number of tokens of a prompt taken from a text, which ends with a whole word if possible.
+    /// The approximate length in tokens of a prompt taken from a text. The prompt ends with a whole word if possible.
     private static let length = 16
 
     func text(_ tokens: some Sequence<Int>) -> String {

@@ -58,7 +58,7 @@ import Observation
         return usableBundles.first { $0.id == name }
     }
 
-    /// The runs that have adapters and a usable bundle, the newest first.
+    /// The runs that have adapters and a usable bundle, except those of benchmarks, the newest first.
     public var trained: [StoredRun] { runs.filter { !$0.isBenchmark && $0.adapters != nil && bundle(of: $0) != nil } }
 
     /// Copies a bundle into the app, or converts a model into a bundle. A bundle already in Documents is not copied.

@@ -17,7 +17,7 @@ public struct LiveActivityContent: Sendable, Equatable {
     /// Starts to show a run. Call this only while the app is active.
     func begin(title: Sentence, _ content: LiveActivityContent)
     func update(_ content: LiveActivityContent)
-    /// Ends the display. The last content stays visible. If it is nil, the display disappears at once.
+    /// Ends the display. `last` stays visible. If `last` is nil, the display disappears at once.
     func end(_ last: LiveActivityContent?)
 }
 

@@ -70,7 +70,7 @@ extension TextTokenizer {
         }
     }
 
-    /// Returns the token ids of a prompt and of its choices, split as in `mesp evaluate`.
+    /// Returns the token ids of a prompt and of its choices, as in `mesp evaluate`.
     ///
     /// Each choice is tokenized together with the prompt. White space at the end of the prompt belongs to the choice.
     func encode(_ prompt: String, followedBy choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
@@ -90,7 +90,7 @@ extension TextTokenizer {
 
     /// Returns the token ids of a conversation up to its answer.
     ///
-    /// - Throws: `MeSPError` if there is no chat template and the conversation is more than a single message.
+    /// - Throws: `MeSPError`, for example if there is no chat template and the conversation has several messages or tools.
     func encode(upToAnswer conversation: Conversation) throws -> [Int] {
         if hasChatTemplate { return try encode(prompt: conversation) }
         guard conversation.messages.count == 1, conversation.tools.isEmpty else {

@@ -7,7 +7,7 @@ import MeSPSentences
 public struct RunProgress: Sendable, Equatable {
     public var step: Int
     public var steps: Int
-    /// The loss in nats per token; nil before the first step.
+    /// The loss of the last logged step; nil before the first step.
     public var loss: Float?
     /// The estimated seconds until the run ends, or nil if unknown.
     package var secondsLeft: Double?

@@ -67,14 +67,15 @@ import Observation
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether the saved conversation was read or cleared. Until then, it must not be overwritten.
     @ObservationIgnored private var hasReadSaved = false
-    /// The bundle, the runs and the system message, one per line. A change begins a new conversation.
+    /// The names of the bundle and of the runs, and the system message, separated by newlines. Empty outside a conversation. A change begins a new
+    /// conversation.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = BoundaryGate()
     @ObservationIgnored private var read = Read()
 
     /// The model and its prompt caches. Only the generating thread uses this object.
     private final class Read: @unchecked Sendable {
-        /// The maximum size of one side's prompt cache, in bytes: about 2,600 tokens of Qwen2.5-0.5B in float32.
+        /// The maximum size of one side's prompt cache, in bytes: about 2,700 tokens of Qwen2.5-0.5B in float32.
         static let limit = 1 << 26
 
         let bundle: URL?
@@ -200,7 +201,7 @@ import Observation
     /// Without `corrected`, the answer of `side` is chosen and the other is rejected. With `corrected`, `corrected` is chosen and the answer of
     /// `side` is rejected.
     ///
-    /// - Throws: `MeSPError` if the turn has no complete answers, or if the two answers cannot form a preference.
+    /// - Throws: `MeSPError`, for example while a text is being generated, or if the two answers cannot form a preference.
     func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
             throw MeSPError("Choose between answers to a message, once both are written.")
@@ -301,7 +302,7 @@ struct StoredChat: Codable, Equatable {
         var strengths: [Float]?
     }
 
-    /// The bundle, the runs and the system message, one per line.
+    /// See `SideBySideChat.partners`.
     var partners: String
     var turns: [Turn]
 }

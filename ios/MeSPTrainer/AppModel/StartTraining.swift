@@ -9,7 +9,8 @@ extension AppModel {
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
 
-    /// The reason why a run with the form's settings cannot begin now, with a remedy. It is nil if the run can begin, or if that is not known yet.
+    /// The reason why a run with the form's settings cannot begin now, with a remedy, or nil if there is none to show. `canStart` tells whether the
+    /// run can begin.
     public var startProblem: Sentence? {
         guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
         if isBusy { return "The model is in use; wait until that has ended, or stop it." }

@@ -7,7 +7,7 @@ public struct StoragePolicy: Sendable, Equatable {
     /// Whether the file is readable only while the phone is unlocked. Otherwise it is readable from the first unlock after a restart.
     package var isUnreadableWhileLocked: Bool
 
-    /// The policy of bundles. They can be downloaded again, and overnight runs read them.
+    /// The policy of bundles. They can be added again, and overnight runs read them.
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// The policy of a run's tokens, log and adapters, which overnight runs access.
     static let run = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: false)

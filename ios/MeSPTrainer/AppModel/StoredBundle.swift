@@ -34,7 +34,7 @@ public struct StoredBundle: Identifiable, Sendable {
     /// The folder's name without its extension. Unlike the model's name, it tells a CPU bundle from a GPU bundle of the same model.
     public var name: String { url.deletingPathExtension().lastPathComponent }
 
-    /// The size of all files, in bytes.
+    /// The total size of the files in the manifest, in bytes.
     public var size: Int { manifest?.files.reduce(0) { $0 + $1.size } ?? 0 }
 
     /// The advice to export a CPU bundle for the GPU, or nil for other bundles.

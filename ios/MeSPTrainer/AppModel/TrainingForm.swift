@@ -18,10 +18,11 @@ import Observation
         // An identifier that is not of a usable bundle changes nothing.
         set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
-    /// The run's settings. Starting the run sets the bundle, the output and the text. Without a choice of the person, optimizer and learning rate are
-    /// the defaults.
+    /// The run's settings. Some of them are set only when the run starts, for example the bundle and the output. If the person chooses no optimizer
+    /// or learning rate, the run uses the defaults.
     public var settings = RunSettings(bundle: "", output: "") {
-        // Each method has its own default optimizer. It must be reset with the method, unless the person chose a learning rate for it.
+        // Each method has its own default optimizer. A new method therefore resets the chosen optimizer, unless the person also chose a learning
+        // rate.
         didSet { if settings.method != oldValue.method, settings.learningRate == nil { settings.optimizer = nil } }
     }
     /// The chosen optimizer, or the default.

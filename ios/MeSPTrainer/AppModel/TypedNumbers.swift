@@ -27,7 +27,8 @@ public enum NumberField: String, Sendable, CaseIterable {
 }
 
 struct TypedNumber {
-    /// Returns the number, or nil if `text` is no number below 10¹⁵ in magnitude. With `isWhole` it must be an integer.
+    /// Returns the number in `text`, or nil if `text` is not a number or the number is too large. The magnitude must be below 10¹⁵. With `isWhole`,
+    /// the number must be an integer.
     static func value(_ text: String, isWhole: Bool, locale: Locale = .current) -> Double? {
         var text = text.trimmingCharacters(in: .whitespaces)
         if let separator = locale.decimalSeparator { text = text.replacingOccurrences(of: separator, with: ".") }

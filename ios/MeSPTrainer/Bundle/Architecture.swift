@@ -3,7 +3,9 @@
 /// A block consists of a mixer and an MLP. The outer `norm` is present only with `postNorms`:
 ///
 ///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)
-///     y = x_mid + norm(down(act(gate(mlp_in)) ∘ up(mlp_in))),  mlp_in = RMSNorm(x_mid)
+///     y = x_mid + norm(mlp(mlp_in)),  mlp_in = RMSNorm(x_mid)
+///
+/// In a model with `perLayer`, y is then changed as `PerLayerEmbedding` describes.
 public struct Architecture: Decodable, Sendable, Equatable {
     /// The `model_type` in `config.json`.
     package let modelType: String
@@ -31,7 +33,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let mlpLayers: [Int]
     /// The per-layer token embeddings, or nil if the model has none.
     package let perLayer: PerLayerEmbedding?
-    /// The linear layers of Hugging Face's model that concatenate several modules of a block, or nil if there are none.
+    /// The layers and parameters of Hugging Face's model that concatenate the outputs of several modules of a block, or nil if there are none.
     package let hfModules: [JoinedModule]?
 
     public var numHiddenLayers: Int { layers.count }
@@ -82,7 +84,8 @@ extension Architecture {
     /// The indices of the blocks whose keys and values other blocks reuse.
     package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
 
-    /// Whether each block that reuses keys and values has no gate and takes them from an earlier block that has its own, of the right shape.
+    /// Whether the blocks that reuse keys and values are consistent. Such a block must have no gate. It must reuse the keys and values of an earlier
+    /// block, which computes them itself and in the same shape.
     private var sharesKeys: Bool {
         layers.indices.allSatisfy { block in
             guard let owner = keysOf(block) else { return true }
@@ -109,7 +112,7 @@ extension Architecture {
         mixers.map { $0.mixerWidth(hidden: hiddenSize) }.max() ?? hiddenSize
     }
 
-    /// Whether some block has a recurrent mixer instead of attention.
+    /// Whether some block has a mixer other than attention.
     package var isRecurrent: Bool {
         mixers.contains { if case .attention = $0 { false } else { true } }
     }

@@ -104,7 +104,7 @@ package struct BlockShape: Sendable, Equatable {
     }
 }
 
-/// A frozen tensor of a model: `[out, in]` for a quantized matrix, `[experts, out, in]` for stacked matrices.
+/// A frozen tensor of a model. For example, the shape is `[out, in]` for a matrix and `[experts, out, in]` for stacked matrices.
 package struct Weight {
     package let name: String
     package let shape: [Int]

@@ -87,7 +87,7 @@ package enum MLXErrors {
         throw MLXFailure(error)
     }
 
-    /// Calls `body` and confirms its results. On a GPU, calls `body` again if MLX fails.
+    /// Calls `body`. On a GPU, confirms the results, and calls `body` again if MLX fails.
     ///
     /// All arrays that `body` reads must be confirmed before, and `body` must not change them. A nested call is part of the outer repeated work.
     ///

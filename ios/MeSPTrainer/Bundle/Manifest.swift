@@ -30,8 +30,8 @@ public struct Manifest: Decodable, Sendable {
     /// The blocks of one kind, with the same mixer, the same MLP and the same layout of their weight files.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
-        /// The function files for training on a GPU, by sequence length. `plainFunctions` consist of plain operations only. In a CPU bundle both name
-        /// the same files.
+        /// The function files, by sequence length. Training on a GPU calls `functions`. `plainFunctions` consist of plain operations only, and MeBP
+        /// differentiates them. In a CPU bundle both name the same files.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
         /// The function files for packed sequences on a GPU, or nil if the bundle has none.
@@ -82,7 +82,7 @@ public struct Manifest: Decodable, Sendable {
     public let name: String
     package let model: Model
     public let device: Backend
-    /// The type of activations, scales, biases and norms.
+    /// The dtype of activations and norms.
     package let dtype: ElementType
     public let architecture: Architecture
     public let quantization: Quantization

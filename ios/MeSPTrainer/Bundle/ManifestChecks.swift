@@ -3,7 +3,7 @@ import MeSPFiles
 import MeSPSentences
 
 extension Manifest {
-    /// Throws unless the manifest is consistent: sizes are within bounds, each block has one kind, all named files are listed, and all arrays fit
+    /// Throws unless the manifest is consistent. For example, sizes must be within bounds, all named files must be listed, and all arrays must fit
     /// their files.
     ///
     /// - Parameter bundle: the bundle's name in messages.
@@ -123,7 +123,7 @@ extension Manifest {
     }
 }
 
-/// Returns whether a path is relative and has no parts `.` or `..`. Symbolic links are not resolved.
+/// Returns whether a path is relative, without empty parts, parts `.` or `..`, and null characters. Symbolic links are not resolved.
 package func leadsDown(_ path: String) -> Bool {
     let parts = path.split(separator: "/", omittingEmptySubsequences: false)
     return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }

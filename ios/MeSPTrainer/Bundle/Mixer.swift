@@ -88,7 +88,7 @@ package struct Mamba2Mixer: Decodable, Sendable, Equatable {
     package let normEps: Float
 
     package var width: Int { numHeads * headDim }
-    /// The total width of x, B and C.
+    /// The total width of u, B and C.
     package var convolutionWidth: Int { width + 2 * numGroups * stateSize }
 }
 

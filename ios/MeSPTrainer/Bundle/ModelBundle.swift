@@ -50,7 +50,7 @@ package struct ModelBundle {
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
-    ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
+    ///   - text: a folder of tokenized text, to train on in place of the bundle's own text (see `TokenFolder`).
     ///   - checksums: whether to check the SHA-256 of every file too, which takes seconds for gigabytes.
     package init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         self.url = url

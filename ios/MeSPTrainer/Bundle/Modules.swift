@@ -17,7 +17,7 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case expertDown = "expert_down"
 }
 
-/// A linear layer of a block, or the stacked matrices of all experts of a block, named as in Hugging Face checkpoints.
+/// A linear layer of a block, or the stacked matrices of all experts of a block.
 ///
 /// A module has one projection, or several with consecutive outputs. JSON represents a module as the pair of its name and its projections.
 package struct Module: Decodable, Sendable, Equatable {

@@ -4,7 +4,7 @@ import MeSPFiles
 import MeSPSentences
 import Observation
 
-/// A training run with an explicit state:
+/// A training run with an explicit state. The usual order of the states is:
 ///
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
@@ -170,7 +170,7 @@ import Observation
         if case .failed(let problem) = state { throw MeSPError(problem) }
     }
 
-    /// Makes the run and all other work wait at the next block, and returns when they wait. Each call needs a call of `release()`.
+    /// Makes the run and all other work wait at the next block. Returns when all of them wait or have ended. Each call needs a call of `release()`.
     package func hold() async {
         holds += 1
         update()

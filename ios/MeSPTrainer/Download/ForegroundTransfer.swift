@@ -36,7 +36,7 @@ private final class ResponseWriter: NSObject, URLSessionDataDelegate, @unchecked
     private let file: FileHandle
     private let progress: @Sendable (Int) -> Void
 
-    // Used only on the session's queue, until the response has ended.
+    // After the task has started, these are used only on the session's queue.
     private var written: Int
     private var answer: HTTPURLResponse?
     private var failure: (any Error)?

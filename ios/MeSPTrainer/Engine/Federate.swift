@@ -21,7 +21,7 @@ struct FederationSettings: Decodable {
     /// The maximum number of waits after a signal. Each wait takes 0.2 s.
     private static let mostWaits = 150
 
-    /// Takes part in a federation until a signal arrives. Prints one line of JSON for each event.
+    /// Takes part in a federation until a signal arrives or an error occurs. Prints one line of JSON for each event.
     func run() throws {
         guard let server = URL(string: superlink) else {
             throw MeSPError("\(superlink) is not an address; write it as in https://links.example.org:8000.")

@@ -21,7 +21,7 @@ import MeSPSentences
     import MLX
 #endif
 
-// Set by a signal. The computation checks this flag at every block.
+// Set by a signal, or if nothing reads the output. The computation checks this flag at every block.
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
 // Set by SIGUSR1 or by a memory warning of the system. The training checks this flag before each step.
 nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0

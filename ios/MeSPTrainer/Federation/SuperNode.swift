@@ -12,7 +12,7 @@ import MeSPSentences
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
 /// The received message and the unsent answer are saved in files, so a restarted node continues its work. The node drops a message that the server no
-/// longer waits for. If a message cannot be read or answered, the node sends an answer that reports a failure.
+/// longer waits for. If the content of a message cannot be read or answered, the node sends an answer that reports a failure.
 package struct SuperNode: Sendable {
     /// An event to report to people.
     package enum Event: Sendable, Equatable {
@@ -54,7 +54,7 @@ package struct SuperNode: Sendable {
 
     /// Waiting times, in seconds.
     struct Seconds: Sendable {
-        /// The time between heartbeats.
+        /// The interval of heartbeats that the node announces to the server. The node sends a heartbeat after 80% of the interval.
         var heartbeat = 30.0
         /// The time between requests for a message.
         var poll = 3.0
@@ -104,7 +104,7 @@ package struct SuperNode: Sendable {
     /// - Parameters:
     ///   - report: receives each event.
     ///   - answer: returns the answer to a message. The closure is called for one message at a time.
-    /// - Throws: `CancellationError`; another error if the server refuses the node or speaks another protocol, or if another node uses the folder.
+    /// - Throws: `CancellationError`; another error for example if the server refuses the node, or if another node uses the folder.
     package func run(
         report: @escaping @Sendable (Event) -> Void,
         answer: @escaping @Sendable (Question) async throws -> FlowerRecords

@@ -80,9 +80,9 @@ enum PlainFamilies {
     static let rope = object("rope").mapValues { Set($0.array?.compactMap(\.string) ?? []) }
     /// The prefixes of tensor names in multimodal models -> the prefixes in the text model. The longest come first.
     static let text = object("text").compactMapValues(\.string).sorted { $0.key.count > $1.key.count }
-    /// The prefixes of the names of tensors outside of the text model.
+    /// The prefixes of the names of tensors for other modalities or for multi-token prediction.
     static let unused = strings("unused")
-    /// The suffixes of the names of unused tensors.
+    /// The suffixes of the names of the limits of a linear layer's input and output, in Gemma 4's checkpoints.
     static let limits = strings("limits")
     /// The prefixes of tensor names in checkpoints of models without a head.
     static let headless = strings("headless")

@@ -82,30 +82,31 @@ public final class FineTuner: Sendable {
 
     // MARK: - Training
 
-    /// Begins a run on conversations. The last tenth of the conversations is held out.
+    /// Begins a run on conversations. The last tenth of the conversations, at least one, is held out.
     ///
     /// - Parameters:
     ///   - conversations: two or more conversations. Each becomes one sequence, cut to the sequence length. By default the loss covers the
     ///     assistant's answers: their text, their tool calls and the token that ends an answer.
     ///   - options: the options of the run.
-    /// - Returns: the updates of the run. They end when the run ends. They throw a ``FineTuningError`` if a conversation or an option is refused, if
-    ///   the memory does not suffice, or if another run is in progress.
+    /// - Returns: the updates of the run. They end when the run ends. They throw a ``FineTuningError`` if the run cannot begin or fails, for example
+    ///   if a conversation or an option is refused, if the memory does not suffice, or if another run is in progress.
     public func train(on conversations: [Conversation], _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.conversations(conversations), options)
     }
 
-    /// Begins a run on the text or the records of a file. The last tenth of the data is held out.
+    /// Begins a run on the text or the records of a file. The last tenth of the data is held out, but at least one record or, of a text, one
+    /// sequence.
     ///
     /// - Parameters:
-    ///   - file: UTF-8 text (`.txt`, `.md`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and `completion`, or with
-    ///     `text`.
+    ///   - file: UTF-8 text (`.txt`, `.text`, `.md`, `.markdown`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and
+    ///     `completion`, or with `text`.
     ///   - options: the options of the run.
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on file: URL, _ options: TrainingOptions = .init()) -> TrainingUpdates {
         train(.file(file), options)
     }
 
-    /// Begins a run of direct preference optimization (DPO) on choices between two answers. The last tenth of the choices is held out.
+    /// Begins a run of direct preference optimization (DPO) on choices between two answers. The last tenth of the choices, at least one, is held out.
     ///
     /// - Parameters:
     ///   - choices: at least two choices. Useful results need a few hundred.
@@ -307,7 +308,8 @@ public final class FineTuner: Sendable {
 
     /// Predicts the peak memory that training adds to the process, in bytes.
     ///
-    /// - Throws: ``FineTuningError`` if the memory limit in `options` is too low for a step, or an option is out of range.
+    /// - Throws: ``FineTuningError`` if the memory limit in `options` is too low for a step, or if an option is out of range or not supported by the
+    ///   bundle.
     public func predictedPeak(_ options: TrainingOptions = .init()) throws -> Int {
         try FineTuningError.describing {
             let planner = Planner(manifest, try options.settings(bundle, manifest))
@@ -323,8 +325,8 @@ public final class FineTuner: Sendable {
     ///   - maxTokens: the maximum number of tokens in the answer.
     ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
     /// - Returns: the pieces of the answer. Generation ends at the next block if the reading task is cancelled or leaves the loop. The stream throws
-    ///   a ``FineTuningError`` if the chat template would lose a message, if there are no saved adapters to use, or if a run or another answer is in
-    ///   progress.
+    ///   a ``FineTuningError`` if the answer cannot be generated, for example if the chat template would lose a message, if there are no saved
+    ///   adapters to use, or if a run or another answer is in progress.
     public func answer(
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {

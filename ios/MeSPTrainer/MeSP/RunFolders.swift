@@ -52,7 +52,7 @@ struct RunFolders: Sendable {
         }
     }
 
-    /// Returns the settings that continue the last run; nil if there is no unfinished run with a readable log.
+    /// Returns the settings that continue the last run; nil if no run has begun, if the last run has finished, or if its log cannot be read.
     ///
     /// - Parameter bundle: the current URL of the bundle. An app's folders move when the app is updated.
     func settingsToContinue(with bundle: URL) -> RunSettings? {

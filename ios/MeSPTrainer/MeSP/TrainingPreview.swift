@@ -17,7 +17,7 @@ public struct TrainingPreview: Sendable, Equatable {
 
     /// The sequence, up to its last token in the loss.
     public let spans: [Span]
-    /// Notices about data that was left out, cut or added, one sentence each, in the app's language.
+    /// Notices about the data, one sentence each, in the app's language.
     public var notices: [String] { sentences.map(\.localized) }
 
     package let sentences: [Sentence]

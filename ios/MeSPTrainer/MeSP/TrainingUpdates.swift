@@ -14,7 +14,7 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let loss: Float?
     /// The last measured loss on held-out data, of the same kind as ``loss``; nil before the first measurement.
     public let heldOutLoss: Float?
-    /// The process's `phys_footprint` after the last step, in bytes.
+    /// The process's `phys_footprint` in bytes, after the last step or, before the first step, at the time of this update.
     public let footprint: Int
     /// The highest `phys_footprint` of the process during the steps so far, in bytes.
     public let peakFootprint: Int
@@ -22,7 +22,7 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let predictedPeak: Int?
     /// The estimated time until the last step ends; nil until it is known.
     public let timeRemaining: Duration?
-    /// The reason why the run waits; nil while it trains.
+    /// The reason why the run waits; nil if it does not wait.
     public let pause: PauseReason?
     /// Notices for the person, one sentence each, in the app's language.
     public let notices: [String]
@@ -34,7 +34,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case user
     /// The app uses MLX, in ``FineTuner/whilePaused(isolation:_:)``.
     case app
-    /// The app is in the background, and the system grants it no time to train.
+    /// The app is not in the foreground, and the system grants it no time to train.
     case away
     /// The system ran short of memory.
     case memory

@@ -31,7 +31,7 @@ final class CheckSuite {
         (self.atBlock, self.tamper) = (atBlock, tamper)
     }
 
-    /// Returns the checks in the settings; all checks if the settings name none.
+    /// Returns the checks that the settings name; all checks if `settings.checks` is nil.
     func chosenChecks() throws -> [Check] {
         guard let names = settings.checks else { return checks }
         if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {

@@ -120,7 +120,6 @@ extension CheckSuite {
                 let w = all.rows(0..<rows)
                 let x = MLXRandom.normal(
                     [length, product == .plain ? rows : inputs], dtype: productType, key: MLXRandom.key(0))
-                // W is not evaluated here, so the measured time can include copying the tile of W, as in training.
                 eval(x)
                 let time = try medianTime { eval(result(product, x, w)) }
                 rates.append((rows, 2 * Double(length * rows * inputs) / time))

@@ -50,7 +50,8 @@ extension CheckSuite {
         return (stretches[0], stretches[1])
     }
 
-    /// Measures the device's memory outside of arrays: libraries, compiled kernels and command buffers.
+    /// Measures the growth of the footprint by the first use of MLX and the first steps, without arrays. It is due to libraries, compiled kernels and
+    /// command buffers.
     func measureMetalFootprint() throws -> Finding {
         let step = try takeFirstStep()
         let bytes = max(0, step.afterStep)
@@ -83,7 +84,7 @@ extension CheckSuite {
             ])
     }
 
-    /// Returns the verdict on the longest time. On a CPU nothing is compiled, so the verdict is a note.
+    /// Returns the verdict on the longest time between two block boundaries. On a CPU the verdict is a note.
     static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
         guard onGPU else { return .note }
         return seconds <= RunController.secondsToLeave ? .pass : .fail

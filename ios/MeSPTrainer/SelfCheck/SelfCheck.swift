@@ -5,8 +5,8 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
-/// A check of the machine for training. It checks that mapping weights does not copy, that gradients are correct, and that the peak memory agrees
-/// with the prediction. It also measures the speed of the machine.
+/// A check of the machine for training. Among other things, it checks that mapping weights does not copy, that gradients are correct, and that the
+/// peak memory agrees with the prediction. It also measures the speed of the machine.
 public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
@@ -57,7 +57,7 @@ public struct SelfCheck {
     ///     self-check.
     ///   - report: receives each part of the report when the part is complete.
     /// - Returns: the whole report.
-    /// - Throws: `MeSPError` if the bundle cannot be used; `CancellationError`. A failed check throws no error.
+    /// - Throws: `MeSPError` if the settings or the bundle cannot be used; `CancellationError`; an error of `report`. A failed check throws no error.
     @discardableResult package func run(
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {

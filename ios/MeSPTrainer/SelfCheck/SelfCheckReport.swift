@@ -9,8 +9,7 @@ public struct SelfCheckReport: Codable, Sendable {
     /// The machine, the model and the settings.
     package var start: Start
     public var checks = [Check]()
-    /// The end of the report; nil until all checks have run. If `end` stays nil, the self-check ended during the check after the last one in
-    /// `checks`.
+    /// The end of the report; nil until all checks have run.
     package var end: End?
 
     package struct Start: Codable, Sendable {
@@ -65,7 +64,7 @@ public struct SelfCheckReport: Codable, Sendable {
         }
     }
 
-    /// The measured constants; nil if they were not measured. They predict the time of a step:
+    /// The measured constants. A constant is nil if it was not measured. All except `metalBytes` predict the time of a step:
     ///
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
     ///               + the larger of  bytes / bytesPerSecond  and  FLOP / flopsPerSecond
@@ -80,7 +79,7 @@ public struct SelfCheckReport: Codable, Sendable {
         package var mapSeconds: Double?
         /// The rate of reading plus writing memory.
         package var bytesPerSecond: Double?
-        /// The memory that MLX adds to the footprint after a step, besides its arrays.
+        /// The growth of the footprint by the first use of MLX and the first steps, without arrays, in bytes.
         package var metalBytes: Double?
         /// The rate of the products that training uses. It is the slowest product's rate with its fastest tile.
         package var flopsPerSecond: Double?

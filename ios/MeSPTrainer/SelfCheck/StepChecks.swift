@@ -128,7 +128,8 @@ extension CheckSuite {
             measured)
     }
 
-    /// Compares the speed at the end of a long run with the speed at its beginning. Each is measured over a minute, or over a tenth of a shorter run.
+    /// Compares the speed at the end of a long run with the speed at its beginning. Each speed is measured over a minute, or over a tenth of a run
+    /// that is shorter than ten minutes.
     func measureThrottling() throws -> Finding {
         guard settings.minutes > 0 else {
             throw Skipped(reason: "No long run was requested; set minutes.")

@@ -17,7 +17,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
 
     public init(stringLiteral text: String) { self.init(english: text) }
 
-    /// - Parameter english: a sentence from a file. A sentence into which values were inserted has no translation.
+    /// - Parameter english: the sentence, which is also the key of its translation.
     package init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }

@@ -1,4 +1,6 @@
-"""Bundles of a table's models, for each sequence length and rank."""
+"""The cells of a table, each a model with a sequence length and a rank, and the export of their
+bundles.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from studies.benchmarks.cells import Row
 
-# The columns of all tables. Each heading has the key of a row's value and its format. Bytes are
-# shown in MB.
+# The columns of all tables: for each heading, the key of a row's value and the value's format.
+# Bytes are shown in MB.
 COLUMNS = {
     "model": ("model", "{}"),
     "blocks": ("blocks", "{}"),
@@ -108,8 +108,8 @@ def in_unit(heading: str, value: Any) -> Any:
 
 
 def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[str, str]:
-    """Returns a line with the number of rows and their means. The rows are equal under the headings
-    `by`.
+    """Returns a line with the number of rows, the means under `headings`, and the values under
+    `by`, which are the same in all rows.
     """
     line = {name: texts(rows[0])[name] for name in by} | {"rows": str(len(rows))}
     for key, _ in map(COLUMNS.get, headings):

@@ -161,7 +161,8 @@ def measure_generation(
 def measure_adapters(
     cell: Cell, tokens: int, threads: int | None, work: Path, tell: Callable[[int], None]
 ) -> Iterator[Row]:
-    """Yields rows for generation of one text without adapters and with several, in alternation.
+    """Yields a row for the generation of one text with each number of adapters in ADAPTERS. The
+    measurements alternate.
 
     The adapters have their initial values for the cell's rank.
     """

@@ -23,7 +23,7 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
     """Yields a row for supervised steps, and a row for each preference objective.
 
     DPO has a second row with block inputs on disk. Each run with an objective reads its pairs
-    twice. The second pass reuses the log-likelihoods of the initial model.
+    twice. In the second pass, objectives with a reference model reuse its log-likelihoods.
     """
     supervised: Row = {}
     variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]

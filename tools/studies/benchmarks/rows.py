@@ -72,7 +72,7 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         "footprint_peak_bytes": None,
         # The growth of a step's peak after SETTLED_AFTER steps.
         "growth_bytes": None,
-        "baseline_bytes": None,  # Python and MLX before a model is loaded; included in the peak
+        "baseline_bytes": None,  # before a model is loaded; included in the peak
         "mlx_peak_bytes": None,
         "written_bytes": None,  # per step
         "paper_bytes": peak if variant.method in ("mesp", "mesp-paper") else None,
@@ -90,7 +90,8 @@ def measure(
     cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
     tell: Tell,
 ) -> Row:  # fmt: skip
-    """Trains some steps in a separate process and returns a row. A failed run's row has the error.
+    """Measures some steps in a separate process and returns a row. A failed run's row has the
+    error.
 
     `before` has the previous rows, which must include the same cell's MeBP row if the limit is
     MeBP's peak. `peft` is a Python with PyTorch and PEFT.

@@ -214,9 +214,8 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 
 
 def defaults_rows(bench: Bench) -> Iterator[Row]:
-    """Yields a row for mesp-train's default update and for each other update of a sweep.
-
-    These rows have the first rank. Other ranks have a row for the default update only.
+    """Yields a row for each update of `sweep` at the first rank. At the other ranks, yields a row
+    for mesp-train's default update only.
     """
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
@@ -383,8 +382,8 @@ def like_gsm8k(seq_len: int) -> np.ndarray:
 def with_records(
     cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
 ) -> Path:
-    """Returns the cell's bundle with only these sequence lengths, and with records of random
-    tokens.
+    """Writes a copy of the cell's bundle with only these sequence lengths and with records of
+    random tokens, and returns its path.
 
     The first two fifths of a record are its prompt.
     """

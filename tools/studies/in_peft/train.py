@@ -31,7 +31,9 @@ def report(kind: str, **fields: Any) -> None:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW without bias correction, as in mlx.optimizers."""
+    """AdamW without weight decay and without bias correction, which mlx.optimizers' AdamW also
+    leaves out by default.
+    """
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, beta2: float) -> None:
         super().__init__(parameters, {"lr": lr, "beta2": beta2})

@@ -57,7 +57,7 @@ def export(
     gsm8k: str = GSM8K_DATA,
     more_lengths: Iterable[int] = (),
 ) -> Path:
-    """Writes a task's data, exports a model with it, and returns the bundle's path.
+    """Exports a model with a task's data, and returns the bundle's path.
 
     The bundle has the ranks `RANK` and `more_ranks`, and the task's sequence length and
     `more_lengths`. `gsm8k` is the data source for the task GSM8K.

@@ -14,7 +14,7 @@ import numpy as np
 
 from mesp.models.quantization_formats import Quantization
 
-Arrays = tuple[np.ndarray, ...]  # codes [rows, columns]; scales and perhaps biases [rows, groups]
+Arrays = tuple[np.ndarray, ...]  # codes, scales and perhaps biases
 
 # Types with groups of 16 weights that no format of MLX represents. Their weights are quantized
 # again, to `WIDE`.
@@ -166,7 +166,8 @@ def _trits(fields: np.ndarray, count: int) -> np.ndarray:
 def _tq1_0(blocks: np.ndarray) -> Arrays:
     """Returns the codes, scales and biases of TQ1_0 blocks.
 
-    Codes are 0 to 2. Each of the last four bytes holds four codes, and each other byte five.
+    Codes are 0 to 2. A block has 52 bytes of codes. Each of the last four of these bytes holds four
+    codes, and each other one five.
     """
     parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
     codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)

@@ -75,7 +75,8 @@ class _Metadata:
 def config_of(gguf: GGUF) -> dict[str, Any]:
     """Returns the model's config.json, without its quantization.
 
-    Raises MespError if the architecture is not supported, or if a key is missing or invalid.
+    Raises MespError if the file is not a whole model of a supported kind, or if a key is missing or
+    invalid.
     """
     if rotation := next((key for key in sorted(gguf.metadata) if "hadamard" in key), None):
         raise MespError(

@@ -1,4 +1,4 @@
-"""Writes a GGUF file's tokenizer as tokenizer.json and tokenizer_config.json."""
+"""Writes a GGUF file's tokenizer in Hugging Face's format."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ struct Queries {
     }
 
     int head(int row) const { return first_head + row / positions; }
-    /// Whether a row has a query. The last rows may have none.
+    /// Whether a row has a query. The last positions of each head may have none.
     bool exists(int row) const { return position + row % positions < problem.queries; }
     int query(int row) const { return std::min(position + row % positions, problem.queries - 1); }
     bool sees(int query, int key) const { return problem.mask[query * problem.mask_row + key * problem.mask_column]; }
@@ -178,7 +178,7 @@ INLINE void hide(const Queries &q, int first, int end, float *scores) {
 /// The number of keys whose scores are computed at once.
 constexpr int keys_together = 128;
 
-/// A lower bound of all scores, so that the maximum is finite even if all keys are hidden.
+/// A lower bound of all finite scores, so that the maximum is finite even if all keys are hidden.
 constexpr float lowest = -std::numeric_limits<float>::max();
 
 /// Running sums of each row over the keys: the maximum score, Σ exp(S − maximum) and Σ exp(S − maximum) dP (Milakov and Gimelshein, arXiv
@@ -268,7 +268,7 @@ struct Pass {
     int part;
     /// q multiplied by the scale, and dO, both [rows, d], with their transposes.
     float *q_rows, *q_columns, *d_rows, *d_columns;
-    /// exp(S − maximum) and dP, later P and dS, [keys, rows]. `largest` has the maxima [rows] of each block of `keys_together` keys.
+    /// exp(S − maximum) and dP, later P and dS, [keys, rows]. `largest` has the maxima [rows] that were used for each block of `keys_together` keys.
     float *e, *dp, *largest;
     /// The sums [rows] of each part of the keys. `dq` has each part's term of dq / scale, [rows, d].
     float *sums, *dq;

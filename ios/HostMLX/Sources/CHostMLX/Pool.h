@@ -15,7 +15,7 @@ namespace host {
 /// A part must not throw. The division into parts must not depend on the number of threads, so that the results do not depend on it either.
 void parallel(int count, bool isWork, const std::function<void(int)> &part);
 
-/// Returns uninitialized memory of the calling thread for `count` numbers. It is valid until the thread's next call.
+/// Returns memory of the calling thread for `count` numbers, with arbitrary contents. It is valid until the thread's next call.
 float *scratch(size_t count);
 
 }  // namespace host

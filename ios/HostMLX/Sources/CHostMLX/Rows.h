@@ -10,7 +10,8 @@
 
 namespace host {
 
-/// A float32 array, broadcast to a shape. The numbers of a row are `step` numbers apart in memory. They are not read before the array is computed.
+/// A float32 array, broadcast to a shape. The numbers of a row are `step` numbers apart in memory. The constructor reads no numbers, because the
+/// array may not be computed yet.
 struct Rows {
     const float *data;
     mlx::core::Shape shape;
@@ -27,8 +28,8 @@ struct Rows {
     const float *in_order(std::vector<float> &room) const;
 };
 
-/// Returns `result` with fused elementwise operations and reductions over rows. Intermediate results stay in the cache. Numbers equal those of
-/// separate operations, except for the order of sums.
+/// Returns `result` with fused elementwise operations and reductions over rows. Intermediate results stay in the cache. The numbers equal those of
+/// separate operations, except that sums add their terms in another order.
 ///
 /// \returns `result` itself if it cannot be fused, for example on another device or while it is differentiated.
 mlx::core::array fused(const mlx::core::array &result, const std::vector<mlx::core::array> &inputs);

@@ -20,7 +20,7 @@ namespace {
 std::mutex gpu_stream_mutex;
 std::optional<mx::Stream> made_gpu_stream;
 
-/// The stream that replaces the GPU's on this thread, if any. `own` is the thread's own default stream while that stream replaces it.
+/// `instead_of_gpu` is this thread's CPU stream that replaces the GPU's. While it is the default stream, `own` is the thread's former default stream.
 thread_local std::optional<mx::Stream> instead_of_gpu, own;
 
 /// Whether the rule of `set_gpu_is_default` applies. `is_gpu_default` is false if the default device was set to the CPU.

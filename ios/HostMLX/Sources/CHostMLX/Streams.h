@@ -16,7 +16,7 @@ mlx::core::Stream new_stream(mlx::core::Device device);
 /// Returns the stream of `make_gpu_stream` in LedgerHooks.h, if it exists.
 std::optional<mlx::core::Stream> gpu_stream();
 
-/// Prepares the calling thread for calls of MLX. If the default device should be a missing GPU, a CPU stream replaces it.
+/// Prepares the calling thread for calls of MLX. While `gpu_is_default()`, a CPU stream of this thread takes the place of the GPU's default stream.
 void enter();
 
 // MARK: C++'s default device on Metal, which is the GPU

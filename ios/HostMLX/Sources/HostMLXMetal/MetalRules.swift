@@ -21,7 +21,7 @@ public struct MetalRules: Sendable {
 
 /// What happened during a call of `withMetal`.
 public struct MetalReport: Sendable, Equatable {
-    /// The number of evaluations that computed something.
+    /// The number of evaluations that had something to compute, including those that threw an error.
     public var evaluations = 0
     /// The faults that would have ended a process on Metal, with their counts.
     public var faults = [String: Int]()

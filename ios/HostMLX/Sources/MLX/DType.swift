@@ -206,7 +206,7 @@ extension Array: ScalarOrArray where Element: HasDType {
     }
 }
 
-/// Returns both operands as arrays. A scalar gets the type of the other operand if that is an array.
+/// Returns both operands as arrays. If only one operand is an array, the other gets its type if possible.
 public func toArrays(_ a: some ScalarOrArray, _ b: some ScalarOrArray) -> (MLXArray, MLXArray) {
     switch (a as? MLXArray, b as? MLXArray) {
     case (let a?, let b?): (a, b)

@@ -157,7 +157,7 @@ public final class Stream: @unchecked Sendable, Equatable {
             defaultType: device.deviceType)
     }
 
-    /// Creates a stream. The process ends if the machine does not have the device.
+    /// Creates a stream. The process ends if MLX cannot create it, for example on a machine without a GPU.
     public init(_ device: Device) {
         initError()
         var stream = HostStream(device: device.deviceType.code, index: 0)

@@ -4,14 +4,14 @@
 import CHostMLX
 import Foundation
 
-/// Runs `body`, and calls `handler` for each error of MLX during the call.
+/// Runs `body`. During the call, `handler` receives MLX's errors in place of any outer handler.
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () throws -> R
 ) rethrows -> R {
     try ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
 }
 
-/// Runs `body`, and calls `handler` for each error of MLX during the call.
+/// Runs `body`. During the call, `handler` receives MLX's errors in place of any outer handler.
 public func withErrorHandler<R>(
     _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
 ) async rethrows -> R {

@@ -27,7 +27,7 @@ extension MLXArray {
     /// Creates an array that uses the caller's memory until it calls `finalizer`.
     ///
     /// On a GPU, the memory is used in place if its address and length are multiples of the page size. On the CPU, it is used in place only under the
-    /// conditions of `host_array_adopt`. Otherwise it is copied.
+    /// conditions of `host_array_adopt` (CHostMLX.cpp). Otherwise it is copied.
     public convenience init(
         rawPointer: UnsafeMutableRawPointer, _ shape: (some Collection<Int>)? = [Int]?.none, dtype: DType,
         finalizer: @escaping () -> Void

@@ -2,7 +2,7 @@ infix operator ** : BitwiseShiftPrecedence
 infix operator .&& : LogicalConjunctionPrecedence
 infix operator .|| : LogicalDisjunctionPrecedence
 
-// A scalar operand gets the array's type if possible. Each binary operator has three forms, because a single generic form would be ambiguous with
+// A scalar operand gets the array's type if possible. Most binary operators have three forms, because a single generic form would be ambiguous with
 // Swift's own operators.
 
 extension MLXArray {

@@ -16,7 +16,7 @@ public enum Memory {
     /// The memory of living arrays.
     public static var activeMemory: Int { host_active_memory() }
 
-    /// The memory in the cache of freed buffers. The CPU backend has no such cache.
+    /// The memory in the cache of freed buffers. Without a GPU, HostMLX switches this cache off.
     public static var cacheMemory: Int { host_cache_memory() }
 
     /// The peak of the active memory. Setting it to any value resets it.

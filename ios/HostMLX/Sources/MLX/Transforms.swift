@@ -56,7 +56,6 @@ public func vjp(
 
 // MARK: - Compilation
 
-/// A compiled function. MLX traces it again when the types of the arguments change or, unless `shapeless`, their shapes.
 private final class CompiledFunction: @unchecked Sendable {
     private let lock = NSLock()
     private let function: ([MLXArray]) -> [MLXArray]
@@ -113,7 +112,7 @@ private func first(_ results: [MLXArray]) -> MLXArray {
     results.first ?? MLXArray(0)
 }
 
-/// Returns a compiled `f`. `inputs` and `outputs` contain the arrays that `f` reads or changes besides its arguments.
+/// Returns a compiled `f`. Besides its arguments, `f` reads the arrays in `inputs` and changes the arrays in `outputs`.
 public func compile(
     inputs: [any Updatable] = [], outputs: [any Updatable] = [], shapeless: Bool = false,
     _ f: @escaping ([MLXArray]) -> [MLXArray]

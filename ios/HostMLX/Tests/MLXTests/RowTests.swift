@@ -2,7 +2,6 @@ import Foundation
 import MLX
 import Testing
 
-/// Compares HostMLX's fused operations with MLX's separate operations.
 extension AllTests {
     @Suite struct RowTests {
         private let f: ([MLXArray]) -> [MLXArray] = { x in

@@ -162,7 +162,7 @@ void contiguous(const Call &call) {
     }
 }
 
-/// Follows MLX's metal/copy.cpp:216 and common/common.cpp:109. Returns a view if the strides allow it.
+/// Follows MLX's metal/copy.cpp:216 and common/common.cpp:109. The output is a view of the input if the strides allow it, else a copy.
 void reshape(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -218,7 +218,7 @@ void view_as(const Call &call) {
     out.copy_shared_buffer(flat, out.strides(), flat.flags(), out.size());
 }
 
-/// Follows MLX's metal/slicing.cpp:14, with one copy for each input.
+/// Follows MLX's metal/slicing.cpp:14.
 void concatenate(const Call &call) {
     call.allocate(call.out());
     for (const auto &in : call.in()) {

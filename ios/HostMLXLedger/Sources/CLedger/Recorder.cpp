@@ -145,7 +145,7 @@ Recorder::Recorder(HostLedgerRules rules) : rules(rules), allocator_(new Allocat
 
 Recorder::~Recorder() = default;
 
-/// Returns the bytes of arrays that MLX itself allocated on this machine: earlier arrays, and scalars that MLX creates.
+/// Returns the bytes of arrays that MLX itself allocated on this machine, for example before the recording.
 size_t Recorder::foreign() const {
     const size_t active = foreign_override_.value_or(mx::get_active_memory());
     return active > tracked_ ? active - tracked_ : 0;
@@ -159,7 +159,7 @@ void Recorder::mark() {
     peak_ = std::max(peak_, active + adopted_bytes);
 }
 
-/// Returns `length` zero bytes, which take physical memory only when they are written. The word before them holds the size, for `buffer_size`.
+/// Returns a block of memory: a word with `length`, which `buffer_size` reads, and then `length` zero bytes.
 static void *map_zeros(size_t length) {
     const size_t bytes = length + sizeof(size_t);
     void *place = bytes <= 4096 ? std::calloc(1, bytes)
@@ -221,7 +221,7 @@ void Recorder::give(Block *block, size_t tracked) {
 #ifdef __linux__
 namespace {
 
-/// Replaces MLX's allocator. It also provides the ledger's buffers, because MLX donates only the buffers of its current allocator.
+/// Replaces MLX's allocator. It also provides the ledger's buffers, because MLX 0.32.4 donates only buffers that its allocator made.
 class LedgerAllocator : public mx::allocator::Allocator {
    public:
     mx::allocator::Buffer malloc(size_t size) override {

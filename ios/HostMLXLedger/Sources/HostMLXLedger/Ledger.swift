@@ -63,7 +63,7 @@ public struct Ledger: Codable, Sendable, Equatable {
     public var kernels: Int { kinds.values.reduce(0) { $0 + $1.kernels } }
     /// The floating-point operations of matrix products.
     public var flop: Double { kinds.values.reduce(0) { $0 + $1.flop } }
-    /// The bytes that kernels read. A kernel counts each input once.
+    /// The bytes that kernels read. A kernel counts each input once. A gather counts only the elements that it takes, and the indices.
     public var readBytes: Double { kinds.values.reduce(0) { $0 + $1.readBytes } }
     public var writtenBytes: Double { kinds.values.reduce(0) { $0 + $1.writtenBytes } }
 }
@@ -135,7 +135,8 @@ public struct LedgerRules: Codable, Sendable, Equatable {
         self.lateHandlers = lateHandlers
     }
 
-    /// The rules of an iPhone (MLX's metal/device.cpp:604) whose GPU is as slow as possible. MLX encodes up to 10 tasks ahead (transforms.cpp:25).
+    /// The rules of an iPhone (MLX's metal/device.cpp:604) whose GPU completes command buffers only when MLX waits for them. MLX encodes up to 10
+    /// tasks ahead (transforms.cpp:25).
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
 
@@ -143,7 +144,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public static var fastPhone: LedgerRules {
         inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0, lateHandlers: 0)
     }
-    /// The rules of `phone`, except that the completion handlers of one command buffer run late.
+    /// The rules of an iPhone on which the completion handlers of one command buffer are late.
     public static var strictPhone: LedgerRules { inEnvironment(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
     /// The rules of an iPhone on which the completion handlers of 24 command buffers are late.
     public static var slowPhone: LedgerRules {

@@ -522,7 +522,8 @@ struct LedgerTests {
         #expect(try product(floats(1, 64), floats(64, 1)) == ["gemv": 1, "reduce": 1, "copy": 1])
     }
 
-    /// From GPU generation 15 on, MLX multiplies 2 to 15 rows of 16-bit numbers by a transposed matrix with a matrix–vector kernel.
+    /// From GPU generation 15 on, MLX multiplies 2 to 15 rows of 16-bit numbers by a transposed matrix with a matrix–vector kernel if the length of a
+    /// row is a multiple of four.
     @Test func productsOfAFewRows() throws {
         func product(
             _ rows: Int, _ dtype: DType = .bfloat16, columns: Int = 256, transpose: Bool = true, generation: Int = 15,
@@ -583,7 +584,7 @@ struct LedgerTests {
         #expect(counts(try ledger([12, 1024], w)) == ["qmv": 1])
         #expect(counts(try ledger([32, 1024], w, generation: 17)) == ["qmv": 1])
         #expect(counts(try ledger([14, 1024], w, generation: 14)) == ["qmm": 1, "reduce": 1])
-        // A product with more than 256 tiles is not split.
+        // A product with more than 256 tiles is not split, and a batch of products is not either.
         #expect(counts(try ledger([160, 1024], w)) == ["qmm": 1])
         #expect(counts(try ledger([2, 32, 1024], [2] + w)) == ["qmm": 1])
         // The first product has 14 parts, one for each group of a row. The second has two, because neither four nor three divides its ten groups.

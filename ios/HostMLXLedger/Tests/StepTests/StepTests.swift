@@ -113,7 +113,7 @@ final class StepTests {
             var tokens = 0
             try Generator(ModelBundle(url: Self.demo)).generate(request) { _ in
                 tokens += 1
-                // The first tokens compile kernels.
+                // Counts only the last eight tokens.
                 if tokens == 4 { Ledger.restart() }
             }
         }

@@ -7,8 +7,7 @@ package struct Example: Sendable, Equatable {
     package let tokens: [Int32]
     /// The positions in `0 ..< T` whose targets are in the loss, ascending; not empty.
     package let counted: [Int]
-    /// The input ranges of the records in a packed sequence, or nil for a single record. Records do not attend to each other, and positions begin at
-    /// 0 in each.
+    /// The input ranges of the records, or nil if the sequence is not packed. Records do not attend to each other, and positions begin at 0 in each.
     package let records: [Range<Int>]?
 
     package init(tokens: [Int32], counted: [Int], records: [Range<Int>]? = nil) {

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPSentences
 
-/// Returns whether this MLX version reads the layout of a bundle's function files. Other versions can crash on such a file.
+/// Returns whether this MLX version uses the layout of a bundle's function files. Other versions can crash on such a file.
 func hasFunctionLayout(mlx version: String) -> Bool {
     let numbers = version.split(separator: ".", omittingEmptySubsequences: false).map { Int($0) }
     guard numbers.count == 3, numbers[0] == 0, numbers[1] == 32, let patch = numbers[2] else { return false }

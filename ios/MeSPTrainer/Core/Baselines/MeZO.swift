@@ -11,7 +11,7 @@ struct MeZO {
 
     /// Performs one update from losses whose sum is ℒ. The step's loss is the mean of ℒ₊ and ℒ₋.
     ///
-    /// - Throws: `NotFinite`
+    /// - Throws: for example `NotFinite` if the losses do not give a finite g.
     func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         let (model, updates) = (trainer.model, trainer.updates)
         let (keys, epsilon) = (try updates.randomKeys(number), model.settings.mezoEpsilon)

@@ -108,7 +108,7 @@ package struct BlockCall {
     }
 }
 
-/// The inputs of a block other than x.
+/// The inputs of a block besides x, the weights and the adapters.
 package struct SideInputs {
     /// The rows of each record, see `Example.records`; nil for one record.
     var records: [Range<Int>]?

@@ -1,8 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// The forward pass by MLX operations, without the bundle's block function. Generation uses these operations on every device. Training uses them on a
-/// CPU. On a GPU, training uses them with dropout, with DoRA, and for blocks without a function.
+/// The forward pass by MLX operations, without the bundle's block function. Generation uses it on every device, and training uses it on a CPU. On a
+/// GPU, training uses it if the run has dropout or DoRA, or if the block has no function. MeBP's gradients use a block function on every device.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self
@@ -182,7 +182,7 @@ extension Block: BlockForward {
         return mixture + factor(g, mlpIn) * output(addedTo: nil)
     }
 
-    /// Returns the output of `mlp`, and the MLP's gate and up in the dtype of mlp_in. gate and up are nil without an MLP and with DoRA.
+    /// Returns the output of `mlp`, and the MLP's gate and up in the dtype of mlp_in. With DoRA, or if there is no MLP, gate and up are nil.
     private func mlpWithInner(_ mlpIn: MLXArray) -> (out: MLXArray, gate: MLXArray?, up: MLXArray?) {
         let shape = weights.shape.mlp
         let hasInner = !shape.modules.isEmpty && !layout.hasMagnitudes

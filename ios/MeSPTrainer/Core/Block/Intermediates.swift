@@ -27,7 +27,8 @@ package struct Intermediates: Arrays {
     }
 }
 
-/// The outputs of a mixer's projections, `[T, features]` except for attention's q, k and v, and the mixer's result before the output's gate or norm.
+/// The arrays of a mixer that the backward pass reads: the outputs of the mixer's projections, and the mixer's result before the output gate or norm.
+/// Their shape is `[T, features]`, except for attention's q, k and v.
 package enum MixerIntermediates: Arrays {
     /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. If the mixer has gates, the gate of each head follows the head's query
     /// in q.

@@ -207,7 +207,7 @@ struct Attention {
     private static let scoresGradient = Fused { $0[0] * ($0[1] - ($0[0] * $0[1]).sum(axis: -1, keepDims: true)) }
 
     private struct Tiles: Arrays {
-        /// dq̂ / scale, dk̂ and dv̂ of each tile, `[…heads, n, d]`, from the last tile to the first.
+        /// dq̂ / scale `[heads, n, d]`, and dk̂ and dv̂ `[kv_heads, n, d]`, of each tile, from the last tile to the first.
         var dq = [MLXArray]()
         var dk = [MLXArray]()
         var dv = [MLXArray]()
@@ -217,7 +217,7 @@ struct Attention {
         var arrays: [MLXArray] { sums.arrays + [dq, dk, dv].compactMap(\.last) }
     }
 
-    /// Returns the tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, from the last to the first.
+    /// Returns the tiles of dq̂ / scale `[heads, n, d]`, and of dk̂ and dv̂ `[kv_heads, n, d]`, from the last to the first.
     /// - Parameter q: q̂ · scale
     func tilesBackward(
         q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, carried: inout KeyValues?, machine: Machine

@@ -6,7 +6,7 @@ import MeSPBundle
 ///     h = RMSNorm(y),   z = cap(h Wᵀ),   ℒ = Σ (logsumexp(z) − z[target])
 ///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
 ///
-/// The computation is in float32. If the model caps its logits, cap(s) = c tanh(s / c) and cap′ = 1 − (z / c)². Otherwise cap(s) = s and cap′ = 1.
+/// The computation is in float32. If the model caps its logits, cap(u) = c tanh(u / c) and cap′ = 1 − (z / c)². Otherwise cap(u) = u and cap′ = 1.
 ///
 /// `softmax(z) W` is computed as in flash attention, one tile of W at a time. A running maximum m, a running sum s = Σ exp(z − m) and a running sum a
 /// = Σ exp(z − m) cap′ W are kept. s and a are rescaled when m grows. The logits `[T, vocabulary]` are never stored as a whole.

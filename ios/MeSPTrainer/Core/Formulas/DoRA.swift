@@ -12,7 +12,7 @@ struct DoRA {
     private let layout: LoRALayout
     /// A, B and m `[P]`.
     private let lora: MLXArray
-    /// n of all modules.
+    /// n of all modules with magnitudes.
     let norms: MLXArray
 
     /// - Parameters:

@@ -16,7 +16,7 @@ extension CausalConvolution {
     /// Returns y, in float32.
     func gated(convOut: MLXArray, c: MLXArray) -> MLXArray { product(convOut, c) }
 
-    /// Returns the gradients:  dc = dy ∘ conv_out,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
+    /// Returns the gradients, where x = b ∘ u:  dc = dy ∘ conv_out,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
     ///
     /// - Parameters:
     ///   - b, c, u, convOut: the arrays of a whole sequence, `[T, hidden]`

@@ -53,7 +53,7 @@ public struct Generator {
     /// - Parameters:
     ///   - bundle: the model.
     ///   - adapters: adapters whose outputs the model adds; none for the base model.
-    /// - Throws: `MeSPError` if adapters do not fit the model, or a weight is out of range.
+    /// - Throws: `MeSPError`, for example if adapters do not fit the model, or a weight is out of range.
     package init(_ bundle: ModelBundle, adapters: [WeightedAdapters] = []) throws {
         self.init(try CachedModel(bundle, adapters: adapters))
     }
@@ -93,7 +93,7 @@ public struct Generator {
     ///     `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
     /// - Returns: the number of tokens, the times, and the reason why the text ended.
-    /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`. The cache is then empty.
+    /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`. The cache is then empty, except after an invalid request.
     @discardableResult
     package func generate(
         _ request: Request, continuing cache: inout PromptCache, atBlock: () throws -> Void = {},

@@ -9,7 +9,7 @@ package struct LogWriter {
 
     package static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
-    /// Whether some lines of the continued part of the log were lost or damaged. Damaged lines were removed.
+    /// Whether some lines in the first `resumeAt` bytes of a continued log were lost or damaged. Damaged lines were removed.
     let lostLines: Bool
     /// Whether the log is new, or none of its records could be kept.
     let isEmpty: Bool

@@ -1,7 +1,7 @@
 import MLX
 import MeSPBundle
 
-/// Attention by a single MLX operation if the processor has one that computes the scores in tiles (`Processor.hasOperation`). Otherwise attention is
+/// Attention by a single MLX operation if the processor has one that computes the scores in tiles, and TF32 is not emulated. Otherwise attention is
 /// computed in tiles here.
 extension Machine {
     private func hasOperation(_ attention: Attention) -> Bool {
@@ -18,7 +18,7 @@ extension Machine {
         return attention.whole(q, k[0..., keys], v[0..., keys]).swappedAxes(0, 1).reshaped([q.dim(1), -1])
     }
 
-    /// Returns the tiles of dq̂ / scale, dk̂ and dv̂, `[…heads, n, d]`, from the last to the first.
+    /// Returns the tiles of dq̂ / scale `[heads, n, d]`, and of dk̂ and dv̂ `[kv_heads, n, d]`, from the last to the first.
     /// - Parameter q: q̂ · scale `[heads, n, d]`
     func attentionBackward(
         _ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray,

@@ -34,7 +34,7 @@ package struct Machine {
     /// calls let the app pause within a block.
     let pause: (() -> Void)?
 
-    /// Makes a machine that splits arrays only by heads and rows.
+    /// Creates a machine with unlimited tile sizes. `bytes` then limits only computations that process some heads, rows or columns at a time.
     package init(_ processor: Processor, bytes: Int = uncut, pause: (() -> Void)? = nil) {
         (self.processor, self.bytes, self.pause) = (processor, bytes, pause)
         evaluatesTiles = processor.backend == .cpu && bytes < Self.uncut

@@ -87,7 +87,7 @@ extension Processor {
     /// Returns the `numbers` whose kernels are compiled before the first pass: all on a CPU, none on a GPU.
     func numbersWithKernels(_ numbers: ClosedRange<Int>) -> Set<Int> { hasKernels ? Set(numbers) : [] }
 
-    /// Returns a block's forward pass. On a GPU it is the bundle's function if the block has one. On a CPU it is `formulas`.
+    /// Returns a block's forward pass. On a GPU it is the result of `function` unless that is nil. Otherwise it is `formulas`.
     func forwardPass(
         _ formulas: @autoclosure () -> Block, function: () throws -> (any BlockForward)?
     ) rethrows -> any BlockForward {

@@ -9,8 +9,8 @@ extension Machine {
         return [largest, largest / 2, largest / 4]
     }
 
-    /// Returns the number of tokens in a mixer's segment. Only sequences of more than twice `segmentTokens` have several segments, on a CPU whose
-    /// products dequantize W, and only if no blocks share keys and values.
+    /// Returns the number of tokens in a mixer's segment. A sequence has several segments if three conditions hold: it is longer than twice
+    /// `segmentTokens`, the processor is a CPU whose products dequantize W, and no blocks share keys and values.
     static func mixerTokens(_ a: Architecture, _ length: Int, _ processor: Processor) -> Int {
         guard processor.backend == .cpu, processor.dequantizesInProduct, length > 2 * segmentTokens, a.owners.isEmpty
         else { return length }

@@ -131,7 +131,7 @@ package struct BlockArrays {
     /// Begins new sums. The next array that is added for a block replaces the block's sum.
     mutating func beginSums() { begun = [] }
 
-    /// Adds an array to the sum of a block. After an error the sum is unchanged.
+    /// Adds an array to the sum of a block. If the evaluation fails, the sum is unchanged.
     mutating func add(_ array: MLXArray, _ block: Int) throws {
         try write(begun.contains(block) ? read(block) + array : array, block)
         begun.insert(block)

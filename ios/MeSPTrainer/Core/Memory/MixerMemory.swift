@@ -63,7 +63,7 @@ extension Planner {
             return hidden + inOthers(others + 4 * keys / length * seen)
                 + inSegment(5 * keys + 4 * attnOut + gates)
                 + max(inSegment(attnOut), machineMemory.scores(a, machine, length: length))
-        // The arrays are d_x_mid, do, dz, qkv, qkv's gradient, and the arrays of a tile.
+        // The arrays are d_x_mid, the states (with segments), do, dz, qkv, qkv's gradient, and the arrays of a tile.
         case .gatedDeltaNet(let net):
             let ofHead = GatedDeltaNet.arrayBytes(
                 keyDim: net.keyHeadDim, valueDim: net.valueHeadDim,

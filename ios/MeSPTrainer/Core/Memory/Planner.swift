@@ -90,7 +90,7 @@ package struct Planner: Sendable {
         return plan
     }
 
-    /// The memory of the process or, if smaller, of the machine, in bytes.
+    /// The system's memory limit or, if it is smaller, the machine's memory, in bytes.
     private var room: Int { min(systemLimit ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) }
 
     private func plan(within asked: Int?) throws -> Plan {

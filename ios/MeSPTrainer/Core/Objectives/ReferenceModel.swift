@@ -4,7 +4,7 @@ import MeSPSentences
 /// The reference model π₀: the model at the beginning of the run.
 final class ReferenceModel {
     private let start: BlockArrays?
-    /// log π₀ of the answers that were computed so far, in nats.
+    /// The values of log π₀ computed so far, in nats.
     private var known = [PreferenceAnswer.Source: Float]()
 
     /// - Parameter start: the initial parameters; nil if the run began without adapters.

@@ -21,7 +21,7 @@ package enum Run {
     ///     with a plan that takes less memory.
     ///   - reward: with `groupSize`, returns a reward for each answer that was sampled for a step's prompts.
     ///   - battery: called at the run's beginning and end, for the log.
-    /// - Throws: `MeSPError`. Earlier saves stay valid.
+    /// - Throws: for example `MeSPError`, or an error of one of the closures. Earlier saves stay valid.
     package static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in },

@@ -133,7 +133,8 @@ extension SavedState {
 // MARK: - A trainer's vectors
 
 extension SavedState {
-    /// Returns every vector that a trainer's next step depends on, by name.
+    /// Returns a trainer's vectors for a saved state, by name: the parameters, the optimizer's state, and the reference model's cached
+    /// log-probabilities.
     package static func vectors(of trainer: Trainer) throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
         let (model, optimizer) = (trainer.model, trainer.updates.optimizer)

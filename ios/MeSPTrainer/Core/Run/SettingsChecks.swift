@@ -79,7 +79,7 @@ extension Manifest {
         return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
     }
 
-    /// Throws if the bundle does not support the settings: their sequence length, rank, projections or method.
+    /// Throws an error if the bundle does not support the settings, for example their sequence length, rank or projections.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         let names = architecture.trainableNames

@@ -6,9 +6,9 @@ struct Splits {
     let train: TokenStream.Sequences
     let valid: TokenStream.Sequences?
     let test: TokenStream.Sequences?
-    /// The text for `RunSettings.maxForgetting`; nil without this setting.
+    /// The text for `RunSettings.maxForgetting`; nil without this setting or in a dry run.
     let general: TokenStream.Sequences?
-    /// The text that is mixed into the training data; nil without `RunSettings.replayShare`.
+    /// The text that is mixed into the training data; nil without `RunSettings.replayShare` or in a dry run.
     private let replay: TokenStream.Sequences?
     private let settings: RunSettings
 
@@ -129,7 +129,7 @@ struct Splits {
     /// The number of examples that DP-SGD samples from: sequences, or pairs with an objective.
     var exampleCount: Int { settings.objective.map(train.answerCount) ?? train.count }
 
-    /// Returns at most `valBatches` of a split's first pairs or single answers, in batches.
+    /// Returns the first pairs or single answers of a split, at most `valBatches`, in batches.
     func preferenceBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective)
         -> [[PreferenceAnswer]]
     {

@@ -26,7 +26,8 @@ final class TrainingLoop {
 
     /// The maximum number of sequences of the general text in an evaluation.
     private static let generalPieces = 16
-    /// The maximum time between saves, which limits the work that a crash can cost.
+    /// With `saveEvery`, a run also saves when the first time has passed since its beginning, or the second time since its last save. This limits the
+    /// work that a crash can cost.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
     /// A step ran out of memory after it had changed parameters.
@@ -142,7 +143,8 @@ final class TrainingLoop {
 
     // MARK: - Steps
 
-    /// Takes a step and logs its record. If a number is not finite, logs an event with `skipBadSteps`, and throws otherwise.
+    /// Takes a step, and logs its record, or an event if the step drew no example. If a number is not finite, the step is logged as skipped if
+    /// `skipBadSteps` is set; otherwise an error is thrown.
     private func stepOrSkip() throws {
         peak = max(peak, sampler.takePeak())
         var record: LogRecord.Step

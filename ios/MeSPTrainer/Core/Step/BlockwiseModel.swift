@@ -24,7 +24,7 @@ package final class BlockwiseModel {
     private let squaredNorms: BlockArrays?
     /// Whether all kernels are compiled. A GPU compiles them in the first step.
     var isWarm: Bool
-    /// The functions for whose gradients a GPU has compiled the kernels.
+    /// The block functions whose gradient kernels a GPU has compiled.
     var differentiated = Set<ObjectIdentifier>()
     /// The imported block functions, by the files and the sequence length.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
@@ -220,7 +220,7 @@ package final class BlockwiseModel {
 
     /// Recomputes the block's intermediates from its input, evaluated.
     ///
-    /// - Parameter all: whether to include gate and up, as `forward` does.
+    /// - Parameter all: whether to include gate and up.
     func recompute(_ call: BlockCall, _ x: MLXArray, all: Bool) throws -> Intermediates {
         let pass = try forwardPass(call, x)
         let intermediates = all ? try pass.outputs(x).intermediates : try pass.intermediates(x)

@@ -9,7 +9,7 @@ extension Updates {
     ) {
         let norm = try model.clock.repeating {
             let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-            // Clipping to a norm that is not finite would turn gradients into zeros or NaN. `check` throws for a gradient that is not finite.
+            // With a norm that is not finite, clipping would turn gradients into zeros or NaN. `check` throws for a gradient that is not finite.
             if !squares.isFinite { for block in model.trained { try model.check(gradient(block), block) } }
             return squares.squareRoot()
         }

@@ -11,7 +11,7 @@ package struct NotFinite: Error {
 
 extension BlockwiseModel {
     /// Checks that a block's gradient is finite.
-    /// - Throws: `NotFinite` with the name of the matrix.
+    /// - Throws: `NotFinite` if it is not.
     func check(_ gradient: MLXArray, _ block: Int) throws {
         guard try !isFinite(gradient) else { return }
         let layout = layouts[block]

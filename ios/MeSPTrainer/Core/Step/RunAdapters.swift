@@ -40,7 +40,7 @@ extension ModelBundle {
 }
 
 extension BlockwiseModel {
-    /// Replaces the initial parameters by the adapters in a folder, in mlx-lm's or PEFT's format.
+    /// Replaces the parameters by the adapters in a folder, in mlx-lm's or PEFT's format.
     func startFrom(_ folder: URL) throws {
         try clock.repeating {
             try take(settings.loadAdapters(from: folder, of: bundle), of: folder)

@@ -50,8 +50,8 @@ package struct SequenceLoss: StepLoss {
 
 /// Performs one update from the sum of some losses, by the method of the settings.
 ///
-/// - Throws: `NotFinite`, after which `skipBadSteps` restores the parameters and the optimizer's state; `CancellationError` from a block boundary;
-///   MLX errors.
+/// - Throws: for example `NotFinite`, after which `skipBadSteps` restores the parameters and the optimizer's state, or `CancellationError` from a
+///   block boundary.
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
     try trainer.updates.undoingFailure {
         try trainer.model.settings.method.hasBackwardPass
@@ -65,7 +65,7 @@ package struct StepResult {
     var sum = 0.0
     /// The loss of the step. A supervised loss is in nats per token.
     package var loss: Float { Float(sum) }
-    /// The number of targets in the loss.
+    /// The sum of the sequences' `Example.counted.count`.
     private(set) var tokens = 0
     /// The sum of the sequences' `Example.inputCount`.
     private(set) var inputTokens = 0

@@ -22,7 +22,7 @@ package final class Trainer {
     package let updates: Updates
     let reference: ReferenceModel
     let plan: Plan
-    /// The file of the block inputs; nil if they stay in memory.
+    /// The file of the block inputs, if they are offloaded.
     private let inputsFile: ArrayFile?
 
     /// The dropout key of a step, and the number of its sequences so far; nil without dropout.
@@ -34,7 +34,7 @@ package final class Trainer {
     /// Performs one update from the sum of some losses.
     ///
     /// - Parameter number: the number of the step, from 0.
-    /// - Throws: `NotFinite`. Some blocks may already have been updated.
+    /// - Throws: for example `NotFinite`. Some blocks may already have been updated.
     package func step(_ losses: [some StepLoss], number: Int) throws -> StepResult {
         beginStep(number)
         let keys = try updates.randomKeys(number)
@@ -139,10 +139,10 @@ package final class Trainer {
         (model.isWarm, clock.hasChanged) = (true, false)
     }
 
-    /// Returns the gradient of a block's trained parameters for a sequence, and replaces the sequence's residual dy by dx. Both are evaluated.
+    /// Returns the gradient of a block's trained parameters for a sequence, plus `sum`. Replaces the sequence's residual dy by dx.
     ///
-    /// If a GPU fails, the gradient is recomputed. The block's input and dy are kept until then.
-    /// - Parameter sum: the sum of the gradients of the sequences before.
+    /// If a GPU fails, the gradient is computed again. Therefore the block's input and dy are kept until the gradient is confirmed.
+    /// - Parameter sum: the sum of the gradients of the sequences before; nil for the first sequence.
     private func differentiate(
         _ block: Int, _ weights: BlockWeights, _ sequence: inout SequenceInStep, addedTo sum: MLXArray?
     ) throws -> MLXArray {

@@ -5,7 +5,7 @@ import MeSPBundle
 
 /// The arrays of a run that last from step to step or from pass to pass, in memory or in files.
 struct TrainingArrays {
-    /// The file of block inputs; nil if they stay in memory.
+    /// The file of the block inputs, if they are offloaded.
     let inputsFile: ArrayFile?
     let optimizer: Optimizer
     /// The sums of gradients; nil if gradients are not summed before an update (`Plan.gathersGradients`).

@@ -14,7 +14,7 @@ struct ConversationEncoder {
         var tokens = [Int]()
         /// Whether each token is in the loss.
         var counted = [Bool]()
-        /// Whether an end-of-text token was added after an answer. It is added if the template writes no token after the answer.
+        /// Whether an end-of-text token was added after a trained answer. It is added if the template writes no token after the answer.
         var addsEnd = false
         /// Whether the template leaves out thoughts.
         var dropsThoughts = false
@@ -151,7 +151,7 @@ struct ConversationEncoder {
 
     /// Returns the token ids of a conversation and of the opening of the answer.
     ///
-    /// - Throws: `MeSPError` if the template changes a message.
+    /// - Throws: `MeSPError`, for example if the template changes a message.
     mutating func prompt(_ conversation: Conversation) throws -> [Int] {
         var asked = conversation
         asked.prompt = asked.messages.count
@@ -427,8 +427,8 @@ struct ConversationEncoder {
         )
     }
 
-    /// Returns the start of an answer: the place where the rendering first differs from the prompt for that answer. The answer's first text is at
-    /// `first`.
+    /// Returns the start of an answer: usually the place where the rendering first differs from the prompt for that answer. The answer's first text
+    /// is at `first`.
     private mutating func start(
         of index: Int, _ conversation: Conversation, _ shape: Shape, _ first: Int
     ) throws -> Int {
@@ -570,7 +570,7 @@ extension TextTokenizer {
 
     /// Returns the token ids of a conversation and of the opening of an answer, by the model's chat template.
     ///
-    /// - Throws: `MeSPError` if the template changes a message.
+    /// - Throws: `MeSPError`, for example if the template changes a message.
     package func encode(prompt conversation: Conversation) throws -> [Int] {
         var encoder = ConversationEncoder(tokenizer: self, answersOnly: true)
         return try encoder.prompt(conversation)

@@ -9,9 +9,9 @@ package struct DataNotices: Sendable, Equatable {
     var leftOut = 0
     /// The number of records or pairs of answers without a trained token within the sequence length.
     var tooLong = 0
-    /// The number of records or pairs of answers that are cut at the sequence length.
+    /// The number of records or pairs of answers that lose trained tokens at the sequence length.
     var cut = 0
-    /// The keys of records that are ignored.
+    /// The ignored keys of the records.
     var unread = Set<String>()
     /// Whether an end-of-text token was added after answers.
     var addsEnd = false

@@ -154,7 +154,7 @@ package struct TextData: Sendable {
         return (ids, true)
     }
 
-    /// Appends the token ids of `text` and the end-of-text token. A record is encoded with special tokens. A file's text is encoded in pieces.
+    /// Appends the token ids of `text` and the end-of-text token. A record is encoded with special tokens. Other text is encoded in pieces.
     ///
     /// - Returns: whether the ids cover the whole text.
     private func encode(

@@ -3,8 +3,8 @@ import MeSPBundle
 import MeSPSentences
 
 extension TextData {
-    /// Returns two examples for each choice: the chosen answer, then the rejected answer. Leaves out a choice whose prompt leaves no room for an
-    /// answer.
+    /// Returns the training data and the held-out data, by the name of the split. Each choice becomes two examples: the chosen answer, then the
+    /// rejected answer. Leaves out a choice whose prompt leaves no room for an answer.
     func pairs(
         _ choices: [Choice], _ notices: inout DataNotices, _ progress: (Double) throws -> Void
     ) throws -> [String: TokenStream] {

@@ -39,7 +39,7 @@ struct TextDocuments: Sendable {
     private(set) var places = [RecordPlace]()
     /// The number of records that are excluded from training by a key.
     private(set) var leftOut = 0
-    /// The keys of records that are ignored.
+    /// The ignored keys of the records.
     private(set) var unread = Set<String>()
 
     init(text: String) { documents = [.text(text, isRecord: false)] }

@@ -25,7 +25,6 @@ import Testing
         while model.selfChecker.isRunning { try await Task.sleep(for: .milliseconds(5)) }
     }
 
-    /// Returns settings for a quick self-check.
     private func quick() throws -> SelfCheck.Settings {
         var settings = SelfCheck.Settings(bundle: try bundle)
         (settings.repeats, settings.seconds) = (2, 0.01)

@@ -131,8 +131,8 @@ import Testing
         #expect(try chat.turns.isEmpty && documents.readChat() == nil)
     }
 
-    /// Each answer equals the answer of a new chat with the whole conversation. The manifest is moved away after the first turn, so the bundle cannot
-    /// be opened again.
+    /// Each answer equals the answer of a new chat with the whole conversation. The first chat cannot open the bundle again after its first turn,
+    /// because the manifest is moved away.
     @Test func aConversationGoesOnWithOtherStrengths() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let documents = DocumentsFolder(documents: folder)

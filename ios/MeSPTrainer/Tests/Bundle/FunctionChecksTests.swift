@@ -149,7 +149,7 @@ import Testing
                 said.contains("do not match") == isRefused && (isRefused || said.isEmpty),
                 "\(heads) of \(size): \(said)")
         }
-        // These bytes are the flags for sinks, for logarithms and for fused attention.
+        // These bytes are the flags for attention sinks, for the log-sum-exp output and for forced fused attention.
         for index in 5...7 {
             var other = state
             other[index] = 1

@@ -224,7 +224,7 @@ import Testing
         #expect(throws: MeSPError.self) { try short.check(vocabulary: 10) }
     }
 
-    /// A sequence ends at the last token in the loss.
+    /// A sequence has the shortest length that includes the example's last token in the loss.
     @Test func anExampleIsAsShortAsALengthAllows() {
         let sequences = stream.sequences(lengths: [1, 2, 4, 8])
         #expect(sequences.count == 3)

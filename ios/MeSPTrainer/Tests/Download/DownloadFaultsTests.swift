@@ -9,8 +9,8 @@
     @testable import MeSPCore
     @testable import MeSPDownload
 
-    /// Tests downloads with faults at any call that changes a file: a full disk, a killed process or a power failure. tests/helpers/faults.c
-    /// simulates these faults.
+    /// Tests downloads with a fault at a randomly chosen call that changes a file. The fault is a full disk, a killed process or a power failure.
+    /// tests/helpers/faults.c simulates it.
     ///
     /// Each download runs in a separate process, because the process may be killed.
     @Suite(.serialized) @MainActor final class DownloadFaultsTests {

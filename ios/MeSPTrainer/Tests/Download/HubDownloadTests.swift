@@ -42,7 +42,7 @@ final class Hub {
     }
 }
 
-/// The transfers to test. An ephemeral session replaces the system's background session, which exists only on phones.
+/// The transfers to test. An ephemeral session replaces the system's background session.
 enum Way: CaseIterable { case foreground, background }
 
 @Suite(.serialized) @MainActor final class HubDownloadTests {
@@ -142,7 +142,7 @@ enum Way: CaseIterable { case foreground, background }
         let slow = try #require(offer.manifest.files.first { $0.path == "blocks/01.bin" })
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self)
         async let fetched: Void = download.fetch(offer, to: folder) { sender.yield($0) }
-        // All files except a part of the slow file have arrived.
+        // Waits until less than the size of the slow file is missing.
         for await count in bytes where count > offer.size - slow.size { break }
         _ = try await URLSession.shared.data(from: hub.url.appendingPathComponent("go-on"))
         try await fetched

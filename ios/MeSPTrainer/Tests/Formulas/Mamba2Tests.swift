@@ -33,7 +33,7 @@ import Testing
                 weight: MLXRandom.uniform(low: 0.5, high: 1.5, [heads * headDim], key: keys[5]), eps: 1e-2))
     }
 
-    /// Returns y, `[T, heads · P]`, by the recurrence.
+    /// Returns y, `[T, heads · headDim]`, by the recurrence.
     private func sequential(_ mamba: Mamba2, _ inputs: [MLXArray]) -> MLXArray {
         let (z, xBC, dt) = (inputs[0], inputs[1], inputs[2])
         let (n, w, reach) = (xBC.dim(0), mamba.convolution.weight, mamba.convolution.weight.dim(1) - 1)

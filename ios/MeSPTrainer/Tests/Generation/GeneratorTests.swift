@@ -37,8 +37,8 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text. The test uses
-    /// HostMLX's operations and plain operations.
+    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text. The test runs with
+    /// HostMLX's operations, and again with plain operations.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let lengths = [3, 7]
@@ -252,8 +252,8 @@ import Testing
         #expect(blocks == 2 && stopped.size == 0)
     }
 
-    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the most probable tokens, as few as have a sum of at least `topP`.
-    /// Temperature T makes the probabilities proportional to the 1/T-th power of their values.
+    /// The tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. Top-p keeps the smallest number of most probable tokens whose probabilities have a
+    /// sum of at least `topP`. Temperature T makes the probabilities proportional to the 1/T-th power of their values.
     @Test(arguments: [
         (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]), (0.6, 1.0, [0.5, 0.3, 0, 0]), (0.85, 1.0, [0.5, 0.3, 0.15, 0]),
         (0.79, 0.5, [0.25, 0.09, 0, 0]), (1.0, 2.0, [0.7071, 0.5477, 0.3873, 0.2236]), (1e-9, 5.0, [1, 0, 0, 0]),

@@ -224,7 +224,7 @@ import Testing
             (try SavedState.load(from: parts, stopped)?.vectors["reference.answers"] != nil) == objective.hasReference)
     }
 
-    /// A single answer is not held out, because its held-out loss would be 0.
+    /// KTO needs at least two answers, because it combines each prompt with another record's answer.
     @Test func aSingleAnswerIsNotHeldOut() throws {
         let (few, many, output) = (try data(inPairs: false, count: 1), try data(inPairs: false), temporaryFolder())
         defer { for folder in [few, many, output] { try? FileManager.default.removeItem(at: folder) } }

@@ -244,7 +244,7 @@ import Testing
         #expect(try order() == .sequences)
         systemLimit = bySequences + manifest.mappedBytes - 1000
         #expect(try order() == .blocks)
-        // Below the peak of `.blocks`, the planner still keeps the inputs in memory.
+        // With a memory limit just below the peak of `.blocks`, the plan still keeps the inputs in memory.
         settings.memoryLimitMb = Double(byBlocks - 100_000) / 1e6
         let plan = try planner().plan()
         #expect(planner().peak(plan) < byBlocks && plan.offload == .none)

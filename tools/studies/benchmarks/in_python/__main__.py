@@ -1,4 +1,4 @@
-"""Runs the measurements of tools/bench.py that need no engine.
+"""Runs a measurement of tools/bench.py in Python, without the engine.
 
     python -m studies.benchmarks.in_python SETTINGS.json
 

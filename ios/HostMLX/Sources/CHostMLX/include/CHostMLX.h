@@ -251,8 +251,8 @@ typedef struct {
 
 /// Applies the rules. Returns false if rules already apply.
 bool host_metal_begin(HostMetalRules rules);
-/// Ends the rules. Calls `fault` with each fault that would have ended a process on Metal, and its count. Returns the number of evaluations that
-/// computed something.
+/// Ends the rules. Calls `fault` with each fault that would have ended a process on Metal, and its count. Returns the number of evaluations that had
+/// something to compute.
 size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count));
 
 #ifdef __cplusplus

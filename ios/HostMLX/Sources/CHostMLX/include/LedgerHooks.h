@@ -39,7 +39,7 @@ class LedgerHooks {
 
     /// Called after an array was created from data in memory.
     virtual void created(mlx::core::array &a) = 0;
-    /// Called when memory that MLX did not allocate becomes the data of an array, until `released` is called.
+    /// Called when memory that MLX did not allocate becomes the data of an array. `released` is called when the array no longer needs it.
     virtual void adopted(const void *buffer, size_t bytes) = 0;
     virtual void released(const void *buffer) = 0;
     virtual void set_memory_limit(size_t limit) = 0;
