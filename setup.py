@@ -68,10 +68,10 @@ class BuildWithEngineSources(build_py):
 
 
 class WheelWithPrograms(bdist_wheel):
-    """With `--programs`, makes a wheel for the platform `--plat-name` that contains the programs in
-    that folder.
+    """With `--programs FOLDER`, makes a wheel for the platform `--plat-name` that contains the
+    programs in FOLDER.
 
-    The wheel then requires the version of MLX in the folder's file `mlx-version`.
+    The wheel then requires the version of MLX in the file `mlx-version` in FOLDER.
     """
 
     user_options: ClassVar = [

@@ -84,7 +84,7 @@ def gemma_gguf() -> Path:
 
 
 def _real_model(name: str) -> Path:
-    from studies import real_models  # in tools/, which make_cases.py does not have in its path
+    from studies import real_models
 
     try:
         return real_models.gguf_file(getattr(real_models, name))

@@ -63,7 +63,7 @@ def test_mlx_lm_loads_and_computes_the_same(family):
 
 
 def test_what_mlx_lm_trains_is_read(family, tmp_path: Path):
-    """mlx-lm creates and saves these adapters, for some layers of the last block."""
+    """mlx-lm creates these adapters, for some linear layers of the last block."""
     bundle, adapters = family
     shutil.copytree(adapters, tmp_path, dirs_exist_ok=True)
     keys = sorted({name for block in Bundle(bundle).architecture.kinds for name in block.modules})

@@ -59,5 +59,5 @@ def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
     ours.set_dtype(mx.float32)
     expected = np.array(ours(mx.array([tokens]))[0])
     error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-    # For Qwen3.5, mlx-lm adds 1 to the norms in bfloat16, which rounds them.
+    # For Qwen3.5, mlx-lm adds 1 to the norms' weights in bfloat16, which rounds them.
     assert error <= (2e-2 if family.startswith("qwen3_5") else 1e-4)

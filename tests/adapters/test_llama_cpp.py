@@ -57,16 +57,16 @@ from mesp.source_model.gguf.weights import GGUFWeights
 from studies.real_models import GEMMA, SMOLLM2, gguf_file
 
 COUNT = 48
-END = 0  # the token that ends a text, in all models here
+END = 0  # the token that ends a text, in the models of each `Case`
 # The tolerance of a log-probability, by the activation. MeSP and llama.cpp compute in float32, and
 # different orders of sums make errors of 1e-5. But llama.cpp looks GELU up in a float16 table. This
 # rounding of GELU changes a log-probability by 0.012.
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
 # Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by about 0.04.
 BFLOAT16 = 0.1
-# Changes to each family's config.json in FAMILIES. RoPE is not scaled, because GGUF stores scaling
-# in separate tensors. Windows are longer than the text, because mlx-lm ignores some windows. The
-# other keys have the values that llama.cpp assumes.
+# Changes to each family's config.json in FAMILIES. RoPE is not scaled, because `write_base` writes
+# no scaling. Windows are longer than the text, because mlx-lm ignores some windows. The other keys
+# have the values that llama.cpp assumes.
 _GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TINY = {
     "qwen3": {},
@@ -408,7 +408,7 @@ PROMPTS = (
 def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
     """For at least 9 of 10 prompts, llama.cpp and MeSP write the same tokens, up to 32.
 
-    llama.cpp reads a float32 file, because it would round the inputs of quantized blocks.
+    llama.cpp reads a float32 file, because it would round the inputs of quantized weights.
     """
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]

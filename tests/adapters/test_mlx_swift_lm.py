@@ -145,7 +145,7 @@ LOADS, FITTED, FIRST, NOT, LACKS = "yes", "fitted", "before the first token", "n
 
 
 class Refused(Exception):
-    """An error that the loader throws."""
+    """The loader throws an error, or would load the adapters wrongly."""
 
 
 class Loaded(NamedTuple):
@@ -200,8 +200,9 @@ def put(
     """Returns the matrices of linear layers in the last `num_layers` blocks, as `load(into:)`
     assigns them.
 
-    `keys` has the names of these layers below the module that takes adapters. Without `keys`, all
-    linear layers take matrices. As with `.noUnusedKeys`, a matrix without a layer is refused.
+    `keys` has the names of these layers, relative to the module `model.within` if there is one.
+    Without `keys`, all layers of `model.linear` in that module take matrices. As with
+    `.noUnusedKeys`, a matrix without a layer is refused.
     """
     shapes = {}
     for i, block in list(enumerate(arch.blocks))[max(0, len(arch.blocks) - num_layers) :]:

@@ -57,8 +57,8 @@ def fuse(
 ) -> Path:
     """Exports a GGUF file and fuses the bundle. Returns the folder of the fused model.
 
-    The files `licences` are in the folder of the GGUF file. The bundle's data end with the tokens
-    `ends`. If `token` is given, it is the text of the last of these tokens.
+    The files `licences` are in the folder of the GGUF file. `ends` are the `end_tokens` of the
+    bundle's manifest. If `token` is given, it is the text of the last of these tokens.
     """
     base = folder / "model" / "base.gguf"
     base.parent.mkdir()

@@ -224,8 +224,8 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
     """Adapters of experts are exchanged with PEFT in both directions.
 
     transformers has two parameters of experts: one for gate and up, and one for down. PEFT 0.21
-    treats the MLPs of Qwen3's layers without experts as experts, so the tested model has no such
-    layers.
+    treats the MLPs of Qwen3's layers without experts as experts, so the tested Qwen3 model has no
+    layers without experts.
     """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = FAMILIES[name] | ({"mlp_only_layers": []} if name == "qwen3_moe" else {})
@@ -411,8 +411,8 @@ CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
 
 
 def test_a_private_step_is_that_of_opacus(tmp_path: Path):
-    """Per-example gradients, their clipped sum, and the update with the same noise agree to
-    1e-5.
+    """The mean norm of the per-example gradients agrees to 1e-5. With the same noise, the update
+    agrees to 1e-5 too.
     """
     data = tmp_path / "records.jsonl"
     words = TEXT.split()

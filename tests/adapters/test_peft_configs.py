@@ -57,8 +57,7 @@ TARGETS = {
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 WEIGHTS = "adapter_model.safetensors"
 
-# Values that are tried for each field besides r, lora_alpha and the targets. PEFT refuses some
-# combinations of them.
+# Values that are tried for fields of LoraConfig. PEFT refuses some combinations of them.
 VALUES: dict[str, list[Any]] = {
     "alora_invocation_tokens": [[6, 7], [300, 301]],
     "alpha_pattern": [{"q_proj": 3}, {".*q_proj": 9}, {}, {"shared_mlp.input_linear": 8}],

@@ -1,4 +1,4 @@
-"""Checks of the iPhone app without a Mac: its project, its property lists, its views.
+"""Checks of the app without a Mac.
 
 The Swift sources are compiled as for iOS and macOS, against stand-ins for Apple's modules
 (stand_ins/). The views' behaviour is in MeSPAppModel, whose Swift tests run everywhere.
@@ -358,8 +358,8 @@ def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
 
 
 def test_every_stand_in_says_what_it_was_read_from():
-    """In a stand-in, each group of declarations begins with the document or the header that it was
-    read from. A group ends at an empty line.
+    """In a stand-in, each group of declarations begins with the documentation page, the header or
+    the source file that it was read from. A group ends at an empty line.
     """
     for stand_in in (HERE / "stand_ins").glob("*.swift"):
         text = stand_in.read_text(encoding="utf-8")
@@ -380,7 +380,7 @@ def test_a_view_has_its_file_importer_once():
                 continue
             indent = len(line) - len(line.lstrip())
             # The modified view begins on the nearest line above with the same or a smaller
-            # indentation.
+            # indentation. Other modifiers, closing braces and comments are skipped.
             above = (
                 each
                 for each in reversed(lines[:number])
@@ -620,7 +620,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
             done = compiler.compile_what_differs(name, *sources)
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
         compile("MeSPTrainer", *views)
-    # An app is outside of the package, and so are the examples.
+    # The examples are compiled as an app is, outside of the package.
     for example in library_examples(tmp_path):
         compile(example.stem, example)
     compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md", 0))
@@ -787,7 +787,7 @@ def catalog(name: str) -> dict[str, dict]:
 
 
 def test_the_string_catalog_has_every_sentence_of_the_views():
-    """Literals that begin with a capital or contain a space are sentences."""
+    """Literals that have a letter, and begin with a capital or contain a space, are sentences."""
     said = {
         text
         for view in [
@@ -882,7 +882,7 @@ def test_views_keep_to_the_systems_type_sizes_and_colors():
             view.name
         )
         assert not re.search(r"Color\((red|white|hue)|\.white\b|colorScheme\(", text), view.name
-        # Only this screen may be black, for the night. Its text is gray.
+        # Only the screen of a run may be black, for the night. Its text is gray.
         assert view.name == "RunView.swift" or ".black" not in text, view.name
 
 

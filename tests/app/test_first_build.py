@@ -1,6 +1,7 @@
 """Checks the Swift packages of a first build in Xcode, without a Mac.
 
-package_releases.json records the manifests of the packages' releases.
+package_releases.json records facts about the packages' releases, for example the commit and the
+tools version.
 """
 
 import json

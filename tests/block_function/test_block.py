@@ -409,7 +409,7 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     operations.
 
     The test puts a primitive in place of each call of `mx.fast`. The rest of the graph must be the
-    CPU's graph.
+    CPU's graph without the plain operations of these calls.
     """
     case, plain = Case(name), Counter()
     monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
@@ -469,7 +469,8 @@ def gpu_inputs(
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
-    """Returns MLX's trace of a call: the constants, and the primitives with their arguments."""
+    """Returns the parts of MLX's trace of a call, for example the primitives with their
+    arguments."""
     found = []
 
     def callback(part: dict) -> None:

@@ -141,7 +141,7 @@ def test_a_family_that_mlx_lm_lacks_is_named(tmp_path, monkeypatch):
     arguments = ["--model", model, "--seq-len", 4, "--out", tmp_path / "out.mesp"]
     result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # the tests' module
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # added by tests/helpers/models.py
     with pytest.raises(MespError, match=r"mlx-lm cannot run lfm3 models.* adapters/peft"):
         Bundle(tmp_path / "out.mesp").to_mlx_lm()
 

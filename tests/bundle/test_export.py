@@ -172,8 +172,8 @@ def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
 
 
 def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
-    """Without a GPU, a bundle for the GPU can be written, but it does not run. Only its functions
-    differ from a bundle for the CPU.
+    """Without a GPU, a bundle for the GPU can be written, but it does not run. It differs from a
+    bundle for the CPU only in its functions and in the manifest's `device`.
     """
     options = ("--model", tiny, "--seq-len", 8, "--dtype", "float32")
     cpu = exported(*options, "--device", "cpu").manifest

@@ -1,4 +1,6 @@
-"""Tests of `mesp check`: a bundle's files, and the engine's checks of training with it."""
+"""Tests of `mesp check`: a bundle's files, the engine's checks, and the comparison with the source
+model.
+"""
 
 import json
 import shutil
@@ -157,7 +159,7 @@ def test_a_source_runs_no_code(tmp_path: Path):
 def test_a_source_that_mlx_lm_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "model", FAMILIES["lfm3"])
     bundle = export(model)
-    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # the tests' module
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # added by tests/helpers/models.py
     said = refused(invoke(main, "mesp", "check", bundle, "--source", model))
     assert "mlx-lm cannot load model" in said
 

@@ -783,7 +783,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
 
 
-# Records of other programs, and the field that would be lost if they were accepted
+# Records that are refused, because training would lose a part of them or has nothing to learn
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_each_answer_counts_with_its_end(tokenizer):
     assert counted(tokenizer, QWEN3, "thoughts") == text
 
 
-# A template that writes an answer differently if a question follows.
+# A template that writes an answer differently if another message follows.
 REVERSED = CHATML.replace("m.content +", "(m.content if loop.last else m.content | reverse) +")
 UNMARKED = (
     "{% for m in messages %}{{ m.content + '\\n' if loop.last else m.content + ' ' }}{% endfor %}"
@@ -370,8 +370,8 @@ def test_a_marked_answer_ends_with_all_of_its_last_character(tokenizer):
 
 
 def test_a_marked_answer_in_two_pieces_is_refused(tokenizer):
-    """A tool's response is between a call and the text about it, so the marked answer has two
-    pieces."""
+    """The template writes a tool's response between the call and the text of one message, so the
+    marked answer has two pieces."""
     template = """\
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{%- generation %}

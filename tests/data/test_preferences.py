@@ -248,8 +248,8 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:
     """Returns the losses of training by TRL's formulas.
 
-    The training uses mlx-lm's model with LoRA, mx.grad and SGD. A batch has two pairs, or for kto
-    two answers.
+    The training uses mlx-lm's model with LoRA, mlx.nn's `value_and_grad` and SGD. A batch has two
+    pairs, or for kto two answers.
     """
     opened = Bundle(bundle)
     arch, model = opened.architecture, opened.to_mlx_lm()

@@ -32,7 +32,7 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-# A template that trims texts, and has no white space between a text and its own tokens.
+# A template that trims texts, and has no white space between a text and the template's tokens.
 TIGHT = """\
 {{- bos_token }}
 {%- for m in messages %}

@@ -104,7 +104,8 @@ class Example(NamedTuple):
 
 
 def of_family(table: dict[str, Any], template: str, default: Any) -> Any:
-    """Returns the table's value whose key is a prefix of the template's name."""
+    """Returns the first value in the table whose key is a prefix of the template's name, or
+    `default`."""
     return next((value for key, value in table.items() if template.startswith(key)), default)
 
 
@@ -212,7 +213,7 @@ def trained_of(record: dict, loss_on: str) -> list[int]:
 
 
 def leaves(value: Any) -> Iterator[str]:
-    """Yields the strings and numbers in a tool call's arguments, as text."""
+    """Yields the values in a tool call's arguments as text, except booleans."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from leaves(each)
@@ -359,7 +360,8 @@ def check_like_trl(model: Model, messages: list[dict], tools: list | None, examp
         messages, tools, return_dict=True, return_assistant_tokens_mask=True, **options
     )
     mask, offsets = list(map(bool, encoded["assistant_masks"])), encoded["offset_mapping"]
-    for i in range(1, len(mask)):  # transformers counts only the first token of a last character
+    # transformers counts only the first token of an answer's last character
+    for i in range(1, len(mask)):
         mask[i] = mask[i] or (mask[i - 1] and offsets[i] == offsets[i - 1])
     if model.name.startswith(NOT_ENDED):
         kept = [i for i, id in enumerate(example.ids) if id != model.tokenizer.eos_token_id]

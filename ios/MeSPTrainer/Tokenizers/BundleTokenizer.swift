@@ -2,9 +2,9 @@ import Foundation
 import MeSP
 import Tokenizers
 
-/// Loads the tokenizer of a bundle with swift-transformers.
+/// Loads the tokenizer of a bundle or a model with swift-transformers.
 ///
-/// - Parameter bundle: the folder of the model.
+/// - Parameter bundle: the folder of the bundle or the model.
 /// - Throws: `FineTuningError` if the tokenizer's files cannot be read.
 public func loadTokenizer(bundle: URL) async throws -> any TextTokenizer {
     try await BundleTokenizer(bundle: bundle)

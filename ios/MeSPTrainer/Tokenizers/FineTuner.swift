@@ -12,10 +12,10 @@ extension FineTuner {
         try await self.init(bundle: bundle, tokenizer: loadTokenizer(bundle: bundle), folder: folder)
     }
 
-    /// Opens a model in MLX's 4-bit format with the tokenizer in its folder, as `init(model:tokenizer:bundle:folder:progress:)` does.
+    /// Opens a model in MLX's quantized format with the tokenizer in its folder, as `init(model:tokenizer:bundle:folder:progress:)` does.
     ///
     /// - Parameters:
-    ///   - model: the folder, with `config.json`, `model.safetensors` and `tokenizer.json`.
+    ///   - model: the folder, with `config.json`, the tokenizer's files, and the weights in one or more files `model*.safetensors`.
     ///   - bundle: the folder of the bundle. nil: a folder with the model's name, in `MeSP/Models` in the Application Support folder.
     ///   - folder: the folder for runs. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
     ///   - progress: receives the written fraction of the bundle, from 0 to 1, on any thread.

@@ -1,4 +1,4 @@
-// The part of CryptoKit that the core and the federation use.
+// The part of CryptoKit that the package uses.
 
 import Foundation
 

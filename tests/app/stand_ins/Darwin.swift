@@ -1,5 +1,5 @@
-// The part of Darwin beyond POSIX that the core, the engine and the app use, and the parts of Foundation and Dispatch that only Apple’s systems have.
-// This module makes `canImport(Darwin)` true.
+// The part of Darwin beyond POSIX that the package and the app use, and the parts of Foundation and Dispatch that only Apple’s systems have. This
+// module makes `canImport(Darwin)` true.
 
 import Foundation
 import FoundationNetworking

@@ -1,4 +1,4 @@
-// The part of Metal that the core uses.
+// The part of Metal that the package uses.
 
 // developer.apple.com/documentation/metal/mtldevice, …/mtlarchitecture, …/mtlgpufamily, …/mtlcreatesystemdefaultdevice()
 public enum MTLGPUFamily: Int, Sendable { case apple7 = 1007 }

@@ -8,7 +8,8 @@ struct CommandIDs: Decodable, Sendable {
     let words: String
     /// A text file, with line ends of all kinds.
     let file: String
-    /// A paragraph that a test repeats a thousand times. `mesp-export` cuts the result into pieces of `pieces` characters.
+    /// A paragraph that a test repeats a thousand times. `mesp-export` cuts the result into pieces. `pieces` has their lengths in Unicode code
+    /// points.
     let paragraph: String
     let pieces: [Int]
     /// The results of three tokenizers: one adds a begin token to each text, one has a begin token but does not add it, and one has none.

@@ -19,7 +19,6 @@ struct Fixture {
     /// The cases with activations in bfloat16.
     static let roundedCases = folders.filter { !cases.contains($0) }
 
-    /// The bfloat16 cases in which the rounding of stored arrays changes a gradient by up to a seventh.
     static let noisyCases = roundedCases.filter {
         ["wide", "qwen3_5"].contains(where: $0.lastPathComponent.hasPrefix)
     }
@@ -34,7 +33,6 @@ struct Fixture {
     /// A plain model of three blocks, for tests that do not depend on the family.
     static let tied = cases.first { $0.lastPathComponent == "tied-32" }
 
-    /// The bundle, which computes as on a GPU if the folder's name contains `gpu`.
     let bundle: ModelBundle
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]
@@ -117,7 +115,7 @@ func copyWithoutFunctions(_ bundle: URL) throws -> URL {
 }
 
 extension RunSettings {
-    /// Returns the settings of a run on the plain fixture's longest sequences that changes parameters in each of its 6 steps.
+    /// Returns the settings of a run of 6 steps on the plain fixture's longest sequences. Each step changes the parameters.
     static func ofATest(_ output: URL) throws -> RunSettings {
         let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest

@@ -5,9 +5,8 @@ import MeSPFiles
 import MeSPSentences
 import Testing
 
-/// A tokenizer that calls the exporter in a Python process. It also supplies records in chat templates with the exporter's results.
-///
-/// MESP_PYTHON names the interpreter that runs `tests/helpers/chat_template_server.py`.
+/// A tokenizer that calls the exporter in a Python process. It also supplies test cases: a record, a chat template, and the exporter's result for
+/// them.
 final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     static let python = ProcessInfo.processInfo.environment["MESP_PYTHON"]
 

@@ -7,7 +7,7 @@ import Testing
     import FoundationNetworking
 #endif
 
-/// A simulated SuperLink, Flower's server, in this process. It has one message for the node.
+/// A simulated SuperLink, Flower's server, in this process. It has at most one message for the node.
 final class SuperLink: URLProtocol {
     struct State {
         var calls = [String]()

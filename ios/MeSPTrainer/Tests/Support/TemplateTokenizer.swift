@@ -5,7 +5,7 @@ import MeSPSentences
 
 @testable import MeSP
 
-/// A tokenizer with one token per byte, except special tokens and words, and with a chat template.
+/// A tokenizer with one token per byte, special token or word. It can have a chat template.
 struct TemplateTokenizer: TextTokenizer {
     typealias Template = @Sendable ([Said], Bool) -> String
 

@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPBundle
 
-/// A model in MLX's format, made from the plain fixture's bundle: a config.json, a tokenizer, and weights in two files.
+/// A model in MLX's format, made from the plain fixture's bundle. Its weights are in two files.
 enum TinyModel {
     static func write(to folder: URL, card: String = "---\nlicense: apache-2.0\n---\n# A model\n") throws {
         let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
