@@ -180,8 +180,8 @@ class Rendering:
                 and (index < last_question or index not in trained)
             ):
                 notes.append(
-                    "Answers before the last question without their reasoning, which the chat "
-                    "template leaves out there"
+                    "Earlier or untrained answers without their reasoning, which the chat template "
+                    "leaves out there"
                 )
                 continue
             of = {

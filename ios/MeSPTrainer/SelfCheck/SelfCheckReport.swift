@@ -67,7 +67,7 @@ public struct SelfCheckReport: Codable, Sendable {
     /// The measured constants. A constant is nil if it was not measured. All except `metalBytes` predict the time of a step:
     ///
     ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
-    ///               + the larger of  bytes / bytesPerSecond  and  FLOP / flopsPerSecond
+    ///               + bytes / bytesPerSecond + FLOP / flopsPerSecond
     package struct Constants: Codable, Sendable, Equatable {
         /// The overhead of an `eval`.
         package var evalSeconds: Double?

@@ -611,7 +611,7 @@ HostArray host_quantized_matmul(
     HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
     HostOptionalInt bits, const char *mode, HostStream s) {
     return WRAP([&] {
-        // As in MLX (metal/quantized.cpp:694), TF32 applies to products of several rows only.
+        // As in MLX (metal/quantized.cpp:1042), TF32 applies to products of several rows only.
         if (host::has_tf32() && transpose && get(x).dtype() == mx::float32 && get(x).size() > get(x).shape(-1)) {
             const auto dense = mx::dequantize(
                 get(w), get(scales), maybe(biases), maybe(group_size), maybe(bits), mode, std::nullopt, mx::float32, get(s));

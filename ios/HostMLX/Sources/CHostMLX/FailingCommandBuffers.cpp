@@ -30,7 +30,7 @@ std::mutex mutex;
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
 std::string message;
-/// The number of evaluations that computed something. Each counts as one command buffer.
+/// The number of evaluations. Each counts as one command buffer.
 size_t buffers = 0;
 /// The number of failed buffers. `has_error` is true while the last error is pending. It is thrown after `evaluations_until_error` more evaluations.
 size_t failed_buffers = 0;

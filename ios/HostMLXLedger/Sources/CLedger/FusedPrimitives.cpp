@@ -13,7 +13,7 @@ namespace ledger {
 
 namespace {
 
-/// A writer of the `.mlxfn` format (MLX's export.cpp:86).
+/// A writer of the `.mlxfn` format (MLX's export.cpp:843).
 struct FunctionFile {
     std::string bytes;
 

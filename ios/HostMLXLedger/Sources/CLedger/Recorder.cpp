@@ -391,7 +391,7 @@ void Recorder::synchronize() {
     run_handlers(0);
 }
 
-/// Waits until one of the counted tasks is complete (scheduler.h:55).
+/// Waits until one of the counted tasks is complete (scheduler.h:56).
 void Recorder::complete_one() {
     while (!running_.empty()) {
         const bool counted = running_.front().counted;
@@ -423,7 +423,7 @@ int max_tape_width() {
 
 bool is_unscheduled(const mx::array &a) { return a.status() == mx::array::Status::unscheduled; }
 
-/// Returns the arrays in the order of evaluation of MLX's `eval_impl` (transforms.cpp:109-225), the last array first.
+/// Returns the arrays in the order of evaluation of MLX's `eval_impl` (transforms.cpp:110-225), the last array first.
 std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     std::unordered_map<std::uintptr_t, int> degree;
     std::stack<std::pair<std::reference_wrapper<mx::array>, int>> stack;

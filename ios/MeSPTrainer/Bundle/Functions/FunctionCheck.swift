@@ -461,7 +461,7 @@ private struct FunctionCheck {
         return [x.replacing((x.shape.count - 1)..<x.shape.count, with: [w[0]])]
     }
 
-    /// - Parameter others: MLX's flags for attention sinks and for the log-sum-exp output. Both must be 0.
+    /// - Parameter others: MLX's further flags, which must be 0.
     private func attention(_ inputs: [ArrayType], isCausal: Bool, others: ArraySlice<Int>) -> [ArrayType]? {
         let (q, k) = (inputs[0].shape, inputs[1].shape)
         guard others.allSatisfy({ $0 == 0 }), q.count == 4, k.count == 4, k[0] == q[0], k[3] == q[3],

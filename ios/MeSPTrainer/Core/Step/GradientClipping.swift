@@ -9,8 +9,11 @@ extension Updates {
     ) {
         let norm = try model.clock.repeating {
             let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-            // With a norm that is not finite, clipping would turn gradients into zeros or NaN. `check` throws for a gradient that is not finite.
-            if !squares.isFinite { for block in model.trained { try model.check(gradient(block), block) } }
+            // Clipping to an infinite norm would turn finite gradients into zeros.
+            if !squares.isFinite {
+                for block in model.trained { try model.check(gradient(block), block) }
+                throw NotFinite(what: "The norm of the gradient")
+            }
             return squares.squareRoot()
         }
         return (min(1, limit / (norm + 1e-6)), norm)

@@ -46,7 +46,7 @@ func summary(
     private let tuner: FineTuner
     private let adapters: URL
 
-    /// Creates a learner that writes the adapters to the folder `adapters` after each run.
+    /// Creates a learner that writes the adapters to the folder `adapters` after a run.
     init(_ tuner: FineTuner, adapters: URL) { (self.tuner, self.adapters) = (tuner, adapters) }
 
     var isTraining: Bool { training != nil }

@@ -502,6 +502,15 @@ import Testing
         }
     }
 
+    @Test func aNormThatOverflowsIsNotClippedTo() throws {
+        let updates = try Fixture(try #require(Fixture.tied), "gradients").trainer(.mesp).updates
+        #expect(try updates.computeClipping(to: 1) { _ in MLXArray([3, 4] as [Float]) }.factor < 1)
+        #expect(throws: NotFinite.self) {
+            // The square of 10²⁰ is no float32 number.
+            try updates.computeClipping(to: 1) { _ in MLXArray([1e20] as [Float]) }
+        }
+    }
+
     @Test func neighbouringSeedsShareNoKeys() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func keys(_ seed: UInt64, _ step: Int) throws -> [[UInt32]] {
