@@ -117,7 +117,7 @@ def description(readme: str, source: str | None) -> str:
         to_file = rf"{source}/blob/HEAD/"
         readme = re.sub(r"\]\((?!https?:|#)", f"]({to_file}", readme)
         return re.sub(r'src="(?!https?:)', f'src="{source}/raw/HEAD/', readme)
-    # Removes a picture and the note below it.
+    # Removes the pictures, and the note in italics below a picture.
     readme = re.sub(r"<img [^>]*>\n\n(\*[^*]+\*\n\n)?", "", readme)
     return re.sub(r"\[([^][]*)\]\((?!https?:|#)[^)]*\)", r"\1", readme)
 

@@ -33,7 +33,7 @@ func link(_ folder: String) -> [String] {
     ["-L" + wheel + folder, "-Xlinker", "-rpath", "-Xlinker", whenRun + folder]
 }
 
-// MLX's headers use std::bind, whose implementation in GCC 12 uses deprecated features of C++20.
+// MLX's headers use std::bind, and GCC 12's std::bind uses the deprecated std::result_of.
 var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations"])]
 var linkerSettings: [LinkerSetting] = [.unsafeFlags(link("/lib")), .linkedLibrary("mlx")]
 if hasOpenBLAS {

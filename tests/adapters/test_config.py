@@ -336,8 +336,8 @@ def test_adapters_in_pefts_form_are_the_same(family, tmp_path: Path):
 
 
 def test_the_text_of_several_modalities_may_have_been_trained_alone(tmp_path: Path):
-    """AutoModelForCausalLM loads only the text model of Qwen3.5. Its layer names do not contain
-    `language_model`.
+    """AutoModelForCausalLM loads only the text model of Qwen3.5. The layer names of this text
+    model do not contain `language_model`.
     """
     bundle, adapters = exported("qwen3_5", tmp_path)
     weights = mx.load(str(adapters / "peft" / PEFT))

@@ -23,7 +23,7 @@ from mesp.bundle.reader import Bundle
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 
-# Families with biases, joined layers, convolutions, Gated DeltaNet, and experts.
+# The families have, for example, biases, joined layers, convolutions, Gated DeltaNet or experts.
 NAMES = ["llama", "phi3", "granitemoehybrid", "lfm2", "qwen3_5", "gemma2", "lfm2_moe"]
 EXACT, BFLOAT16 = 1e-5, 2**-8
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10]])

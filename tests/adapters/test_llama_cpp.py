@@ -455,8 +455,8 @@ def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
 
 
 def mixed_lines(count: int, seed: int = 0) -> list[str]:
-    """Returns code, and words of many scripts, numbers and signs, with all kinds of white space
-    between.
+    """Returns texts. A third of them are lines of code. The others are words of many scripts,
+    numbers and signs, mostly with white space between them.
     """
     rng = random.Random(seed)
     words = """the Brown can't we'll I'M they'VE naïve café Straße ΑΒΓ Привет мир こんにちは 世界

@@ -159,7 +159,9 @@ class Loaded(NamedTuple):
 
 
 def decoded(holder: dict[str, Any], key: str, *kinds: type) -> Any:
-    """Returns `holder[key]`. Raises Refused if it is missing or has none of the types `kinds`."""
+    """Returns `holder[key]`. Raises Refused if it is missing, is a Boolean, or has none of the
+    types `kinds`.
+    """
     if not isinstance(value := holder.get(key), kinds) or isinstance(value, bool):
         raise Refused(f"{key} does not decode")
     return value
@@ -223,7 +225,8 @@ def put(
         if array.shape != shapes[path][part]:
             raise Refused(f"{name} has the shape {array.shape}")
         matrices[path][part] = array
-    # In mlx-swift-lm, a replaced layer without a matrix in the file keeps a random A.
+    # In mlx-swift-lm, a replaced layer keeps its initial matrices where the file has none. The
+    # initial A is random.
     for path, parts in matrices.items():
         if parts.keys() != shapes[path].keys():
             raise Refused(f"{path} lacks a matrix")
@@ -242,7 +245,7 @@ def load_peft(folder: Path, model: Model, arch: Architecture) -> Loaded:
             weights[f"{found[1]}.lora_{found[2].lower()}"] = array.T
             keys |= set(re.findall(r"\.layers\.\d+\.(.+)", found[1]))
     blocks = {int(each) for name in weights for each in re.findall(r"\.layers\.(\d+)\.", name)}
-    # Only the trained blocks. The loader's default is 1,024 layers, which includes earlier blocks.
+    # Without this count, the loader would also give the blocks before the trained ones adapters.
     count = len(arch.blocks) - min(blocks)
     return put("lora", weights, sorted(keys), count, rank, alpha / rank, model, arch)
 

@@ -1,6 +1,6 @@
 """Tests adapters in the PEFT library, and private steps in Opacus, on PyTorch (`make test-slow`).
 
-The demo model is dequantized into a Qwen2ForCausalLM. The engine and PEFT must find the same
+Many tests dequantize the demo model into a Qwen2ForCausalLM. The engine and PEFT must find the same
 held-out loss, both with the engine's adapters and with PEFT's.
 """
 
@@ -74,7 +74,7 @@ def model(folder: Path) -> torch.nn.Module:
 
 
 def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
-    """Returns the mean loss of the first windows, in nats a token."""
+    """Returns the mean loss of the first `VAL_BATCHES` held-out windows, in nats a token."""
     tokens = Bundle(bundle).tokens("valid")[: VAL_BATCHES * SEQ_LEN + 1].astype(np.int64)
     inputs = torch.from_numpy(tokens[:-1].reshape(VAL_BATCHES, SEQ_LEN))
     targets = torch.from_numpy(tokens[1:])

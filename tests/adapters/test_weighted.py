@@ -146,7 +146,8 @@ def test_one_whole_set_of_adapters_stays_what_it_is(family: Path, tmp_path: Path
 
 @pytest.fixture
 def asked(working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list]:
-    """Returns a function that lists the adapters and weights of each engine that was started.
+    """Returns a function that lists the adapters and weights of each engine started since its last
+    call.
 
     Creates two empty folders for adapters.
     """

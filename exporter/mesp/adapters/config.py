@@ -39,8 +39,8 @@ class AdapterConfig:
     def adapts(self, layer: str, index: int, count: int) -> bool:
         """Returns whether this configuration gives a block's linear layer adapters.
 
-        If PEFT's `target_modules` is a pattern, every layer counts, except those that a list
-        `exclude_modules` names.
+        If PEFT's `target_modules` is a pattern, the pattern is ignored. If `exclude_modules` is a
+        list, its layers have no adapters.
 
         Args:
             layer: the layer's full name, without PEFT's prefix

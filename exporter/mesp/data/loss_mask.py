@@ -54,8 +54,8 @@ def encode_conversation(
     find the answer. If the template writes no end token after an answer, the tokenizer's end token
     is added. With `split_special`, special tokens in texts are encoded as ordinary text.
 
-    Raises MespError if the template leaves out part of the conversation, or if an answer cannot be
-    located, is empty or contains an end token.
+    Raises MespError if the template leaves out part of the conversation, or if an answer is empty,
+    contains an end token, or cannot be located although the mask depends on it.
     """
     check_answers(conversation)
     rendering = Rendering(tokenizer, conversation, split_special)

@@ -116,7 +116,7 @@ final class ScreensTests: XCTestCase {
         return element
     }
 
-    /// Scrolls down until the element exists. A list contains only its visible elements.
+    /// Scrolls down until the element exists, at most ten times. A list contains only its visible elements.
     @MainActor @discardableResult private func reach(
         _ element: XCUIElement, in app: XCUIApplication, file: StaticString = #filePath, line: UInt = #line
     ) -> XCUIElement {

@@ -9,9 +9,9 @@
             var step: String
             /// The loss; nil before the first step.
             var loss: String?
-            /// The remaining time; nil before the first step and after the last.
+            /// The remaining time; nil if it is unknown or no step is left.
             var timeLeft: String?
-            /// The reason why the run waits, or the way in which it has ended; nil while the run trains.
+            /// The reason why the run waits, or the way in which it has ended; nil otherwise.
             var note: String?
         }
 

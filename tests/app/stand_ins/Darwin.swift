@@ -5,7 +5,7 @@ import Foundation
 import FoundationNetworking
 @_exported import Glibc
 
-// mach/mach_types.h, mach/port.h, mach/kern_return.h, mach/task_info.h
+// mach/mach_types.h, mach/port.h, mach/message.h, mach/kern_return.h, mach/task_info.h, sys/fcntl.h and others
 public typealias mach_port_t = UInt32
 public typealias mach_port_name_t = UInt32
 public typealias mach_msg_type_number_t = UInt32

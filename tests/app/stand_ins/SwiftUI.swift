@@ -396,8 +396,8 @@ public struct ToolbarItemGroup<C: View>: Prim {
     public init(placement: ToolbarItemPlacement, @ViewBuilder content: () -> C) {}
 }
 extension ToolbarItemPlacement { public static let keyboard = Self() }
-// developer.apple.com/documentation/swiftui/view/safeareainset(edge:alignment:spacing:content:), …/shapestyle/bar and …/view/controlsize(_:) with
-// `large`: iOS 15, macOS 12.
+// developer.apple.com/documentation/swiftui/view/safeareainset(edge:alignment:spacing:content:), …/shapestyle/bar: iOS 15, macOS 12.
+// …/view/controlsize(_:) with `large`: iOS 15, macOS 11.
 public enum VerticalEdge: Sendable { case top, bottom }
 public enum ControlSize: Sendable { case mini, small, regular, large }
 public struct BackgroundBar: ShapeStyle {}

@@ -1,4 +1,4 @@
-// The part of swift-transformers 1.3.3’s Tokenizers that MeSPTokenizers uses.
+// The part of swift-transformers’ Tokenizers that MeSPTokenizers uses.
 
 import Foundation
 

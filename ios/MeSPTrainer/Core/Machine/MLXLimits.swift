@@ -23,7 +23,7 @@ package enum MLXLimits {
 
     /// The values that the trainer has set, the innermost last.
     nonisolated(unsafe) private static var own = [Limit: [Int]]()
-    /// The values of other code, for the limits that the trainer has set.
+    /// The values that limits had before the trainer set them.
     nonisolated(unsafe) private static var ofProcess = [Limit: Int]()
 
     /// Calls `body` with another value of a limit. Restores the previous value afterwards, unless other code has changed the limit.

@@ -60,7 +60,7 @@ extension Processor {
     /// The maximum number of texts whose next tokens go through a model together in unsplit arrays.
     var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
-    /// Returns the value of `made`, to be kept while the weights are mapped. Returns nil if the value would also keep dequantized matrices.
+    /// Returns the value of `made`, which the caller keeps. Returns nil if products need a dequantized copy of a matrix, which would then be kept too.
     func kept<T>(_ made: () -> T) -> T? { dequantizesInProduct ? made() : nil }
 
     /// The memory that mapped weights may take, in bytes. A GPU's driver may count mapped weights as memory, so on a GPU they may take half of the

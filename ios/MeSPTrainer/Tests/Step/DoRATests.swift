@@ -199,7 +199,7 @@ import Testing
 
     /// Weighted adapters of DoRA and LoRA act as the weight matrix W + Σ w (W′ − W).
     ///
-    /// W′ is the weight matrix with one adapter: g ∘ (W + s (A B)ᵀ) for DoRA, and W + s (A B)ᵀ for LoRA.
+    /// W′ is the weight matrix with one adapter. For LoRA, it is W + s (A B)ᵀ. For DoRA, the rows of that matrix are also scaled to the norms m.
     @Test(arguments: cases) func aStackIsTheFusedSum(_ folder: URL) throws {
         let fixture = try Fixture(folder, "dora")
         let (bundle, architecture) = (fixture.bundle, fixture.bundle.architecture)

@@ -179,7 +179,7 @@ import Testing
             "\(sentence)")
     }
 
-    /// Tiles, kept intermediates and offloading change only the order of sums.
+    /// A plan changes at most the order of sums.
     @Test(arguments: Fixture.cases) func everyPlanGivesTheSameGradients(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         var plans = [
@@ -472,7 +472,7 @@ import Testing
         #expect(message { try bundle.withBlock(0) { _ in } }.contains("has changed since the bundle was opened"))
     }
 
-    /// Simulates a process with few addresses: while maps are kept, the system refuses further ones.
+    /// Simulates a process with few addresses: while maps are kept, the system soon refuses to map further files.
     private final class FewAddresses: @unchecked Sendable {
         let bundle: ModelBundle
         init(_ bundle: ModelBundle) { self.bundle = bundle }

@@ -9,7 +9,7 @@ struct ByteTokenizer: TextTokenizer {
     var addsBegin = false
     let endOfText: Int? = 0
     var hasChatTemplate = true
-    /// Whether the template writes a thought before each answer that follows the last message of the user.
+    /// Whether the template writes a thought before each message that follows the last message of the user.
     var thinks = false
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
         let begin = addsSpecialTokens && addsBegin ? beginOfText.map { [$0] } : nil
