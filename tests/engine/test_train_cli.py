@@ -401,6 +401,12 @@ def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
     assert done.stderr == (
         "Error: --test needs test data, and the bundle has none: export it with some.\n"
     )
+    (bundle / "manifest.json").write_text(json.dumps(MANIFEST))
+    done = train(bundle, "--steps", 5, "--test", "--val-batches", 0, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: --test needs --val-batches above 0, the number of test sequences.\n"
+    )
 
 
 @pytest.mark.parametrize(

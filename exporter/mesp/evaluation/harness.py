@@ -134,7 +134,7 @@ class HarnessModel(TemplateLM):
         return answer
 
     def _write(self, prompt: str, options: dict[str, Any]) -> str:
-        if options.get("do_sample") and options.get("temperature", 0) > 0:
+        if (options.get("temperature") or 0) > 0 and options.get("do_sample") is not False:
             raise MespError("the task draws its answers, and mesp evaluate takes the likeliest")
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else until

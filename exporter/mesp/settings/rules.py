@@ -94,6 +94,8 @@ def _check_goal(settings: TrainSettings, manifest: Manifest) -> None:
         )
     if settings.test and "test" not in manifest.data:
         raise MespError("--test needs test data, and the bundle has none: export it with some.")
+    if settings.test and not settings.val_batches:
+        raise MespError("--test needs --val-batches above 0, the number of test sequences.")
 
 
 def _check_labels(settings: TrainSettings, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ extension RunSettings {
         try require(!freezeA || loraplusLrRatio == 1, "loraplus_lr_ratio", "1 with freeze_a, which trains each B only")
         try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
+        try require(!test || valBatches > 0, "val_batches", "above 0 with test")
         // KTO's estimate of the KL divergence combines each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")

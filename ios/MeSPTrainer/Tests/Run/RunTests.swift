@@ -532,6 +532,7 @@ import Testing
         BadSetting("loraplus_lr_ratio must be 1 with freeze_a") { ($0.freezeA, $0.loraplusLrRatio) = (true, 2) },
         BadSetting("method must be mesp or mezo with dora") { ($0.dora, $0.method) = (true, .mebp) },
         BadSetting("projections must be without experts with dora") { ($0.dora, $0.projections) = (true, ["experts"]) },
+        BadSetting("val_batches must be above 0 with test") { ($0.test, $0.valBatches) = (true, 0) },
         BadSetting("freeze_a must be left out with dora") { ($0.dora, $0.freezeA) = (true, true) },
         BadSetting("max_forgetting must be left out with dora") {
             ($0.dora, $0.maxForgetting, $0.general) = (true, 5, "/nowhere")
