@@ -35,7 +35,7 @@ from phone import APP, Phone, connect
 
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
 POLL = 5  # seconds between two reads of a phone's report
-SILENCE = 900  # seconds without a new check after which the phone counts as unreachable
+SILENCE = 900  # seconds without a new check after which `check_phone` stops waiting
 # MLX reads this variable once in a process. 0 turns off TF32 on the neural accelerators of A19 and
 # M5.
 TF32 = "MLX_ENABLE_TF32"

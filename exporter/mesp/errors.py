@@ -1,4 +1,4 @@
-"""The package's own exceptions."""
+"""The package's own exceptions, and context managers that raise them."""
 
 import errno
 import re
@@ -73,10 +73,9 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def exit_at_signals() -> Iterator[None]:
-    """Ends the process cleanly when SIGINT, SIGTERM or SIGHUP arrives.
+    """Lets SIGINT, SIGTERM and SIGHUP end the process by an exception, so `finally` blocks run.
 
-    Unfinished files are removed, and child processes are ended. The exit code is 128 plus the
-    signal's number. Ignored signals stay ignored.
+    The exit code is 128 plus the signal's number. Ignored signals stay ignored.
     """
 
     def end(number: int, _: object) -> None:
@@ -115,8 +114,8 @@ def plain_os_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def plain_errors(failed: str) -> Iterator[None]:
-    """Turns other errors, for example of a tokenizer, into a MespError that begins with
-    `failed`."""
+    """Turns an error that is no MespError, for example of a tokenizer, into a MespError that begins
+    with `failed`."""
     try:
         yield
     except MespError:

@@ -49,7 +49,9 @@ def _words(text: str) -> list[str]:
 
 
 def canonical_json(text: str) -> str | None:
-    """Returns JSON with sorted keys, so that equal values have equal texts, or None if invalid."""
+    """Returns a JSON text with sorted keys, so that equal values have equal texts, or None if it is
+    invalid.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)

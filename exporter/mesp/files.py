@@ -82,9 +82,9 @@ def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """Returns the value of a JSON text.
 
     Raises ValueError if the text is not valid JSON, is nested more than `DEPTH` deep, or has a
-    string that UTF-8 cannot encode. With `strict`, also raises UnclearError for NaN, infinities and
-    repeated keys. Without `strict`, the last value of a repeated key counts, and NaN and infinities
-    are allowed.
+    string that UTF-8 cannot encode. With `strict`, also raises UnclearError for the words NaN,
+    Infinity and -Infinity, and for repeated keys. Without `strict`, these words are allowed, and
+    the last value of a repeated key counts.
     """
     hooks: dict[str, Any] = {}
     if strict:

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """Returns a text with characters that cannot be printed replaced by spaces, except line feeds
-    and tabs.
+    """Returns the text with a space in place of each character that cannot be printed. Line feeds
+    and tabs stay.
     """
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 

@@ -81,7 +81,8 @@ def choose_gguf_file(repo: str, quantization: str) -> str:
 
 
 def download_gguf_file(repo: str, file: str) -> Path:
-    """Returns the folder with a GGUF file of a repository and its licence files.
+    """Returns the folder with a GGUF file of a repository, and with the repository's model card and
+    licence files.
 
     Raises MespError as `download` does, and if there is no such file.
     """
@@ -95,8 +96,8 @@ def download(kind: str, repo: str, patterns: list[str], revision: str | None = N
     """Returns the folder with the files of a repository that match `patterns`.
 
     `kind` is ``model`` or ``dataset``. The default revision is the newest. The folder's name is the
-    revision. Raises MespError if the download fails, for example because the repository does not
-    exist or is not open to the user.
+    hash of the revision's commit. Raises MespError if the download fails, for example because the
+    repository does not exist or is not open to the user.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, logging

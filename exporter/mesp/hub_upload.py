@@ -18,7 +18,8 @@ OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswit
 
 
 def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
-    """Uploads a bundle and a model card to the model repository `repo`, and returns its address.
+    """Uploads a bundle and a model card to the model repository `repo`, and returns the
+    repository's address.
 
     Creates the repository if necessary. Raises MespError if the upload fails, or if the bundle has
     no licence.

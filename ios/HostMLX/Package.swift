@@ -9,7 +9,7 @@
 //     MESP_HOST_MLX=/path/to/site-packages/mlx swift build -c release
 //
 // If `scipy_openblas32` is installed beside `mlx`, matrix products use its OpenBLAS. The BLAS in MLX's Linux wheel is about fifty times slower.
-// SwiftPM caches manifests, so delete `.build` if you install it later.
+// SwiftPM caches manifests, so delete `.build` if you install `scipy_openblas32` after a build.
 
 import Foundation
 import PackageDescription

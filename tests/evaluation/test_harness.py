@@ -1,4 +1,4 @@
-"""Compares lm-evaluation-harness's tasks in the engine with mlx-lm's class for the harness.
+"""Compares the scores of lm-evaluation-harness's tasks: by the engine and by mlx-lm.
 
 `make test-slow` installs the harness.
 """

@@ -1,7 +1,7 @@
-"""Loads data in mlx-lm's formats, as token ids and examples.
+"""Loads data as splits of token ids.
 
-A split is one stream of token ids. Training on packed text takes windows of the stream. Other
-splits also have the place of each example in the stream.
+A split of packed text is one stream of token ids, and training takes windows of it. Any other split
+also has the place of each example in its token ids.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class DataOptions:
     - `chat`: whether prompts and answers that are strings go through the chat template. None: yes,
       if the tokenizer has a template.
     - `hold_out`: the fraction to hold out if there is no valid split, 0 for none.
-    - `split_special_tokens`: whether special tokens in texts are encoded as ordinary text, as in
-      transformers.
+    - `split_special_tokens`: whether special tokens in texts are encoded as ordinary text.
     """
 
     pack: bool | None = None
@@ -60,7 +59,9 @@ class DataOptions:
 
     @property
     def encoding(self) -> dict[str, bool]:
-        """The options that change the encoding of texts and differ from the default."""
+        """The options that change the encoding of texts: `chat` if it is False, and
+        `split_special_tokens` if it is True.
+        """
         found = {"chat": False} if self.chat is False else {}
         return found | ({"split_special_tokens": True} if self.split_special_tokens else {})
 
@@ -71,12 +72,11 @@ def load(
     """Returns the tokenized splits of `data`: train and, if they exist, valid and test.
 
     `data` is one of `SOURCES`. An existing file or folder takes precedence over a name. `tokenizer`
-    comes from `load_tokenizer`. Records are encoded as in mlx-lm's datasets. Without a valid split,
-    the fraction `options.hold_out` of the data is held out. Logs how many examples were cut, split
-    or left out.
+    comes from `load_tokenizer`. Without a valid split, the fraction `options.hold_out` of the data
+    becomes one. Logs how many examples were cut, split or left out.
 
-    Raises MespError if the data cannot be read or used, if a packed split has fewer than `seq_len`
-    + 1 tokens, or if ids do not fit the model's `vocab_size`.
+    Raises MespError if the data cannot be read or used, if a split of packed text has fewer than
+    `seq_len` + 1 tokens, or if ids do not fit the model's `vocab_size`.
     """
     options = options or DataOptions()
     documents = read_documents(data, options.selection)
@@ -197,7 +197,8 @@ def encode_all(
     """Returns the encoded documents of each split. In preference data, each answer is encoded
     separately.
 
-    Raises MespError that names the first unusable record and counts the others.
+    Raises MespError if a record cannot be used. The message names the first such record and counts
+    the others.
     """
     encoded: dict[str, list[Any]] = {split: [] for split in documents}
     refused: list[MespError] = []

@@ -1,4 +1,4 @@
-"""Encodes a conversation in its chat template, and finds the tokens of its answers."""
+"""Encodes a conversation with the chat template, and finds the tokens of its answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mesp.errors import MespError
 class Span(NamedTuple):
     """The characters [start, stop) of an answer in a rendering.
 
-    `said` is the end of the answer's last text. The template writes the characters from `said` to
-    `stop`.
+    `said` is the end of the answer's last text. The characters from `said` to `stop` end the
+    answer, for example with an end token.
     """
 
     start: int
@@ -46,16 +46,16 @@ class Encoded:
 def encode_conversation(
     tokenizer: Any, conversation: Conversation, loss_on: str, split_special: bool = False
 ) -> Encoded:
-    """Returns the ids of a conversation, with its ``answers``, its ``last`` message or ``all`` in
-    the loss.
+    """Returns an encoded conversation. `loss_on` names the part in the loss: ``answers``, ``last``
+    (the last message) or ``all``.
 
-    An answer includes its end token, as in TRL's `assistant_only_loss`. Some templates mark answers
-    by `{% generation %}`. With other templates, the conversation is rendered up to each answer to
-    find the answer. If the template writes no end token after an answer, the tokenizer's end token
-    is added. With `split_special`, special tokens in texts are encoded as ordinary text.
+    An answer includes its end token. Some templates mark answers by `{% generation %}`. With other
+    templates, the conversation is rendered up to each answer to find the answer. If the template
+    writes no end token after an answer, the tokenizer's end token is added. With `split_special`,
+    special tokens in texts are encoded as ordinary text.
 
-    Raises MespError if the template leaves out part of the conversation, or if an answer is empty,
-    contains an end token, or cannot be located although the mask depends on it.
+    Raises MespError if the conversation cannot be trained on, for example because an answer is
+    empty or contains an end token.
     """
     check_answers(conversation)
     rendering = Rendering(tokenizer, conversation, split_special)
@@ -90,7 +90,7 @@ def encode_conversation(
 
 
 def check_answers(conversation: Conversation) -> None:
-    """Raises MespError if an answer in the loss is empty."""
+    """Raises MespError if an answer that is to be trained has neither text nor tool calls."""
     for index in conversation.answers:
         message = conversation.messages[index]
         if not message["content"].strip() and CALLS not in message:
@@ -126,8 +126,8 @@ def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> di
 
 
 def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
-    """Returns the ids of a conversation that ends with another role's message. Only the last
-    message is in the loss.
+    """Returns an encoded conversation whose last message is not an answer. Only this message is in
+    the loss.
     """
     messages = rendering.conversation.messages
     ids = rendered_tokens(rendering, len(messages))
@@ -172,7 +172,8 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> li
     spans = []
     for index, (start, stop) in zip(answers, bounds, strict=True):
         inside = {p.text for p in rendering.places if p.start < stop and p.stop > start}
-        # A template may repeat a text elsewhere, for example a tool's name.
+        # Texts are compared, not places, because a template may repeat a text elsewhere, such as a
+        # tool's name.
         if not 0 <= start < stop or inside < {p.text for p in said[index]}:
             raise _not_found(index)
         if any(rendering.texts[text].message != index for text in inside):
@@ -231,8 +232,8 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
 def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
     """Returns where the answer in message `index` begins. The answer's first text is at `first`.
 
-    The full rendering is compared with a rendering that has a generation prompt in place of the
-    answer.
+    The full rendering is compared with a rendering of the messages before the answer, followed by
+    the generation prompt.
     """
     marked = rendering.marked
     asked = _asked(rendering, index)
@@ -261,8 +262,8 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
         before = [found.end() for found in MARKS.finditer(marked, 0, first.marked_start)]
         anchor = before[-1] if before else 0
         gap = marked[anchor : first.marked_start]
-    # The two renderings end the turn before the answer differently, or there is no turn before. So
-    # the generation prompt's header is looked for. A beginning of the header is enough if it has a
+    # The two renderings differ before the answer, or there is only one rendering. So `header`, the
+    # end of the generation prompt, is looked for. A beginning of the header is enough if it has a
     # special token.
     opened = tokens(rendering.tokenizer, header)
     special = special_tokens(rendering.tokenizer)
@@ -312,7 +313,9 @@ def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
 
 
 def _agreed(tokenizer: Any, a: str, b: str) -> int:
-    """Returns the number of characters in two texts' common beginning, cut to whole tokens."""
+    """Returns the number of characters in two texts' common beginning. Unless one text begins with
+    the other, the common beginning is cut to whole tokens.
+    """
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
@@ -340,8 +343,8 @@ def _with_ends(
         if not _ends(tokenizer, tail):
             following = next((start for start, _ in written if start >= stop), len(text))
             after = _next_token(tokenizer, text[stop:following])
-            # The template's marks may leave out an end token right after the answer. Such a token
-            # belongs to the answer, even if it also opens the next turn.
+            # The end token may come right after the answer's span. It belongs to the answer, even
+            # if it also opens the next turn.
             if after:
                 stop += len(after)
             else:
@@ -426,7 +429,9 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
 
 
 def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
-    """Returns the ids of the template's text between message `number` and the next message."""
+    """Returns the ids of the template's text after message `number`, up to the next message or the
+    end.
+    """
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))

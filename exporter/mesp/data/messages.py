@@ -173,7 +173,7 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
 def without_null(value: Any) -> Any:
     """Returns a value without the null entries of its objects.
 
-    A table cannot distinguish null from an absent key. So null counts as absent in JSON lines too.
+    A table has null where a record lacks a key. So null counts as absent.
     """
     if isinstance(value, dict):
         return {key: without_null(each) for key, each in value.items() if each is not None}
@@ -210,8 +210,8 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     """Removes from `entries` the fields that say whether a message or a record is trained.
 
-    Returns 1 if it is trained, 0 if not, and None without such a field. Raises MespError, whose
-    message begins with `where`, for a value other than 0 and 1.
+    Returns 1 if it is trained, 0 if not, and None if no such field has a value. Raises MespError,
+    whose message begins with `where`, for a value that means neither yes nor no.
     """
     found: int | None = None
     for key, trained in WEIGHTS.items():
@@ -229,8 +229,8 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
 
 
 def as_truth(value: Any) -> Any:
-    """Returns the boolean that a table's cell means (0, 1, true or false), None for an empty cell,
-    or the unchanged value.
+    """Returns the number or boolean that a table's cell stands for (0, 1, true or false), None for
+    an empty cell, or the unchanged value.
     """
     words = {"0": 0, "1": 1, "true": True, "false": False, "": None}
     return words.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,8 +1,8 @@
-"""Encodes preference data as token ids, as TRL's trainers do.
+"""Encodes preference data as token ids.
 
 A record is a pair or a single answer. A pair has a `chosen` and a `rejected` answer to a `prompt`.
 A single answer has a `prompt`, a `completion` and a `label`, which is true for a good answer.
-Prompts and answers are strings or lists of messages. By default, both go through the chat template,
+Prompts and answers are strings or lists of messages. By default, they go through the chat template,
 if the tokenizer has one.
 
 If a pair has no prompt, its prompt is the common beginning of its answers. If such answers are

@@ -1,4 +1,4 @@
-"""Encodes prompts, as mlx_lm.generate does."""
+"""Encodes prompts for generation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def encode_prompt(
     system: str | None = None,
     split_special: bool = False,
 ) -> list[int]:
-    """Returns the token ids of `prompt`, as mlx_lm.generate makes them.
+    """Returns the token ids of `prompt`, for generation.
 
     With `chat`, the prompt becomes a user's message in the chat template. A `system` message comes
     first, if given. If `chat` is None, the template is used if there is one. With `split_special`,
-    special tokens in both messages are encoded as ordinary text.
+    special tokens in `prompt` and `system` are encoded as ordinary text.
     """
     try:
         prompt.encode()
@@ -54,18 +54,17 @@ def encode_in_template(
 ) -> list[int]:
     """Returns the token ids of a conversation in the chat template, with the generation prompt.
 
-    `split_special` is as in `encode_prompt`. Raises MespError if the template refuses the
-    conversation or leaves something out.
+    `split_special` is as in `encode_prompt`. Raises MespError as `render_checked` does.
     """
     rendering = render_checked(tokenizer, conversation, split_special)
     return rendered_tokens(rendering, len(conversation.messages), asks=True)
 
 
 def render_checked(tokenizer: Any, conversation: Conversation, split_special: bool) -> Rendering:
-    """Returns a conversation in the chat template.
+    """Returns a conversation rendered with the chat template.
 
-    Raises MespError if there is no template, or if the template refuses the conversation or leaves
-    something out.
+    Raises MespError if there is no template, if the template refuses the conversation, or if
+    `Rendering.check` finds that it leaves something out.
     """
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")

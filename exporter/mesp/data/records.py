@@ -165,8 +165,9 @@ def read_record(
     """Returns a record of one of `RECORDS`, with the values of `columns` under their keys.
 
     Removes `ignored` fields, also from messages. Null counts as absent. Messages and tools are
-    converted to the form for chat templates, and ``weight`` becomes 0 or 1. Raises MespError if the
-    record is none of `RECORDS`, lacks a column, or has a value that cannot be used.
+    converted to the form for chat templates, and fields such as ``train`` become a ``weight`` of 0
+    or 1. Raises MespError if the record is none of `RECORDS`, lacks one of `columns`, or has a
+    value that cannot be used.
     """
     for column in columns.values():
         if column not in record:

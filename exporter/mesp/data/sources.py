@@ -1,4 +1,4 @@
-"""Sources of data: files, folders, datasets on the Hugging Face Hub, or a built-in text."""
+"""Sources of data: files, folders, datasets on the Hugging Face Hub, and built-in data."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ NO_DATA = re.compile(
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a dataset that is read.
+    """The part of the data that is read.
 
-    `subset` is the configuration. `splits` has the source of each of MeSP's splits, as an
-    expression of the datasets library. `columns` has the column for each key of a record. `ignored`
-    are the fields of records and messages to leave out.
+    `subset` is the name of a dataset's configuration. `splits` has the source of each of MeSP's
+    splits, as an expression of the datasets library. `columns` has the column for each key of a
+    record. `ignored` are the fields of records and messages to leave out.
     """
 
     subset: str | None = None
@@ -47,14 +47,14 @@ class Selection:
 
     @property
     def is_of_dataset(self) -> bool:
-        """Whether the selection names a configuration or splits, which only datasets have."""
+        """Whether the selection names a configuration or splits."""
         return self.subset is not None or bool(self.splits)
 
 
 def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
     """Returns the documents of `data`, one of `SOURCES`, by split.
 
-    Raises MespError if the data is invalid.
+    Raises MespError if the data cannot be read or used.
     """
     path = Path(data)
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
@@ -134,7 +134,9 @@ def data_files(folder: Path) -> list[str]:
 def _read_tree(
     data: str, folder: Path | None, names: list[str], selection: Selection
 ) -> dict[str, list[Document]]:
-    """Returns the documents of the files `names` in `folder` or, if that is None, on the Hub."""
+    """Returns the documents, by split, of `folder` or, if that is None, of the dataset `data` on
+    the Hub. `names` are its files.
+    """
     home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
     splits = _splits_in(home or "", names)
     others = [name for name in names if all(name not in each for each in splits.values())]

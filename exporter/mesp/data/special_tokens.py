@@ -1,8 +1,8 @@
 """Encodes special tokens in texts: as special tokens, or split into ordinary text.
 
 With --split-special-tokens, a text outside of a conversation is encoded with transformers' option
-`split_special_tokens`. In a conversation, the chat template's special tokens stay. Each special
-token in a message is encoded separately, without SentencePiece's leading space.
+`split_special_tokens`. In a conversation, the chat template's own special tokens stay special. Each
+special token in a message is encoded separately, without SentencePiece's leading space.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def encode_split(tokenizer: Any, text: str, add_special_tokens: bool = False) ->
 
 
 def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -> None:
-    """Raises MespError unless `ids` and `expected` have the same special tokens."""
+    """Raises MespError unless `ids` and `expected` have the same special tokens, each equally
+    often."""
     special = special_tokens(tokenizer)
     # The unknown token is not special, unless it is also a begin or end token.
     if tokenizer.unk_token_id not in (*tokenizer.eos_token_ids, tokenizer.bos_token_id):
@@ -63,9 +64,9 @@ def check_special(tokenizer: Any, ids: Iterable[int], expected: Iterable[int]) -
 def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
     """Returns the ids of a text, and the bounds of each token's characters.
 
-    The bounds exclude white space that a token absorbs. `written` has the bounds of special tokens
-    to encode as ordinary text, in order. Each of these parts is encoded separately, so no token
-    spans its bounds. Raises MespError if the ids of such a part include special tokens.
+    The bounds exclude white space that an added token absorbs. `written` has the bounds of special
+    tokens to encode as ordinary text, in order. Each of these parts is encoded separately, so no
+    token spans its bounds. Raises MespError if the ids of such a part include special tokens.
     """
     ids: list[int] = []
     bounds: list[tuple[int, int]] = []
@@ -85,7 +86,8 @@ def _piece(
     """Returns the ids of a piece of a text and their bounds.
 
     SentencePiece puts a space before the beginning of a text. So a piece that is not the first is
-    encoded after a line feed, or after a colon if the piece shares a token with the line feed.
+    encoded after a line feed. If the piece shares a token with the line feed, a colon takes its
+    place. If that fails too, the piece is encoded alone.
     """
     for feed in () if is_first else ("\n", ":"):
         before = tokenizer.encode(feed, add_special_tokens=False)

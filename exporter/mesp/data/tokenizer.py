@@ -36,10 +36,10 @@ def load_checked_tokenizer(folder: Path, model: str) -> Any:
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes the `tokenizer.json` of a tokenizer whose files have another format.
+    """Writes the files of a tokenizer, with a `tokenizer.json`.
 
-    Raises MespError if transformers cannot write `tokenizer.json`, or if the new file encodes
-    differently.
+    Raises MespError if transformers cannot write `tokenizer.json`, or if the new file encodes a
+    test text differently.
     """
     failed = f"The tokenizer {type(tokenizer._tokenizer).__name__} cannot be written"
     with plain_errors(failed):
@@ -125,7 +125,8 @@ def _ends_of_model(folder: Path) -> list[int] | None:
 def _kind_of_model(folder: Path) -> Any:
     """Returns the configuration by which transformers chooses a tokenizer's class.
 
-    The sizes in config.json are left out, because transformers makes lists of these sizes.
+    The sizes in config.json are left out, because transformers would create lists of these sizes,
+    which may be huge.
     """
     from transformers import AutoConfig, PreTrainedConfig
 

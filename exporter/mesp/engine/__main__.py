@@ -1,4 +1,4 @@
-"""`python -m mesp.engine` builds the engine (`make engine`)."""
+"""Builds or finds mesp-engine or mesp-count: `python -m mesp.engine`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from mesp.errors import MespError
 
 
 def main() -> None:
-    """Builds or finds mesp-engine, or mesp-count if it is named, and prints its path.
+    """Builds or finds mesp-engine and prints its path. With the argument mesp-count, does so for
+    mesp-count.
 
     With --mlx, only prints the folder of the mlx package that the programs are built with.
     """

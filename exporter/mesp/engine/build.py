@@ -1,4 +1,4 @@
-"""Finds mesp-engine, the trainer, and mesp-count, and builds them if they are missing."""
+"""Finds or builds the programs mesp-engine (the trainer) and mesp-count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mesp.errors import MespError, plain_os_errors
 
 log = logging.getLogger(__name__)
 
-# The folder of the checkout, if the package is an editable install.
+# The folder of the checkout, if the package runs from one.
 CHECKOUT = Path(__file__).resolve().parents[3]
 # The copy of the Swift package in an installed wheel.
 SOURCES = Path(__file__).with_name("sources")
@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
 
 ENGINE = Program("mesp-engine", ".")
-# Counts the kernels of a step on a phone's GPU. It is built only on Linux.
+# A program that counts the kernels of a step on a phone's GPU. It is built only on Linux.
 COUNTER = Program("mesp-count", "ios/HostMLXLedger")
 
 
@@ -53,8 +53,9 @@ def find_engine(
 
     The engine is the one that MESP_ENGINE names, the checkout's, the wheel's, or the one in the
     user's cache, in this order. The checkout's and the cache's engines are built if they are
-    missing or old. Raises MespError if an engine is needed but cannot be built, or if MESP_ENGINE
-    names a wrong engine.
+    missing. A checkout's engine that is older than its sources is built again, if Swift is
+    installed. Raises MespError if an engine is needed but cannot be built, or if MESP_ENGINE names
+    a wrong engine.
     """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)
@@ -98,9 +99,10 @@ def misfit(carried: Path) -> str:
 def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
     """Returns a mesp-count that is ready to run.
 
-    The program is the one beside the engine that MESP_ENGINE names, the checkout's, or the one in
-    the user's cache. The last two are built if they are missing or old. Raises MespError if the
-    build fails, or if this system is not Linux.
+    The program is the one beside the engine that MESP_ENGINE names. If that is missing or of
+    another version, the program is the checkout's or the one in the user's cache, built as
+    `find_engine` builds engines. Raises MespError if the build fails, or if this system is not
+    Linux.
     """
     if sys.platform != "linux":
         raise MespError("mesp-count counts on Linux only.")
@@ -207,7 +209,9 @@ def _set_engine(program: Program) -> str:
 
 
 def _require_own(path: Path) -> None:
-    """Raises MespError if another user owns `path` or everybody may write to it."""
+    """Raises MespError if `path` belongs to a user other than this one and root, or if everybody
+    may write to it.
+    """
     # A missing `path` is fine.
     with suppress(FileNotFoundError, NotADirectoryError):
         status = path.stat()
@@ -237,9 +241,10 @@ def cached_program(sources: Path, mlx: Path, program: Program = ENGINE) -> Path:
 
 
 def prune(newest: Path) -> None:
-    """Removes cached engines beside the folder `newest` whose `mlx` package no longer exists.
+    """Removes the cached folders beside `newest` whose `mlx` package no longer exists.
 
-    A folder's file `mlx` has the path of the `mlx` package that its engine needs.
+    A folder's file `mlx` has the path of the `mlx` package that its programs need. It is written
+    for `newest`.
     """
     (newest / "mlx").write_text(str(mlx_folder()))
     for folder in newest.parent.glob("engine-*"):

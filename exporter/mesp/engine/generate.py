@@ -87,22 +87,24 @@ def generate(
 
     Args:
         bundle: A bundle or its folder.
-        prompt: The text to continue.
-        adapters: A folder of adapters from MeSP, mlx-lm or PEFT, or several folders, whose sum is
-            added to the model; None for the base model.
+        prompt: The text to continue or, in the chat template, to answer.
+        adapters: A folder of adapters from MeSP, mlx-lm or PEFT, or several folders, whose weighted
+            sum is added to the model; None for the base model.
         weights: A factor from 0 to 10 for each folder of `adapters`, by default 1; 0 leaves the
             folder out.
         max_tokens: The largest number of tokens in the text.
         temperature: From 0, which always takes the likeliest token, to 100.
-        top_p: Draw from the fewest tokens whose probabilities sum to this, above 0 up to 1.
+        top_p: Draw from the fewest tokens whose probabilities sum to at least this, above 0 up to
+            1.
         seed: Seed of sampling.
         system_prompt: The system message of the chat template.
         chat: Whether the prompt goes into the chat template; None: if the tokenizer has one.
         split_special_tokens: Whether special tokens in the prompts are encoded as ordinary text.
 
     Raises:
-        MespError: The bundle, the adapters, their weights or the prompt cannot be used.
-        KeyboardInterrupt: Ctrl-C ended the text.
+        MespError: The bundle, the adapters, their weights or the prompt cannot be used, or the
+            engine fails.
+        KeyboardInterrupt: A signal such as Ctrl-C ended the text.
     """
     stream = TextStream(
         bundle,

@@ -1,4 +1,5 @@
-"""The engine's plan for a run, with the predicted memory, without training."""
+"""Describes a run without training: the engine's plan, the counts of mesp-count, and the
+privacy."""
 
 from __future__ import annotations
 

@@ -250,8 +250,8 @@ def find_plan(engine: Path, settings: Settings) -> Record:
 def find_count(settings: Settings) -> Record:
     """Returns mesp-count's record: the counts of a step with these settings on a phone's GPU.
 
-    mesp-count is built if it is missing or old. Raises MespError if mesp-count fails, for a CPU
-    bundle, or if this system is not Linux.
+    Raises MespError if mesp-count cannot be built, if it fails, for a CPU bundle, or if this system
+    is not Linux.
     """
     return _answer(find_counter(), settings, "mesp-count")
 
@@ -271,8 +271,8 @@ def stream_records(
 ) -> Iterator[Record]:
     """Yields the records that `mesp-engine COMMAND` prints with these settings.
 
-    If a signal ended the command, the ``end`` record has that ``signal``. Signals are forwarded to
-    the engine. Raises MespError if the engine fails.
+    Signals are forwarded to the engine. If a signal asked the engine to end, the ``end`` record has
+    that ``signal``. Raises MespError if the engine fails.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
         for record in started:
@@ -330,7 +330,9 @@ class Evaluator:
         self._engine = engine
 
     def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
-        """Returns the score of each choice after `prompt`. The prompt is computed once."""
+        """Returns the score of each choice after `prompt`. For all choices of up to 256 tokens, the
+        prompt is computed once.
+        """
         request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
         record = self._engine.ask(request)
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
@@ -355,8 +357,8 @@ class Evaluator:
 
         A text ends after `max_tokens` tokens, when `go_on` returns false, or before a token of
         `stop`. With `temperature` 0, tokens are the likeliest ones. Otherwise they are sampled with
-        the seed `seed` plus the prompt's index. From 1 to 16 prompts (`at_once`) run together.
-        Yields a prompt's index when its text has ended.
+        the seed `seed` plus the prompt's index. At most `at_once` prompts, from 1 to 16, run
+        together. Yields a prompt's index when its text has ended.
         """
         how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": 1}
         requests = [

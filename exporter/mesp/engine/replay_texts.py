@@ -20,7 +20,7 @@ from mesp.errors import MespError
 
 MOST_TEXTS = 64
 # The number of sequences that replay each text, unless more than MOST_TEXTS texts would be needed.
-# Writing a text takes longer than a step, so each text is used several times.
+# Writing a text takes longer than a step, so each text is used more than once.
 TIMES = 2
 LENGTH = 128  # the largest number of tokens after a text's opening
 AT_ONCE = 8
@@ -32,8 +32,8 @@ def sample_replay_texts(
     """Returns texts that the bundle's model with `adapters` wrote at temperature 1, for `count`
     sequences.
 
-    Each text is an example of an opening and at most `LENGTH` tokens. The opening is the chat
-    template's text before a user's first words or, without a template, the begin or end token. The
+    Each example is an opening, followed by at most `LENGTH` tokens. The opening is the chat
+    template's text before a user's first words or, if there is none, the begin or end token. The
     opening is not in the loss. Raises MespError if there is no opening, or if it fills a sequence.
     """
     start = find_opening(tokenizer)

@@ -130,7 +130,7 @@ class TrainingJob:
             raise type(error)(error.message + self._left())
 
     def _write_tokens(self, name: str, tokens: Callable[[Any], Split], made: list[Path]) -> None:
-        """Writes a folder of tokens for the engine, and appends the folder to `made`.
+        """Writes a folder of tokens for the engine, and appends the folder to `made` if it is new.
 
         A resumed run keeps its folder, because other texts would change the run's result.
         """
@@ -231,7 +231,7 @@ def train(
     progress: Callable[[Record], None] | None = None,
     **settings: Any,
 ) -> RunLog:
-    """Fine-tunes a bundle's model with LoRA, and returns the run.
+    """Fine-tunes a bundle's model, and returns the run.
 
     Ctrl-C ends the run after the current step and saves its adapters. Then `state()` of the
     returned run is ``stopped``, and `resume` continues the run.
@@ -242,13 +242,14 @@ def train(
         resume: Continue the run in `out`. Only some settings may change, such as `steps` and
             `memory_limit`. A reward ``module:function`` must be named again.
         paper: Update as in the paper, with SGD at 1e-4.
-        progress: Called with each record of the run's log as it arrives; docs/formats.md describes
-            the records.
-        settings: Fields of `TrainSettings`, of which `steps` is needed: ``rank=8``,
-            ``memory_limit=60`` (10⁶ bytes).
+        progress: Called with each record of the run's log as it arrives, and after a signal also
+            with the record ``{"type": "stopping"}``; docs/formats.md describes the log's records.
+        settings: Fields of `TrainSettings`, such as ``rank=8`` or ``memory_limit=60`` (10⁶ bytes).
+            A new run needs `steps`.
 
     Raises:
-        MespError: A setting, the bundle or the folder cannot be used, or the engine refuses them.
+        MespError: A setting, the bundle, the reward or the folder cannot be used, or the engine
+            refuses them.
         EngineError: The engine crashed, or the system ended it; the last saved adapters remain.
         Interrupted: A second signal ended the run at once.
     """
@@ -267,8 +268,8 @@ def prepare_training(
     """Returns the run that `train` begins or resumes. Writes nothing.
 
     With `to_run`, the bundle must be for this machine. A reward's module is imported only with
-    `may_import`, which means that the user named the module. Raises MespError if a setting, the
-    bundle or the folder cannot be used.
+    `may_import`, and only if `given` names it. Raises MespError if a setting, the bundle or the
+    folder cannot be used.
     """
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -373,8 +374,8 @@ def not_settings(folder: Path) -> MespError:
 def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
     """Writes a run's settings.json, and yields its path and a list for new folders.
 
-    If the run fails before it has a log, settings.json and the folders in the list are removed. A
-    resumed run's settings go to a temporary file instead.
+    If the run fails before it has a log, settings.json and the new folders are removed. A resumed
+    run's settings go to a temporary file instead.
     """
     home, made = path.parent, list[Path]()
     if resume:

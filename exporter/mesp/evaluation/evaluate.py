@@ -35,9 +35,9 @@ MAX_TOKENS = 256  # of an answer
 class Evaluation:
     """The figures of an evaluation, with a row for each metric of each model.
 
-    `samples` has each model's results for each record. `max_length` is the largest number of tokens
-    that a model saw at once. `cut` is the number of prompts whose beginning was cut off. `str`
-    returns a table.
+    `samples` has each model's results for each record. `max_length` is the limit of the tokens that
+    a model sees at once. `cut` is the number of prompts whose beginning was cut off. `str` returns
+    a table.
     """
 
     rows: tuple[Row, ...]
@@ -73,9 +73,9 @@ def evaluate(
 
     The measure depends on the records' fields:
 
-    - ``text``: perplexity
+    - ``text``: perplexity and bits per byte
     - ``prompt``, ``choices`` and ``answer``: accuracy of choosing
-    - ``prompt`` and ``completion``, or ``messages``: share of right answers
+    - ``prompt`` and ``completion``, or ``messages``: share of right answers, and F1 of the words
 
     An interval holds 95% of the draws of a bootstrap over the records.
 
@@ -83,13 +83,13 @@ def evaluate(
         bundle: A bundle or its folder.
         data: A file of records or of text, or ``-`` for JSON lines on standard input.
         adapters: A folder of adapters, or several, to compare with the base model.
-        weights: A factor from 0 to 10 for each folder of `adapters`. Then their weighted sum is
-            measured, and not each folder.
-        base: Whether the base model is measured too.
+        weights: A factor from 0 to 10 for each folder of `adapters`. If given, the folders'
+            weighted sum is measured in place of each folder.
+        base: Whether the base model is measured too. Without adapters, it always is.
         tasks: Tasks of lm-evaluation-harness, in place of `data`.
-        limit: The number of records, from the first.
-        max_length: The tokens that the model sees at once; the beginning of longer prompts is cut
-            off. None: the model's, at most 2,048.
+        limit: The number of records of `data` to use, from the first; None: all.
+        max_length: The largest number of tokens that the model sees at once; the beginning of
+            longer prompts is cut off. None: the model's, at most 2,048.
         chat: Whether prompts go into the chat template; None: only if answers are written and the
             tokenizer has a template.
         max_tokens: The largest number of tokens in an answer; 256 by default.
@@ -103,7 +103,8 @@ def evaluate(
         progress: Called with the progress of the evaluation.
 
     Raises:
-        MespError: The bundle, the data, the adapters or an argument cannot be used.
+        MespError: The bundle, the data, the adapters or an argument cannot be used, or the engine
+            fails.
     """
     path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
     read_manifest(path)
@@ -135,8 +136,8 @@ def evaluate(
 
     tokenizer = load_bundle_tokenizer(path)
     max_length = max_length or min(read_context_length(path), MAX_LENGTH)
-    # The other models are loaded once here, so that an error in adapters appears before hours of
-    # work.
+    # All models but the first are loaded once here, so that an error in adapters appears before
+    # hours of work.
     for weighted in models[1:]:
         with running_model(path, weighted, tokenizer, max_length):
             pass
@@ -170,7 +171,9 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
 
 
 def read_context_length(bundle: Path) -> int:
-    """Returns the model's `max_position_embeddings`, or `MAX_LENGTH` if config.json lacks it."""
+    """Returns the model's `max_position_embeddings`, or `MAX_LENGTH` if config.json has no integer
+    above 1 there.
+    """
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")
     except (OSError, ValueError) as error:

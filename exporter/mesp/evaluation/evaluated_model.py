@@ -39,8 +39,9 @@ class EvaluatedModel:
     ) -> tuple[list[int], list[int]]:
         """Returns the token ids of a prompt and of its continuation, as lm-evaluation-harness does.
 
-        White space at the end of the prompt moves to the continuation. Both are encoded as one
-        text, by `encode` or, if that is None, by the tokenizer.
+        White space at the end of the prompt moves to the continuation. The continuation's ids are
+        those after the prompt's when both are encoded as one text. An empty prompt becomes
+        `prefix_token`. The encoder is `encode` or, if that is None, the tokenizer.
         """
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
@@ -85,7 +86,7 @@ class EvaluatedModel:
         advance: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Returns the text that greedy decoding gives after each prompt. A text ends before the
-        first of `stops`.
+        first occurrence of any of `stops`, or after `max_tokens` tokens.
 
         `advance` is called after each text. Raises MespError if `max_tokens` leaves no room for a
         prompt.

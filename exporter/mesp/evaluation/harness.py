@@ -18,7 +18,7 @@ from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import EvaluatedModel
 from mesp.evaluation.metrics import Metric, exponential, mean
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # read on import
+os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads this when it is imported
 try:
     import datasets
     import lm_eval
@@ -109,7 +109,7 @@ class HarnessModel(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Returns each continuation's log-likelihood, and whether greedy decoding would write it.
-        Each distinct prompt is computed once.
+        The continuations of one prompt are scored together.
         """
         by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):

@@ -67,7 +67,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric, and the bounds of its 95% interval, or None without a bootstrap."""
+    """A metric, or a difference of two, and the bounds of its 95% interval, or None without a
+    bootstrap.
+    """
 
     value: float
     low: float | None = None

@@ -1,4 +1,4 @@
-"""Measures a model on records: perplexity, choices, or answers."""
+"""Measures a model on records: on texts, choices, or answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from mesp.exact_match import canonical_json, exact_match, extract, f1
 class ScoringOptions:
     """Options for prompts, and for writing and comparing answers."""
 
-    chat: bool | None = None  # None: only for records with answers, if the tokenizer has a template
+    # whether prompts use the chat template; if None, those of records with answers do, if there is
+    # one
+    chat: bool | None = None
     max_tokens: int = 256
     stops: tuple[str, ...] = ()
     pattern: re.Pattern[str] | None = None
@@ -107,7 +109,8 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
     pairs = [model.encode_pair(prompt, c, not options.chat, encode) for c in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
-    # acc_norm divides the log-likelihood by the choice's characters, as in lm-evaluation-harness.
+    # acc_norm divides the log-likelihood by the number of the choice's characters, as in
+    # lm-evaluation-harness.
     by_length = [v / len(c.strip()) for v, c in zip(values, record.choices, strict=True)]
     chosen = [max(range(len(each)), key=each.__getitem__) for each in (values, by_length)]
     return {
@@ -119,9 +122,9 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of `text`, which is `prompt` in the chat template and a choice after it.
+    """Returns the ids of `text`: the rendered `prompt`, with or without a choice after it.
 
-    Special tokens in the prompt's text and the choice are encoded as ordinary text.
+    Special tokens in the user's message and the choice are encoded as ordinary text.
     """
     written = rendering.written(rendering.render_marked(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))

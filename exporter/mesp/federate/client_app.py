@@ -35,7 +35,7 @@ KEPT, KEPT_STEPS = "privacy", "private-steps"
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
     """Returns an app that trains as the client that `find` returns.
 
-    The reply to a failed request is a sentence. With `tells`, the sentence has the reason, which
+    If the client cannot train, the reply is an error. With `tells`, the error has the reason, which
     may name the client's files.
     """
     app = ClientApp(mods=[in_float32, with_own_noise])

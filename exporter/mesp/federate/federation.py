@@ -32,7 +32,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FederationSettings(Settings):
-    """The settings of a federation, without its bundle and its clients' training."""
+    """The settings of a federation, except for its bundle and its clients' training."""
 
     data: str = setting(
         str, MISSING, "Data to share out: a folder with a file a topic, or any data of mesp data.",
@@ -259,7 +259,9 @@ output = {output}
 
 
 def write_app(federation: Federation) -> str:
-    """Writes the Flower app to `folder`/app, and returns instructions for it."""
+    """Writes the Flower app to the folder `app` of the federation's folder, and returns
+    instructions for it.
+    """
     folder = federation.folder / "app"
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 """Divides data among the clients of a simulation.
 
 In a folder with a file for each topic, each training file is a topic. In other data, the train
-split is the only topic. Texts are divided into paragraphs. Other records stay whole. Each client's
+split is the only topic. Text files are divided into paragraphs. Records stay whole. Each client's
 share keeps the order of the data.
 """
 
@@ -67,7 +67,8 @@ def read_topics(
 
     `data` is a folder with one file for each topic, or any data that `mesp data` takes. `selection`
     is the part of the data that is read. Test data is not used. Without a valid split, the fraction
-    `hold_out` at the end of each topic is held out. Raises MespError if the data cannot be read.
+    `hold_out` at the end of each topic is held out. Raises MespError if the data cannot be read, or
+    if nothing can be held out.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)

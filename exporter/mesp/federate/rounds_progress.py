@@ -41,7 +41,7 @@ class RoundsProgress:
                 soft_wrap=True,
             )
         for sentence in record.get("left_out", ()):
-            # The sentence may come from a client, so control characters are removed.
+            # The sentence may come from a client, so unprintable characters are replaced by spaces.
             said = printable(f"  left out: {sentence}")
             self.console.print(said, markup=False, soft_wrap=True)
         self.before = record
@@ -50,7 +50,9 @@ class RoundsProgress:
 
 
 def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> str:
-    """Returns a line about a round. For the first record, the line has only the loss."""
+    """Returns a line about a round. If `before` is None, the line has only the round's number and
+    loss.
+    """
     loss = decimal(record["held_out_loss"], 3)
     if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"

@@ -18,7 +18,7 @@ from mesp.federate.strategies import Screened, make_strategy, restore, state_of
 from mesp.folders import locked
 from mesp.runs.privacy import gaussian_epsilon
 
-# The extra seconds, besides its training, that a client's answer may take.
+# The seconds that a client's answer may take in addition to its training.
 TO_ANSWER = 30.0
 
 Show = Callable[[dict[str, Any]], None]
@@ -27,7 +27,8 @@ Show = Callable[[dict[str, Any]], None]
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
     """Runs all missing rounds. Saves each round, and passes its record to `show`.
 
-    After `timeout` seconds, a round continues without clients that have not answered.
+    After `timeout` seconds, a round continues without clients that have not answered. If `timeout`
+    is None, there is no limit.
     """
     with locked(federation.folder, f"server is at work in {federation.folder}"):
         options, rounds = federation.options, federation.rounds

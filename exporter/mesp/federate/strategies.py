@@ -80,7 +80,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         raise MespError(f"--strategy-options do not suit {options['strategy']}: {error}") from error
     if not private:
         return inner
-    # The answers are clipped elsewhere. This strategy adds noise to their mean.
+    # `Screened` clips the answers. This strategy adds noise to their mean.
     return strategy.DifferentialPrivacyClientSideFixedClipping(
         inner, options["noise"], options["clip"], options["clients"]
     )
@@ -121,9 +121,10 @@ class Screened(Strategy):
     """A strategy that passes only valid answers to the strategy `inner`.
 
     A valid answer has metrics, and the matrices of the model with finite numbers of at most
-    `exchange.MOST` in absolute value. `inner` gets float32 matrices, with the update scaled down to
-    `clip`. Clients with no valid answer are left out of the round, and named in `report`. `first`
-    is the number of rounds that were done before. `keep` is called with the result of `inner`.
+    `exchange.MOST` in absolute value. `inner` gets float32 matrices. If `clip` is given, their
+    change is scaled down to a norm of at most `clip`. Clients with no valid answer are left out of
+    the round, and named in `report`. `first` is the number of rounds that were done before. `keep`
+    is called with the result of `inner`.
     """
 
     def __init__(

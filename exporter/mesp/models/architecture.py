@@ -73,7 +73,8 @@ class Architecture:
         """Returns the architecture of a Hugging Face ``config.json``.
 
         The result is for sequences of `length` tokens, because LongRoPE's frequencies depend on the
-        length. Raises MespError if the architecture, or a variant of it, is not supported.
+        length. Raises MespError if the architecture, or a variant of it, is not supported, or if a
+        key is missing or invalid.
         """
         try:
             return cls._from_complete(complete(config) | {"sequence_length": length})
@@ -423,15 +424,16 @@ class Block:
         return self.mlp.experts.num_experts if self.mlp.experts else 0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Returns the (output size, input size) of every quantized matrix. For stacked matrices,
-        returns one expert's sizes.
+        """Returns the (output size, input size) of each linear layer and each stacked matrix. For
+        stacked matrices, returns one expert's sizes.
         """
         return self.sizes() | self.frozen() | self.stacked()
 
     def frozen(self) -> dict[str, tuple[int, int]]:
         """Returns the (output size, input size) of the linear layers that cannot have adapters.
+        Empty without experts.
 
-        These layers are the router, and the gate of the MLP beside the experts.
+        These layers are the router and, if there is one, the gate of the MLP beside the experts.
         """
         return self.mlp.experts.linears(self.arch.hidden_size) if self.mlp.experts else {}
 

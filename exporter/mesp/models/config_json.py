@@ -1,4 +1,4 @@
-"""Completes a Hugging Face config.json with the defaults of missing keys."""
+"""Completes, checks and converts a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mesp.models.families import FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
-# The largest allowed values of some keys. These values are checked before lists of these lengths
-# are made.
+# The largest allowed values of some keys. These values are checked before lists are made whose
+# lengths depend on them.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
 # Keys whose values must be positive numbers. The value 0 counts as missing.
 _POSITIVE = (
@@ -28,7 +28,8 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 def complete(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json with defaults for missing keys, and with RoPE in mlx-lm's keys.
 
-    Raises MespError if the architecture, or a value of a key, is not supported.
+    Raises MespError if the architecture, or a value of a key, is not supported. Raises KeyError,
+    ValueError or other errors if the config.json is invalid.
     """
     config = _plain(config)
     model_type = config.get("model_type")
@@ -89,7 +90,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     if family.rope_by_type:
         config["rope_parameters"] = by_type
     # For some families, mlx-lm reads RoPE's keys only in `rope_parameters`. Models with two RoPE
-    # bases are an exception.
+    # bases have `rope_local_base_freq` instead.
     if (rope or family.texts) and "rope_local_base_freq" not in config:
         keys = ("rope_theta", "partial_rotary_factor")
         turning = {key: config[key] for key in keys if key in config}
@@ -173,8 +174,8 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
     """Returns a bundle's config.json, changed so that mlx-lm computes sequences of `length` tokens
     correctly.
 
-    mlx-lm uses LongRoPE's long factors for any length. Raises MespError for a RoPE key that mlx-lm
-    ignores.
+    mlx-lm uses LongRoPE's long factors for any length. Raises MespError if mlx-lm ignores a RoPE
+    key whose value matters.
     """
     config = dict(config)
     scaling = config.get("rope_scaling") or {}

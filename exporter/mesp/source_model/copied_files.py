@@ -19,15 +19,18 @@ CODE = ("auto_map", "custom_pipelines", "model_file")
 
 
 def files_to_copy(names: Iterable[str]) -> list[str]:
-    """Returns the names of tokenizer and licence files, which are copied with the weights."""
+    """Returns the names of the tokenizer and licence files and of generation_config.json, among
+    `names`.
+    """
     return sorted(name for name in names if name in TOKENIZER_FILES or is_terms(name))
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
-    """Copies files of `source`. Configurations are copied without the keys in `CODE`.
+    """Copies files from `source` to `folder`. Configurations are copied without the keys in `CODE`.
 
-    Raises MespError if a file is invalid or a link that leads out of `source` or, in a Hugging Face
-    cache, out of the repository's folder. Raises OSError if a file cannot be copied.
+    Raises MespError if a file is not regular, if a configuration is not a valid JSON object, or if
+    a link leads out of `source` or, in a Hugging Face cache, out of the repository's folder. Raises
+    OSError if a file cannot be copied.
     """
     root = root_of(source)
     for name in names:
@@ -42,7 +45,7 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> None:
 
 
 def configs_naming_code(source: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names of the configurations in a folder that have a key of `CODE`.
+    """Returns the names of the configurations, among `names`, that have a key of `CODE`.
 
     Raises MespError if a configuration is not a JSON object, and OSError if it cannot be read.
     """

@@ -31,7 +31,7 @@ DEMO = Path(__file__).parents[1] / "demo_model"
 
 @dataclass(frozen=True)
 class Source:
-    """A model to export. `folder` is None for random weights of a known geometry.
+    """A model to export. `folder` is None for a known model with random weights.
 
     For a GGUF file, `folder` is the path of the folder `temporary`, which contains the tokenizer
     and the licence terms.

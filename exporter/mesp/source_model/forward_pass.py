@@ -24,7 +24,7 @@ from mesp.quantization.quantize_rows import read_rows
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
 
-# A callback that gets the name and the input of each module.
+# A callback that gets a module's name and input.
 Seen = Callable[[str, mx.array], None]
 
 

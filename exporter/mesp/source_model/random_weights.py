@@ -9,7 +9,11 @@ import numpy as np
 
 
 class RandomWeights:
-    """Weights that are drawn at random when they are read. See `Weights`."""
+    """Weights that are drawn at random when they are read, except those of norms and
+    `layer_scalar`.
+
+    See `Weights`.
+    """
 
     has_float16_scales = False
     is_converted = False

@@ -1,4 +1,4 @@
-"""Reads the weights `model*.safetensors` in a model folder."""
+"""Reads the weights in the safetensors files of a model folder."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class SafetensorsWeights:
     """The tensors of a memory-mapped model folder. See `Weights`."""
 
     def __init__(self, folder: Path, arch: Architecture):
-        """Raises MespError if a file is missing or damaged, or if tensors are missing or
-        unknown."""
+        """Raises MespError if files are missing or damaged, or do not fit the architecture."""
         self.folder, self.arch = folder, arch
         self.is_converted = False
         self.left_out = 0  # unused tensors, for example of a vision encoder
@@ -134,14 +133,16 @@ class SafetensorsWeights:
                 self.tensors[each] = its
 
     def _is_known(self, name: str) -> bool:
-        """Returns whether the architecture has the tensor, or a matrix that the tensor is part
-        of."""
+        """Returns whether the architecture has the tensor, or the matrix that the tensor is part
+        of.
+
+        A separate head is known to every architecture."""
         stem, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             name = f"{stem}.weight"
         if name in self.expected or name == f"{_HEAD}weight":
             return True
-        return f"{name_of_expert(stem, 0)}.weight" in self.expected  # one expert's matrix
+        return f"{name_of_expert(stem, 0)}.weight" in self.expected  # a stack of experts' matrices
 
     def _unused(self, name: str) -> MespError:
         if name.startswith("language_model."):
@@ -223,10 +224,11 @@ class SafetensorsWeights:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the weight files of a folder, chosen as transformers does.
+    """Returns the weight files of a folder.
 
-    This is model.safetensors if it exists, or else the files in the index. Without an index, these
-    are all files model*.safetensors. Raises MespError if a file is missing.
+    These are model.safetensors if it exists, otherwise the files in the index. Without an index,
+    these are all files model*.safetensors. Raises MespError if a file is missing or the index is
+    invalid.
     """
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():

@@ -27,7 +27,7 @@ import Observation
 
     /// The results of the last evaluation; nil until it has ended.
     public private(set) var score: Score?
-    /// A notice about keys of the records that the evaluation ignored, or nil.
+    /// A notice about ignored keys in the records, or nil.
     public private(set) var notice: Sentence?
     /// The completed fraction, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?

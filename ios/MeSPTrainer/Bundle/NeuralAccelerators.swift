@@ -8,8 +8,8 @@ import MeSPSentences
 
 /// The neural accelerators in the GPUs of A19, M5 and later chips.
 ///
-/// From system version 26.2 on, MLX multiplies 16-bit matrices on them. Until a self-check has passed on the device, `hide` gives MLX the name of an
-/// older GPU generation, so that MLX uses other kernels.
+/// From system version 26.2 on, MLX uses them for matrix products. Until a self-check has passed on the device, `hide` gives MLX the name of an older
+/// GPU generation, so that MLX uses other kernels.
 package final class NeuralAccelerators: @unchecked Sendable {
     /// The neural accelerators of this device.
     package static let current = NeuralAccelerators(
@@ -19,10 +19,10 @@ package final class NeuralAccelerators: @unchecked Sendable {
     package enum State: String, Sendable {
         /// MLX does not use neural accelerators here, or the environment sets the GPU's architecture.
         case absent
-        /// They are hidden from MLX, because no self-check has passed.
+        /// The neural accelerators are hidden from MLX, because no self-check has passed.
         case off
         case checking
-        /// A self-check has failed. MLX uses them until the process ends.
+        /// A self-check has failed. MLX uses the neural accelerators until the process ends.
         case failed
         case on
     }
@@ -50,7 +50,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
         present = passed == Self.line(self.architecture) ? .on : .off
     }
 
-    /// Hides the neural accelerators from MLX, unless a self-check has passed. Call this before the first use of MLX.
+    /// Hides the neural accelerators from MLX if the state is `off`. Call this before the first use of MLX.
     func hide() {
         lock.withLock { if present == .off { setenv(Self.variable, Self.generationBefore(architecture), 1) } }
     }
@@ -86,7 +86,7 @@ package final class NeuralAccelerators: @unchecked Sendable {
         }
     }
 
-    /// Returns the record's contents. A new version of the system or of MLX has other kernels and needs a new self-check.
+    /// Returns the record's contents. A new version of the system or of MLX may have other kernels, so it needs a new self-check.
     private static func line(_ architecture: String) -> String {
         "\(architecture) \(ProcessInfo.processInfo.operatingSystemVersionString) MLX \(MLXSupport.version)\n"
     }

@@ -4,6 +4,6 @@ public enum BackgroundGrant: String, Sendable, CaseIterable {
     case continuedOnGPU
     /// Time without the GPU to continue a run that the person started.
     case continued
-    /// Time at night while charging (`BGProcessingTask`).
+    /// Time while the device charges, usually at night (`BGProcessingTask`).
     case overnight
 }

@@ -16,7 +16,8 @@ package final class BoundaryGate: @unchecked Sendable {
             if isAtRest != oldValue { isAtRest ? atWork.leave() : atWork.enter() }
         }
     }
-    /// A group that is entered while the thread works. Unlike a condition, its timeout does not depend on the clock that a person can set.
+    /// A group that is entered while the thread works. Unlike the timeout of an `NSCondition`, its timeout does not depend on the wall clock, which
+    /// the person can set.
     private let atWork = DispatchGroup()
     private var passes = 0
 
@@ -64,9 +65,11 @@ package final class BoundaryGate: @unchecked Sendable {
     }
 
     /// Waits while there is a reason to pause. Calls `tell` with each reason, and with nil when the pause ends.
+    ///
+    /// - Throws: `CancellationError` if the work was stopped, or an error of `tell`.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         if let first = next(after: nil) {
-            // iOS terminates idle apps that hold memory first, so the thread frees memory before it waits.
+            // If memory is short, iOS first terminates the idle apps that hold the most, so the thread frees memory before it waits.
             Memory.clearCache()
             try MLXLimits.giveBack {
                 var reason = first

@@ -10,7 +10,7 @@ public struct LogOutline: Sendable {
     public let lastStep: Int
     /// The loss of the last finished step; nil if the part of the log that was read has no step.
     public let lastLoss: Float?
-    /// The reason why the run ended, or nil if the log has no end.
+    /// The reason why the run ended, or nil if the log's last record is not an `end` record.
     package let end: LogRecord.End.Reason?
 
     /// The number of bytes to read at each end of the log.

@@ -58,7 +58,7 @@ public struct LogSummary: Sendable {
     /// The number of the last finished step.
     public var lastStep: Int { steps.last?.step ?? end?.step ?? 0 }
 
-    /// The median duration of the last 20 steps in seconds, or nil before the first step.
+    /// The upper median of the durations of the last 20 steps in seconds, or nil before the first step.
     public var stepSeconds: Double? {
         let last = steps.suffix(20).map(\.seconds).sorted()
         return last.isEmpty ? nil : last[last.count / 2]
@@ -67,7 +67,8 @@ public struct LogSummary: Sendable {
     /// Returns the estimated seconds until `steps` steps are finished, or nil before the first step.
     package func secondsLeft(of steps: Int) -> Double? { stepSeconds.map { $0 * Double(max(0, steps - lastStep)) } }
 
-    /// The input tokens per second over the last 20 steps, or nil before the first step.
+    /// The input tokens per second over the last 20 steps, or nil before the first step. A step whose record has no count of input tokens counts with
+    /// its tokens in the loss.
     public var tokensPerSecond: Double? { perSecond { $0.inputTokens ?? $0.tokens } }
 
     /// The tokens in the loss per second over the last 20 steps, or nil before the first step.
@@ -126,7 +127,8 @@ extension LogRecord {
 }
 
 extension LogRecord.Strength {
-    /// A sentence about what the run has learned: the losses before and after the run, or that the model is unchanged.
+    /// A sentence about what the run has learned: the losses before and after the run and the change of the perplexity on other text, or that the
+    /// model is unchanged.
     public var sentence: Sentence {
         guard strength > 0 else {
             return

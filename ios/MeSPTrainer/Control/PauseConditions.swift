@@ -12,7 +12,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case heat
     /// The battery is low and not charging.
     case battery
-    /// The overnight time requires charging.
+    /// The device does not charge, as overnight background time requires.
     case charger
 
     public var sentence: Sentence {

@@ -183,7 +183,7 @@ import Observation
     }
 
     /// Calls `body` with a gate for work other than the run. The gate makes that work wait while the app is not active, and between `hold()` and
-    /// `release()`. Returns when the work waits at the gate or has ended.
+    /// `release()`. Returns when `body` has returned and the work waits at the gate or has ended.
     package func doOther(_ body: (BoundaryGate) async throws -> Void) async rethrows {
         let gate = BoundaryGate()
         others.append(gate)

@@ -78,7 +78,7 @@
 
         public var scene: AppScene { .active }
         public var thermalState: ThermalState { .current }
-        /// Always nil. A Mac sleeps before its battery is empty.
+        /// Always nil, so a run never waits for the battery. A Mac sleeps before its battery is empty.
         public var battery: Battery? { nil }
         public var availableMemory: Int? { systemMemoryLimit() }
 

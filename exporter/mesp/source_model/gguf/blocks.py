@@ -1,4 +1,4 @@
-"""Decodes the block types of GGUF that MLX's quantized formats can represent.
+"""Decodes the blocks of weights in a GGUF file.
 
 A row consists of blocks of 32 to 256 weights. ggml-common.h and ggml-quants.c of
 https://github.com/ggml-org/ggml define the types. https://github.com/PrismML-Eng/llama.cpp defines
@@ -115,7 +115,10 @@ def _mxfp4(blocks: np.ndarray) -> Arrays:
 
 
 def _q1_0(blocks: np.ndarray) -> Arrays:
-    """Returns the codes, scales and biases of Q1_0 blocks. Code 0 is -d, and 1 is d."""
+    """Returns the codes, scales and biases of Q1_0 blocks.
+
+    Code 0 stands for -d, and code 1 for d, where d is the block's scale.
+    """
     scale = _half(blocks[..., :2])
     return np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little"), 2 * scale, -scale
 
@@ -167,7 +170,7 @@ def _tq1_0(blocks: np.ndarray) -> Arrays:
     """Returns the codes, scales and biases of TQ1_0 blocks.
 
     Codes are 0 to 2. A block has 52 bytes of codes. Each of the last four of these bytes holds four
-    codes, and each other one five.
+    codes, and each of the other bytes holds five.
     """
     parts = [_trits(blocks[..., :32], 5), _trits(blocks[..., 32:48], 5)]
     codes = np.concatenate([*parts, _trits(blocks[..., 48:52], 4)], axis=-1)
@@ -196,15 +199,16 @@ _NOT_OF_THE_PACKAGE = ("Q1_0", "Q2_0", "PQ2_0")
 
 
 def arrays(kind: str, data: np.ndarray) -> Arrays:
-    """Decodes rows of blocks of a type of `CARRIED` to codes, scales and, if it has them,
-    biases."""
+    """Decodes rows of blocks, whose type `kind` is in `CARRIED`.
+
+    Returns the codes, the scales and, if the type has them, the biases."""
     size, _, decode = CARRIED[kind]
     parts = decode(data.reshape(len(data), -1, size))
     return tuple(np.ascontiguousarray(part.reshape(len(data), -1)) for part in parts)
 
 
 def numbers(kind: str, data: np.ndarray) -> np.ndarray:
-    """Dequantizes rows of blocks of any type to float32."""
+    """Dequantizes rows of blocks of a supported type to float32."""
     if kind not in _NOT_OF_THE_PACKAGE:
         return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     codes, *others = arrays(kind, data)

@@ -18,7 +18,8 @@ _MODEL_TYPES = {
     MODEL_ARCH_NAMES[MODEL_ARCH[name]]: model_type
     for model_type, name in reversed(ARCHITECTURES.items())
 }
-# The number of blocks of Gemma's 27B models. They scale attention by 1/√(hidden size / heads).
+# The number of blocks of Gemma's 27B models. These models scale attention by 1/√(hidden size /
+# number of heads).
 _GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
 _NUMBER = (int, float)
 # Keys that may stay unread. They do not affect text models, or are read elsewhere.
@@ -33,9 +34,10 @@ class _Metadata:
         self.read: set[str] = set()
 
     def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
-        """Returns the value of ``{architecture}.{key}``, or None.
+        """Returns the value of ``{architecture}.{key}``, or None if there is no such key.
 
-        A float becomes the shortest decimal with the same float32 value.
+        A float becomes the shortest decimal with the same float32 value. Raises MespError if the
+        value is not of type `kind`.
         """
         self.read.add(key)
         key = f"{self.prefix}.{key}"
@@ -58,7 +60,8 @@ class _Metadata:
         return value
 
     def refuse_unread(self) -> None:
-        """Raises MespError for a key of RoPE or attention that was not read."""
+        """Raises MespError for a key of RoPE or attention that was not read and is not in
+        `_NOTHING`."""
         for key in self.gguf.metadata:
             name = key.removeprefix(f"{self.prefix}.")
             if (
@@ -75,8 +78,8 @@ class _Metadata:
 def config_of(gguf: GGUF) -> dict[str, Any]:
     """Returns the model's config.json, without its quantization.
 
-    Raises MespError if the file is not a whole model of a supported kind, or if a key is missing or
-    invalid.
+    Raises MespError if the file is not a whole model of a supported kind, or if the metadata is
+    incomplete, invalid or not supported.
     """
     if rotation := next((key for key in sorted(gguf.metadata) if "hadamard" in key), None):
         raise MespError(
@@ -140,7 +143,7 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if rotated and rotated != head_dim:
         config["partial_rotary_factor"] = rotated / (head_dim or 1)
     config |= _READ.get(model_type, lambda its, config: {})(its, config)
-    if not model_type.startswith("lfm2"):  # LFM2 has a list of key heads, which `_lfm2` reads
+    if not model_type.startswith("lfm2"):  # `_lfm2` reads LFM2's list of head counts
         config["num_key_value_heads"] = its.get("attention.head_count_kv") or heads
     config["rope_scaling"] = _rope_scaling(its, config)
     if model_type == "ministral3":
@@ -199,7 +202,7 @@ def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns LFM2's keys. A block with 0 key heads is a convolution."""
+    """Returns LFM2's part of config.json. A block with 0 key heads is a convolution."""
     key = f"{its.prefix}.attention.head_count_kv"
     counts = its.gguf.metadata.get(key)
     if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
@@ -222,7 +225,10 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _experts(its: _Metadata, scores: ExpertGatingFuncType) -> dict[str, Any]:
-    """Returns the keys of a mixture of experts. The weights of a token's experts add up to 1."""
+    """Returns the part of config.json on a mixture of experts.
+
+    The weights of a token's experts add up to 1.
+    """
     if its.get("expert_gating_func") not in (None, scores.value) or its.get(
         "expert_weights_scale", _NUMBER
     ) not in (None, 0, 1):

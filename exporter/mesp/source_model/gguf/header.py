@@ -34,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 _KINDS = {
     kind.value: (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()
 }  # type number -> (name, weights of a block, bytes of a block)
-_Q2_0 = 42  # the type number of Q2_0 in llama.cpp, and of PQ2_0 in earlier files of PrismML
+_Q2_0 = 42  # the type number of Q2_0 in llama.cpp, and of PQ2_0 in some files of PrismML
 _OF_BOTH = [("Q2_0", 64, 18), ("PQ2_0", 128, 34)]
 _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
 
@@ -43,9 +43,8 @@ _KINDS |= {_Q2_0: _OF_BOTH[0], 142: _OF_BOTH[1], 143: ("PTQ1_0", 128, 28)}
 class Tensor:
     """A tensor of the file.
 
-    `type` is llama.cpp's name of the block type, and `number` the type's number in the file.
-    `shape` is in NumPy's order, such as [rows, columns]. `data` [rows, bytes] has the bytes of each
-    row.
+    `type` is the name of the block type, and `number` the type's number in the file. `shape` is in
+    NumPy's order, such as [rows, columns]. `data` [rows, bytes] has the bytes of each row.
     """
 
     type: str
@@ -78,8 +77,9 @@ class GGUF:
 
     @classmethod
     def read(cls, path: Path) -> GGUF:
-        """Reads the header of the file at `path`. Raises MespError if the file is not a whole GGUF
-        file.
+        """Reads the header of the file at `path`.
+
+        Raises MespError if the file cannot be read or is not a whole GGUF file.
         """
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -206,7 +206,7 @@ def _kind_of_q2_0(
     """Returns the type that number 42 means in a file: Q2_0 or PQ2_0.
 
     Blocks of the right type fill the space of each tensor up to the padding. Raises ValueError if
-    the file has such tensors, and both types fit or neither.
+    the file has tensors with this number, and both types fit or neither does.
     """
     ends = sorted({*(offset for *_, offset in found), length})
     rooms = [

@@ -12,7 +12,7 @@ from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
 from mesp.models.tensor_names import name_there
 
-# model_type -> llama.cpp's name of the architecture.
+# model_type -> the architecture's name in `gguf.MODEL_ARCH`.
 ARCHITECTURES = {
     "qwen2": "QWEN2", "qwen3": "QWEN3", "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3",
     "granite": "GRANITE", "granitemoehybrid": "GRANITE", "minicpm": "MINICPM",

@@ -206,7 +206,7 @@ def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
 
 
 def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.ndarray) -> None:
-    # In Phi-3, most control tokens include the white space after them.
+    # In Phi-3, most added tokens include the white space after them.
     strips = file.metadata.get("general.architecture") == "phi3" and (
         file.metadata.get("tokenizer.ggml.model") == "llama"
     )

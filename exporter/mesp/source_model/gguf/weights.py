@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, in MLX's quantized formats where possible."""
+"""The weights of a GGUF file, in MLX's quantized formats if a matrix in the file is quantized."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class GGUFWeights:
         return entries
 
     def describe(self, dtype: str) -> str:
-        """Returns a sentence on the shares of weights that keep their values and that change."""
+        """Returns a text on the shares of the weights that are carried over and that are
+        quantized."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -159,7 +160,7 @@ class GGUFWeights:
         return tensor.data[order[rows]]
 
     def _quantized(self, module: str, rows: slice) -> tuple[mx.array, ...]:
-        """Returns the packed codes, scales and biases of rows.
+        """Returns the packed codes, the scales and, if the type has them, the biases of rows.
 
         The last result is cached, because each of the arrays is requested separately.
         """

@@ -107,7 +107,7 @@ struct Problem {
 struct Queries {
     const Problem &problem;
     int group, first_head, heads, position, positions, rows;
-    /// The range of keys to which at least one query attends.
+    /// A range that contains all keys to which the queries attend.
     int begin = 0, end;
 
     Queries(const Problem &problem, int group, int index) : problem(problem), group(group), positions(problem.positions()) {
@@ -137,7 +137,8 @@ struct Queries {
     int query(int row) const { return std::min(position + row % positions, problem.queries - 1); }
     bool sees(int query, int key) const { return problem.mask[query * problem.mask_row + key * problem.mask_column]; }
 
-    /// Reads the queries' rows of x, multiplied by a factor, as [rows, d] and as its transpose. Rows without a query become 0.
+    /// Reads the queries' rows of x, multiplied by a factor, into `out` [rows, d], unless it is null, and into `transposed` [d, rows]. Rows without a
+    /// query become 0.
     void read(const Heads &x, float factor, float *out, float *transposed) const {
         for (int row = 0; row < rows; row++) {
             const float *in = x.at(head(row), query(row));
@@ -181,8 +182,8 @@ constexpr int keys_together = 128;
 /// A lower bound of all finite scores, so that the maximum is finite even if all keys are hidden.
 constexpr float lowest = -std::numeric_limits<float>::max();
 
-/// Running sums of each row over the keys: the maximum score, Σ exp(S − maximum) and Σ exp(S − maximum) dP (Milakov and Gimelshein, arXiv
-/// 1805.02867).
+/// Running values of each row over the keys: the maximum score, Σ exp(S − maximum) and Σ exp(S − maximum) dP. See Milakov and Gimelshein, arXiv
+/// 1805.02867.
 struct Sums {
     float *largest, *totals, *weighted;
 
@@ -194,7 +195,7 @@ struct Sums {
 };
 
 /// Replaces the scores S [keys, rows] by exp(S − maximum), and adds the results to the sums. The maximum is over all keys so far. `dp` is dP, or
-/// null. `factors`, unless null, become exp(earlier maximum − maximum).
+/// null. `factors`, unless null, become exp(m − maximum), where m is the maximum before the call.
 INLINE void exponentiate(float *scores, const float *dp, int keys, int rows, const Sums &sums, float *factors) {
     for (int row = 0; row < rows; row += lanes) {
         Floats before, most, total, weighted{};
@@ -270,7 +271,7 @@ struct Pass {
     float *q_rows, *q_columns, *d_rows, *d_columns;
     /// exp(S − maximum) and dP, later P and dS, [keys, rows]. `largest` has the maxima [rows] that were used for each block of `keys_together` keys.
     float *e, *dp, *largest;
-    /// The sums [rows] of each part of the keys. `dq` has each part's term of dq / scale, [rows, d].
+    /// `sums` has the three arrays [rows] of `Sums` for each part of the keys. `dq` has each part's term of dq / scale, [rows, d].
     float *sums, *dq;
 
     Pass(const Queries &q, int part, float *room) : q(q), part(part) {
@@ -286,8 +287,8 @@ struct Pass {
                                       parts(problem, part) * (3 + problem.d));
     }
 
-    /// Calls `f(i, first, keys)` for each block of `keys_together` keys in a part. i is the block's index over all parts. Keys to which no query
-    /// attends are left out.
+    /// Calls `f(i, first, keys)` for each block of `keys_together` keys in a part. i is the block's index over all parts. The block's keys are the
+    /// `keys` keys from `first` on. Keys outside `q.begin` ..< `q.end` are left out.
     template <class F>
     INLINE void each(int index, F f) const {
         const int end = std::min(q.end, (index + 1) * part);
@@ -300,7 +301,7 @@ struct Pass {
         float *at = sums + ptrdiff_t(index) * 3 * q.rows;
         return {at, at + q.rows, at + 2 * q.rows};
     }
-    /// The range of parts that have keys to which at least one query attends.
+    /// The range of the parts that have keys in `q.begin` ..< `q.end`.
     int begin() const { return q.begin / part; }
     int end() const { return (q.end + part - 1) / part; }
 };
@@ -321,7 +322,7 @@ void scores(const Pass &pass, int index, const Heads &key, const Heads &value) {
     });
 }
 
-/// Computes P and dS = P (dP − rowsum(P ∘ dP)) for a part of the keys. Adds Pᵀ dO to dv and dSᵀ q · scale to dk, and stores dS k as the part's term
+/// Computes P and dS = P ∘ (dP − rowsum(P ∘ dP)) for a part of the keys. Adds Pᵀ dO to dv and dSᵀ q · scale to dk, and stores dS k as the part's term
 /// of dq / scale.
 FOR_EACH_CPU
 void gradients(const Pass &pass, int index, const Heads &key, float *dk, float *dv) {
@@ -633,7 +634,7 @@ std::optional<mx::array> attention(
         return std::nullopt;
     }
     if (mask && (mask->dtype() != mx::bool_ || mask->shape() != mx::Shape{q.shape(2), k.shape(2)})) return std::nullopt;
-    // A single query may have rows of any length. Other queries and derivatives need a multiple of `lanes`.
+    // A single query without a mask may have rows of any length. Other queries and derivatives need a multiple of `lanes`.
     const bool isOne = q.shape(2) == 1 && !mask && !q.is_tracer() && !k.is_tracer() && !v.is_tracer();
     const int missing = isOne ? 0 : (lanes - q.shape(3) % lanes) % lanes;
     if (missing > 0) {

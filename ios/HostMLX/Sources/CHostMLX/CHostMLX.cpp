@@ -104,7 +104,7 @@ HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::
 
 mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
 mx::Stream get(HostStream s) {
-    // Without a GPU, the stream of `make_gpu_stream` replaces the GPU's default stream.
+    // Without a GPU, the stream of `make_gpu_stream` replaces every stream of the GPU.
     if (auto gpu = s.device == 1 ? host::gpu_stream() : std::nullopt) {
         return *gpu;
     }
@@ -153,7 +153,7 @@ ArrayMap array_map(const char *const *names, size_t count, HostVector arrays) {
     return map;
 }
 
-/// Copies the elements at `source`, from `axis` on, in row-major order.
+/// Copies the elements at `source`, over the axes from `axis` on, in row-major order.
 void copy_in_order(const char *source, char *&destination, const mx::array &a, int axis) {
     const auto item = static_cast<int64_t>(a.itemsize());
     if (axis == static_cast<int>(a.ndim())) {
@@ -219,8 +219,8 @@ bool size_word_precedes_data() {
     return answer;
 }
 
-/// Returns the word before `data`, or nothing if that memory cannot be read. The word goes through a pipe, because `write` returns EFAULT for
-/// unreadable memory.
+/// Returns the word before `data`, or nothing if it cannot be read. The word goes through a pipe, because `write` fails with EFAULT for unreadable
+/// memory.
 std::optional<size_t> word_before(const void *data) {
     int ends[2];
     if (pipe(ends) != 0) {
@@ -837,7 +837,7 @@ void host_clear_cache(void) {
     mx::clear_cache();
 #ifdef __GLIBC__
     // Returning memory costs page faults when the memory is allocated again, about 0.25 ms per MiB. Up to 4 MiB are always kept. Up to 32 MiB are
-    // kept if the faults would take more than a fiftieth of the processor time since the last call.
+    // kept if the faults would take at least a fiftieth of the processor time since the last call.
     static std::atomic<std::clock_t> last{0};
     std::clock_t now = std::clock();
     double seconds = double(now - last.exchange(now)) / CLOCKS_PER_SEC;

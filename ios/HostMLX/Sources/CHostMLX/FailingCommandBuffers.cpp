@@ -32,7 +32,8 @@ HostMetalRules rules;
 std::string message;
 /// The number of evaluations. Each counts as one command buffer.
 size_t buffers = 0;
-/// The number of failed buffers. `has_error` is true while the last error is pending. It is thrown after `evaluations_until_error` more evaluations.
+/// The number of failed buffers. `has_error` is true while an error is pending. A wait throws the error, as does the evaluation that follows
+/// `evaluations_until_error` other ones.
 size_t failed_buffers = 0;
 bool has_error = false;
 size_t evaluations_until_error = 0;
@@ -44,7 +45,7 @@ void note(const std::string &fault) {
     faults[fault] += 1;
 }
 
-/// The arrays that a command buffer computes, and the arrays that existed before it.
+/// The arrays that a command buffer computes, and its inputs. Arrays that are loaded from files count as inputs.
 struct CommandBuffer {
     std::vector<mx::array> made, inputs;
 
@@ -68,7 +69,7 @@ struct CommandBuffer {
         }
     }
 
-    /// Fills the computed arrays with NaN or zeros. Integers become zeros, which are valid indices. Views of earlier arrays are left unchanged.
+    /// Fills the computed arrays with NaN or zeros. Integers become zeros, which are valid indices. Views of the inputs are left unchanged.
     void fill_with_garbage(bool zeros) const {
         std::unordered_set<const void *> good;
         for (const auto &a : inputs) {
@@ -88,9 +89,9 @@ void throw_error() {
     throw std::runtime_error(rules.message);
 }
 
-/// Counts a command buffer, and throws a pending error that is due.
+/// Counts a command buffer. Throws a pending error that is due, or the buffer's own error if it fails at once.
 ///
-/// \returns whether the buffer fails.
+/// \returns whether the buffer fails, so that its error is pending.
 bool next_buffer_fails(const std::vector<mx::array> &outputs) {
     const std::lock_guard lock(mutex);
     buffers += 1;

@@ -10,8 +10,8 @@
 
 namespace failing {
 
-/// Calls `evaluate`, which computes `outputs`, as one command buffer. If the buffer fails, `outputs` get garbage. Throws the pending error of an
-/// earlier buffer if that error is due.
+/// Runs `evaluate`, which computes `outputs`, as one command buffer. If the buffer fails, the arrays that it computes get garbage. Throws the error
+/// of a failed buffer if that error is due.
 void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<void()> &evaluate);
 
 /// Throws the pending error of a failed buffer. It is called after a stream was synchronized.

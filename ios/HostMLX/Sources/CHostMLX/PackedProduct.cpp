@@ -27,7 +27,7 @@ extern "C" void scipy_cblas_sgemm(
 
 namespace {
 
-// As in MLX, the compiler must not fuse multiplications and additions. Then unpacked weights equal those of `dequantize`.
+// Unpacking must not fuse multiplications and additions, so that the weights equal those of MLX's `dequantize`.
 #pragma clang fp contract(off)
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -62,7 +62,7 @@ std::array<float, 256> e4m3_values() {
 }
 const std::array<float, 256> e4m3 = e4m3_values();
 
-/// Returns the scale of a group: an E4M3 value, or 2 to the power of an E8M0 code.
+/// Returns the scale of a group without a bias: the value of an E4M3 code, or 2^(e − 127) for an E8M0 code e.
 float factor(const PackedMatrix &w, ptrdiff_t index) {
     const uint8_t scale = static_cast<const uint8_t *>(w.scales)[index];
     return w.mode == Mode::Nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
@@ -155,7 +155,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
 
 // MARK: - Few rows of x
 
-/// Sums 16 numbers. A macro, because functions cannot take or return vectors of another CPU's size.
+/// Sums 16 numbers. This is a macro, because functions cannot take or return vectors of another CPU's size.
 #define SUM(result, vector)                                             \
     float result;                                                       \
     {                                                                   \
@@ -190,9 +190,10 @@ struct Fields {
 
 /// x, rearranged for products with blocks of 16 words of W.
 ///
-/// The numbers of x for the first field of each word come first, then those for the second field, and so on. Fields are masked but not shifted, so a
-/// field's value is the code times a power of two. The number of x is divided by this power. The last field is shifted, because the highest bit of an
-/// integer is its sign. The last block of a row is the row's last 16 words. Words that are also in the block before are multiplied by zeros.
+/// The numbers of x for the first field of each word come first, then those for the second field, and so on. The last field of a word is shifted to
+/// bit 0, because the highest bit of an integer is its sign. The other fields keep their places, so the value of such a field is the code times a
+/// power of two. The number of x is divided by this power. The last block of a row is the row's last 16 words. Words that are also in the block
+/// before are multiplied by zeros.
 struct FewRows {
     /// 16 numbers, aligned to a cache line.
     struct alignas(64) Sixteen {
@@ -521,7 +522,8 @@ void by_tiles(int outputs, int unit, int inputs, int m, const Addends &addends, 
     });
 }
 
-/// Computes y = x Wᵀ + addends. x is [m, columns], with rows `stride` numbers apart, and y is [m, rows].
+/// Computes y = x Wᵀ + addends. x is [m, columns], with rows `stride` numbers apart, and y is [m, rows]. If m ≤ `few` and W is affine, there are no
+/// addends.
 void by_rows(
     const PackedMatrix &w, int rows, int columns, const float *x, int stride, int m, const Addends &addends, float *y) {
     if (m <= few && w.mode == Mode::Affine) {

@@ -84,13 +84,14 @@ enum class Operation { add, subtract, multiply, divide, maximum, square, rsqrt, 
 
 bool is_reduction(Operation operation) { return operation == Operation::sum || operation == Operation::largest; }
 
-/// A term of the fused formula: an operation on earlier terms or, if `a` is negative, an input array.
+/// A term of the fused formula: the input array with index `leaf` or, if `leaf` is negative, an operation on the terms with the indices `a` and `b`.
+/// An operation on one term has a negative `b`.
 struct Term {
     Operation operation{};
     int a = -1, b = -1;
     int leaf = -1;
-    /// The pass over the row that computes the term, from 0. A term that uses a reduction needs a later pass. `isKept` says whether a later pass
-    /// reads the term.
+    /// The pass over the row that computes the term, from 0. A term that uses a reduction needs a later pass than the reduction. `isKept` is true if
+    /// a later pass reads the term and the term is no reduction.
     int pass = 0;
     bool isKept = false;
 
@@ -109,7 +110,7 @@ std::optional<Operation> operation(const mx::array &a) {
     return found->second;
 }
 
-/// Returns the shape of the input if the array is a reduction over the last axis, else nil.
+/// Returns the shape of the input if the array is a reduction over the last axis that keeps this axis, else `nullopt`.
 std::optional<mx::Shape> reduced(const mx::array &a) {
     mx::Shape shape = a.inputs()[0].shape(), one = shape;
     if (shape.empty()) return std::nullopt;
@@ -341,7 +342,7 @@ mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
     };
     mx::Shape shape = result.shape();
     bool isPossible = true, hasReductions = false;
-    /// Checks that the rows of all reductions have the same shape, and that the result has this shape or one number per row.
+    /// Checks the input's shape of a reduction. It must be the same for all reductions, and the result must have this shape or one number per row.
     const auto are_rows = [&](const std::optional<mx::Shape> &rows) {
         if (!rows || (hasReductions && *rows != shape)) return false;
         mx::Shape one = *rows;
@@ -471,7 +472,7 @@ void turn(const float *x, int step, const float *cos, const float *sin, int half
 
 class RoPEPrimitive : public mx::UnaryPrimitive {
   public:
-    /// If `offset` is nil, the third input has the offsets: one for each index of the first axis, or one for all.
+    /// Without an `offset`, the third input has the offsets: one for each index of the first axis, or one for all.
     RoPEPrimitive(mx::Stream s, std::optional<int> offset) : UnaryPrimitive(s), offset(offset) {}
 
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {

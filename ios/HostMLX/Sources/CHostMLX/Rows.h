@@ -34,17 +34,17 @@ struct Rows {
 /// \returns `result` itself if it cannot be fused, for example on another device or while it is differentiated.
 mlx::core::array fused(const mlx::core::array &result, const std::vector<mlx::core::array> &inputs);
 
-/// Returns y = x r w with r = 1 / √(mean(x²) + ε), or nil if MLX's own function must be used.
+/// Returns y = x r w with r = 1 / √(mean(x²) + ε), or `nullopt` if MLX's own function must be used.
 std::optional<mlx::core::array> rms_norm(
     const mlx::core::array &x, const mlx::core::array &weight, float eps, mlx::core::Stream s);
 
 /// Applies rotary position embedding. The first 2n numbers of each row are rotated, where n is the number of periods. Numbers i and i + n are a pair,
-/// which is rotated by position / period. Positions begin at `offset`. Returns nil if MLX's own function must be used.
+/// which is rotated by position / period. Positions begin at `offset`. Returns `nullopt` if MLX's own function must be used.
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, int offset, const mlx::core::array &periods, mlx::core::Stream s);
 
-/// Applies rotary position embedding with int32 `offsets`: one for each index of x's first axis, or one for all. Returns nil if MLX's own function
-/// must be used.
+/// Applies rotary position embedding with int32 `offsets`: one for each index of x's first axis, or one for all. Returns `nullopt` if MLX's own
+/// function must be used.
 std::optional<mlx::core::array> rope(
     const mlx::core::array &x, const mlx::core::array &offsets, const mlx::core::array &periods, mlx::core::Stream s);
 

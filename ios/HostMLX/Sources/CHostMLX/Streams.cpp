@@ -36,8 +36,8 @@ std::optional<mx::Stream> gpu_stream() {
     return made_gpu_stream;
 }
 
-/// Makes a stream for a missing GPU, for which `mx::new_stream` would throw an error. A graph for the GPU can be imported only if there is such a
-/// stream (export.cpp:495).
+/// Makes a stream for a missing GPU on Linux, for which `mx::new_stream` would throw an error. A graph for the GPU can be imported only if there is
+/// such a stream (export.cpp:495).
 void make_gpu_stream() {
 #ifdef __linux__
     const std::lock_guard lock(gpu_stream_mutex);
@@ -57,7 +57,7 @@ void make_gpu_stream() {
 }
 
 void enter() {
-    // Switches MLX's cache off. Without a GPU, MLX would cache 32 MB of freed memory.
+    // Without a GPU, switches off MLX's cache of up to 32 MB of freed memory.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);
     const bool is_gpu = gpu_is_default();

@@ -8,12 +8,12 @@ public struct FailingCommandBuffers: Sendable {
     /// stream throws the error earlier. The arrays of the failed buffer count as evaluated, and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
-    /// Whether the failing evaluation itself throws the error and computes nothing, as when an allocation fails. Reading the array's data then counts
-    /// as a fault, because it would end a process on Metal.
+    /// Whether the failing evaluation itself throws the error and computes nothing, as when an allocation fails. Reading an array that it did not
+    /// compute then counts as a fault, because it would end a process on Metal.
     public var isAtOnce = false
     public var message = hang
 
-    /// The contents of a failed buffer's arrays. Integer arrays get zeros in both cases.
+    /// The contents of a failed buffer's arrays. Integer and Boolean arrays get zeros in both cases.
     public enum Garbage: Sendable, CaseIterable { case nan, zeros }
 
     public static let hang = description("Caused GPU Hang Error (00000003:kIOGPUCommandBufferCallbackErrorHang)")

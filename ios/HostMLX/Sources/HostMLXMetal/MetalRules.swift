@@ -2,14 +2,14 @@ import CHostMLX
 import Foundation
 import MLX
 
-/// Behaviour of MLX 0.32.2 on Metal that a CPU does not show. The CPU still computes everything.
+/// Behaviour of MLX 0.32.2 on Metal that a CPU does not show.
 public struct MetalRules: Sendable {
     /// Whether float32 matrix products round their operands to TF32, as on an A19 or an M5. The environment variable `MLX_ENABLE_TF32=0` switches
-    /// TF32 off. This rule needs OpenBLAS, which HostMLX uses on Linux.
+    /// TF32 off. This rule needs OpenBLAS, which HostMLX uses on Linux if it is installed.
     public var tf32 = false
     /// Whether the GPU is the default device. Work on the GPU fails.
     public var gpuByDefault = false
-    /// The command buffers that fail. nil: none.
+    /// The command buffers that fail, or nil if none fail.
     public var failingBuffers: FailingCommandBuffers?
 
     public init(tf32: Bool = false, gpuByDefault: Bool = false, failingBuffers: FailingCommandBuffers? = nil) {

@@ -73,7 +73,7 @@ private final class StreamPromise: @unchecked Sendable {
 
     var current: Stream {
         if let made = lock.withLock({ made }) { return made }
-        // The stream is created outside of the lock, because the caller may hold `evalLock`.
+        // The stream is created outside of the lock. Creating it takes `evalLock`, which another thread that waits for the lock may hold.
         let new = Stream(device)
         return lock.withLock {
             made = made ?? new
@@ -157,7 +157,7 @@ public final class Stream: @unchecked Sendable, Equatable {
             defaultType: device.deviceType)
     }
 
-    /// Creates a stream. The process ends if MLX cannot create it, for example on a machine without a GPU.
+    /// Creates a stream. The process ends if MLX cannot create it, for example a GPU's stream on a machine without a GPU.
     public init(_ device: Device) {
         initError()
         var stream = HostStream(device: device.deviceType.code, index: 0)
@@ -167,7 +167,8 @@ public final class Stream: @unchecked Sendable, Equatable {
         (ctx, self.device) = (stream, device)
     }
 
-    /// Creates a stream for the GPU on a machine without one. Graphs on the stream can be built, but not evaluated. mlx-swift has no such function.
+    /// Creates a stream for the GPU on a Linux machine without one. Graphs on the stream can be built, but not evaluated. mlx-swift has no such
+    /// function.
     public static func makeForMissingGPU() { host_make_gpu_stream() }
 
     /// Waits for the work on the stream.

@@ -20,7 +20,7 @@ public func withErrorHandler<R>(
 
 /// Runs `body`, and then throws the first error of MLX during the call, if any.
 ///
-/// `body` can check for an error earlier with ``ErrorBox/check()``.
+/// `body` can itself check for an error with ``ErrorBox/check()``.
 public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
     let box = ErrorBox()
     let result = try withErrorHandler({ box.firstError = MLXError.caught($0) }, { try body(box) })

@@ -154,7 +154,7 @@ extension PartialRangeFrom<Int>: MLXArrayIndex {
 
 extension MLXArray {
 
-    /// A part of the array, similar to NumPy. Only parts that consist of ranges can be replaced.
+    /// The part of the array that the indices select, similar to NumPy. A part can be replaced only if the indices are ranges or ``ellipsis``.
     public subscript(indices: any MLXArrayIndex..., stream stream: StreamOrDevice = .default) -> MLXArray {
         get { self[indices, stream: stream] }
         set { update(indices.map { $0.mlxArrayIndexOperation }, newValue, stream) }
@@ -178,7 +178,7 @@ extension MLXArray {
             })
     }
 
-    /// A part of the array, similar to NumPy.
+    /// The part of the array that the indices select, similar to NumPy.
     public subscript(indices: [any MLXArrayIndex], stream stream: StreamOrDevice = .default) -> MLXArray {
         let operations = indices.map { $0.mlxArrayIndexOperation }
         guard operations.count == 1 else { return operations.isEmpty ? self : part(operations, stream) }

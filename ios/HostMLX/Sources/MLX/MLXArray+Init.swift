@@ -93,7 +93,7 @@ extension MLXArray {
 
     /// Creates a scalar of type `dtype`. The value must fit into `dtype`.
     ///
-    /// As in mlx-swift, only a `Double` becomes a `float64`. Values of other types become a `float32` instead.
+    /// If `dtype` is `float64`, a finite value of another type than `Double` becomes a `float32`, as in mlx-swift.
     public convenience init<T: HasDType>(_ value: T, dtype: DType) {
         if T.dtype == dtype {
             self.init(scalar: value, dtype)
@@ -144,7 +144,7 @@ extension MLXArray {
         }
     }
 
-    /// Creates a float16 scalar. Swift has no `Float16` on x86-64.
+    /// Creates a float16 scalar. This is not supported on x86-64.
     private convenience init(float16 value: Float) {
         #if arch(x86_64)
             fatalError("dtype \(DType.float16) not supported")

@@ -202,7 +202,8 @@ extension MLXArray: Sequence {
     }
 }
 
-/// A type that contains arrays, which ``compile(inputs:outputs:shapeless:_:)-(_,_,_,([MLXArray])->[MLXArray])`` traces.
+/// A type that contains arrays. ``compile(inputs:outputs:shapeless:_:)-(_,_,_,([MLXArray])->[MLXArray])`` takes such types as inputs and outputs
+/// besides the function's arguments.
 public protocol Updatable {
     func innerState() -> [MLXArray]
 }

@@ -41,9 +41,9 @@ package struct Example: Sendable, Equatable {
 ///
 /// The first token of an example is never a target.
 package struct TokenStream: Sendable {
-    /// The token ids as memory-mapped little-endian `uint32`.
+    /// The token ids as little-endian `uint32`.
     let tokens: Data
-    /// The start and length of each example as memory-mapped little-endian `uint32`, or nil for windows.
+    /// The start and length of each example as little-endian `uint32`, or nil for windows.
     let examples: Data?
     /// One byte per token: 1 if the token as a target is in the loss, else 0. If it is nil, all targets are in the loss.
     let mask: Data?

@@ -104,8 +104,8 @@ extension Block {
             values: attention.value(project(.v, mixerIn).byHead(mixer.numKeyValueHeads)).asType(x.dtype))
     }
 
-    /// Returns the gradients of q, k, v and g, which are the outputs of the block's projections, from the gradient of the mixer's output `[T,
-    /// hidden]`. A block without its own keys and values has only q.
+    /// Returns the gradients of the outputs of the projections q, k and v, and of the projection g if the block has it, from the gradient of the
+    /// mixer's output `[T, hidden]`. A block without its own keys and values has only q.
     func attentionBackward(
         _ mixer: AttentionMixer, _ intermediates: consuming Intermediates, dOut: MLXArray,
         _ carried: inout CarriedGradients,

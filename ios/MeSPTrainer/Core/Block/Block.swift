@@ -9,7 +9,7 @@ import MeSPBundle
 ///
 /// A block may have a mixture of experts instead of the MLP or in addition to the MLP, and it may have per-layer embeddings. Each projection is a
 /// `LoRALinear`. In a block with post-norms, the outputs of the mixer and of the MLP go through an RMSNorm before they are added to x and x_mid. x, y
-/// and the outputs of the mixer's projections have the bundle's dtype.
+/// and the outputs of the mixer's input projections have the bundle's dtype.
 ///
 /// BlockForward.swift and StructuredBackward.swift contain the two passes. Each mixer, the mixture of experts and the per-layer embeddings have their
 /// own file with both passes.
@@ -17,7 +17,7 @@ package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
-    /// Computes the scaled matrices from `lora`, for DoRA.
+    /// DoRA's formulas for the block's modules; nil without DoRA.
     var dora: DoRA?
     let layout: LoRALayout
     /// The factor s of the adapters' output, see `BlockwiseModel.scale`.
@@ -25,7 +25,7 @@ package struct Block {
     var machine: Machine
     var keptLayers: [Projection: LoRALinear]?
     let side: SideInputs
-    /// The position of the block's first token in the sequence, on which dropout's masks depend.
+    /// The position in the sequence of the first token of x. Dropout's masks depend on it.
     private var firstToken = 0
     /// The keys and values of another block, with an element for each sequence; used if `side.shared` is nil.
     var sharedStates = [MixerState.KeyValues]()
@@ -67,7 +67,7 @@ package struct Block {
         return layout.block.trainable.firstIndex(of: module).map { key[$0] }
     }
 
-    /// Returns the layer of an expert's projection, for the block's tokens at the positions `tokens`.
+    /// Returns the layer of an expert's projection, for the rows `tokens` of the block's x.
     func linear(_ weight: QuantizedMatrix, _ projection: Projection, expert: Int, tokens: [Int]) -> LoRALinear {
         let lora = matrices(projection).map { LoRAMatrices(a: $0.a[expert], b: $0.b[expert]) }
         let dropout = dropoutKey(projection).map {
@@ -76,7 +76,7 @@ package struct Block {
         return LoRALinear(weight: weight, bias: nil, lora: lora, scale: scale, dropout: dropout)
     }
 
-    /// Returns a copy of this block that starts `token` tokens later in the sequence.
+    /// Returns a copy of this block whose first token is `token` positions later in the sequence.
     func from(_ token: Int) -> Block {
         var block = self
         block.firstToken += token
@@ -94,7 +94,7 @@ extension Mixer {
     }
 }
 
-/// The inputs of a block's forward and backward pass for one sequence, besides x.
+/// A block's index, weights, LoRA parameters and side inputs for the passes over one sequence.
 package struct BlockCall {
     package let index: Int
     let weights: BlockWeights
@@ -135,7 +135,7 @@ package struct SideInputs {
     }
 }
 
-/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. The caller evaluates them.
+/// The forward pass of one block over a whole sequence x `[1, T, hidden]`. The returned arrays may not be evaluated yet.
 package protocol BlockForward {
     /// Returns y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray

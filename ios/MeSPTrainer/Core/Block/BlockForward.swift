@@ -62,7 +62,7 @@ extension Block: BlockForward {
     private func toXMid(_ x: MLXArray) -> Intermediates {
         let cut = segments(x.dim(0))
         guard cut.isEmpty else { return bySegments(x, cut, keeps: true) }
-        // The mixer's output is freed as soon as x_mid is computed.
+        // Without a post-norm, the mixer's output is freed as soon as x_mid is computed.
         return machine.phase(
             {
                 var states = start(x)
@@ -102,7 +102,7 @@ extension Block: BlockForward {
             mixerOut: weights.mixerPostNorm == nil ? nil : mixerOut, segments: segments)
     }
 
-    /// Recomputes a segment's intermediates from its rows of x.
+    /// Recomputes a segment's intermediates from its rows of x, except attention's output, which the segment keeps.
     func recompute(_ segment: Intermediates.Segment, _ x: MLXArray, mixerOut: MLXArray?) -> Intermediates {
         let recomputed: MixerIntermediates
         let block = from(segment.rows.lowerBound).inForwardPass

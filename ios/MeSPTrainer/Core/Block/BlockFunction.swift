@@ -141,6 +141,6 @@ private struct Call: BlockForward {
 }
 
 extension MLXArray {
-    /// The array without the batch axis, as a view. An index would copy the array.
+    /// The array without the batch axis, as a view.
     fileprivate var unbatched: MLXArray { squeezed(axis: 0) }
 }

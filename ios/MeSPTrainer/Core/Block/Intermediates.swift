@@ -27,8 +27,8 @@ package struct Intermediates: Arrays {
     }
 }
 
-/// The arrays of a mixer that the backward pass reads: the outputs of the mixer's projections, and the mixer's result before the output gate or norm.
-/// Their shape is `[T, features]`, except for attention's q, k and v.
+/// The arrays of a mixer that the backward pass reads: the outputs of the mixer's input projections, and the mixer's result before the output gate or
+/// norm. Their shape is `[T, features]`, except for attention's q, k and v.
 package enum MixerIntermediates: Arrays {
     /// q, k and v before their norms and RoPE, `[heads, T, …]`, and attn_out. If the mixer has gates, the gate of each head follows the head's query
     /// in q.
@@ -98,7 +98,7 @@ extension Intermediates {
 
 /// The outputs of the exported block function.
 package struct BlockOutputs {
-    /// `[1, T, hidden]`
+    /// The block's output `[1, T, hidden]`.
     package let y: MLXArray
     /// RMSNorm(x) `[T, hidden]`; the backward pass recomputes it from x.
     package let mixerIn: MLXArray

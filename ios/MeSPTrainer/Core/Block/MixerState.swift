@@ -25,7 +25,7 @@ package enum MixerState {
         private(set) var keys: MLXArray
         private(set) var values: MLXArray
         private(set) var count = 0
-        /// The number of tokens by which the capacity grows when a single token is appended.
+        /// The number of tokens by which the capacity grows when a single token is appended and no capacity is free.
         static let room = 16
 
         init(_ mixer: AttentionMixer, dtype: DType) {

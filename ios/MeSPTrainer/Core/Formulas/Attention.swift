@@ -130,14 +130,15 @@ struct Attention {
 
     // MARK: - Backward
 
-    /// Returns the gradients of q, k and v:
+    /// Returns the gradients of q, k and v. With O for attn_out:
     ///
-    ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
+    ///     dv̂ = Pᵀ dO      dP = dO v̂ᵀ      dS = P ∘ (dP − rowsum(P ∘ dP)) ∘ cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
     /// `tilesBackward` processes one tile of query rows at a time, from the last to the first, and recomputes P for each tile. rowsum(P ∘ dP) equals
     /// the cheaper rowsum(dO ∘ O) only in exact arithmetic. With an O rounded to bfloat16, the rows of dS would not add up to 0.
     /// - Parameters:
-    ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
+    ///   - q: `[heads, T, d]`, before the norm and RoPE
+    ///   - k, v: `[kv_heads, T, d]`, before the norms and RoPE; k̂ and v̂ if they come from another block
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
     ///   - start: the position of the first row
     ///   - seen: k̂ and v̂ up to a segment's end, `[kv_heads, N, d]`; nil to compute them from k and v

@@ -8,8 +8,8 @@ import MeSPBundle
 ///
 /// The computation is in float32. If the model caps its logits, cap(u) = c tanh(u / c) and cap′ = 1 − (z / c)². Otherwise cap(u) = u and cap′ = 1.
 ///
-/// `softmax(z) W` is computed as in flash attention, one tile of W at a time. A running maximum m, a running sum s = Σ exp(z − m) and a running sum a
-/// = Σ exp(z − m) cap′ W are kept. s and a are rescaled when m grows. The logits `[T, vocabulary]` are never stored as a whole.
+/// `(softmax(z) ∘ cap′) W` is computed as in flash attention, one tile of W at a time. A running maximum m, a running sum s = Σ exp(z − m) and a
+/// running sum a = Σ exp(z − m) cap′ W are kept. s and a are rescaled when m grows. The logits of all tokens, `[T, vocabulary]`, are not stored.
 package struct CrossEntropyHead {
     let weights: PackedWeights
     let architecture: Architecture
@@ -122,13 +122,14 @@ package struct CrossEntropyHead {
     private struct Sums: Arrays {
         /// m, s and the target's logit of some tokens, `[t, 1]` each.
         var m, expSum, zTarget: MLXArray
-        /// a `[t, hidden]`; nil if no gradient is wanted.
+        /// a `[t, hidden]`; nil before the first tile, and if no gradient is wanted.
         var weighted: MLXArray?
 
         var arrays: [MLXArray] { [m, expSum, zTarget] + weighted.arrays }
     }
 
-    /// The losses `[t, 1]` of some tokens, whether the target has the largest logit `[t, 1]`, and dh `[t, hidden]`.
+    /// The losses `[t, 1]` of some tokens, whether the target has the largest logit `[t, 1]`, and dh `[t, hidden]`, which is nil if no gradient is
+    /// wanted.
     private struct Scores: Arrays {
         let losses, isLargest: MLXArray
         var dh: MLXArray?

@@ -56,7 +56,7 @@ struct Dropout {
     }
 }
 
-/// Applies a bijection of 32-bit numbers. Each bit of the result depends on all bits of x (github.com/skeeto/hash-prospector).
+/// Applies a bijection of 32-bit numbers: lowbias32 of github.com/skeeto/hash-prospector.
 private func hash(_ x: UInt32) -> UInt32 {
     var x = x
     x = (x ^ (x >> 16)) &* 0x7feb_352d

@@ -63,7 +63,8 @@ struct GatedMLP {
 
     /// The backward pass's sums over the features, for a tile of tokens.
     private struct TokenSums: Arrays {
-        /// dx; H A with down's A; d_gate Bᵀ with gate's B, and d_up Bᵀ with up's B; rowsum(Q ∘ H).
+        /// dx without the adapters' terms; (H ∘ K) A with down's A and dropout mask K; d_gate Bᵀ with gate's B, and d_up Bᵀ with up's B; rowsum(Q ∘
+        /// H).
         var dx, hDown, dGateBT, dUpBT, dw: MLXArray?
 
         var arrays: [MLXArray] { [dx, hDown, dGateBT, dUpBT, dw].arrays }
@@ -87,10 +88,11 @@ struct GatedMLP {
 
     /// Returns the gradients:
     ///
-    ///     Q = (G ∘ dy) Wd + s (dy Bdᵀ) Adᵀ        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
+    ///     Q = (G ∘ dy) Wd + s (dy Bdᵀ) Adᵀ ∘ M        dw = rowsum(Q ∘ H) + dy · bias of down        dH = w ∘ Q
     ///     d_gate, d_up from dH by the activation        dx = gate's dx from d_gate + up's dx from d_up
     ///
-    /// The adapters' gradients are computed as in `LoRALinear.backward`, but as sums over tiles. The gradient of down's output is w ∘ dy.
+    /// Wd, Ad, Bd, G and M are down's, see `LoRALinear.backward`. The adapters' gradients are computed as there, but as sums over tiles. The gradient
+    /// of down's output is w ∘ dy.
     ///
     /// - Parameters:
     ///   - x: `[n, hidden]`

@@ -1,15 +1,15 @@
 import MLX
 import MeSPBundle
 
-/// Rotary position embedding (RoPE):  (y₁, y₂) = s (x₁ cos θ − x₂ sin θ, x₁ sin θ + x₂ cos θ),  θ = t · frequency
+/// Rotary position embedding (RoPE) at position t:  (y₁, y₂) = s (x₁ cos θ − x₂ sin θ, x₁ sin θ + x₂ cos θ),  θ = t · frequency
 ///
 /// x₁ and x₂ are the two halves of a head's first dimensions. The other dimensions do not change. s is `ropeScale`.
 extension AttentionMixer {
-    /// Rotates x by its positions, and multiplies it by s.
+    /// Returns y for x.
     /// - Parameter x: `[heads, n, d]`; or `[n, heads, 1, d]`, with one token of each of n sequences
     func rope(_ x: MLXArray, at positions: Positions) -> MLXArray { turned(x, at: positions, sign: 1) }
 
-    /// Rotates dy by the opposite angles, and multiplies it by s.
+    /// Returns dx from dy: the rotation by −θ instead of θ, with the same factor s.
     func ropeBackward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, at: .from(start), sign: -1) }
 
     private func turned(_ x: MLXArray, at positions: Positions, sign: Float) -> MLXArray {

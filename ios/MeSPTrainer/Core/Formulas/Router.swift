@@ -3,7 +3,7 @@ import MeSPBundle
 
 /// The choice of a token's experts and their weights, from the router's outputs z `[T, E]`:
 ///
-///     K = the k experts with the highest p + b        w = c p / (Σ_K p + ε)        p = σ(z) or exp(z)
+///     K = the k experts with the highest σ(z) + b or z + b        w = c p / (Σ_K p + ε)        p = σ(z) or exp(z)
 ///
 /// k is `numExpertsPerTok`, and c is `scaling`. ε is 10⁻⁶ with the sigmoid, and 0 otherwise.
 extension Experts {

@@ -2,7 +2,7 @@ import MLX
 
 /// LFM2's gated short convolution:  y = c ∘ conv_out,  conv_out = conv(b ∘ u)
 ///
-/// All arrays are `[n, hidden]`.
+/// b, c, u, conv_out and y are `[n, hidden]`.
 extension CausalConvolution {
     /// Returns conv_out, in float32.
     /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; replaced by b ∘ u of the last K − 1 tokens

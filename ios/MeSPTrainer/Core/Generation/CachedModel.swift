@@ -3,7 +3,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 
-/// A bundle's model, with or without adapters, with a cache of each block's state, for generation and scoring. It runs block by block.
+/// A bundle's model, with or without adapters, for generation and scoring. It runs block by block. A `PromptCache` holds each block's state.
 ///
 /// Weights stay mapped from one token to the next if they fit in memory. Otherwise each block's weights are mapped only while the block runs.
 package struct CachedModel {
@@ -17,7 +17,7 @@ package struct CachedModel {
     private let isRecurrent: Bool
     /// The manifest's `featureGroup`, cached because computing it takes a search.
     private let featureGroup: Int
-    /// The size limit of temporary arrays, in bytes.
+    /// The size limit of temporary arrays that are computed in tiles, in bytes.
     private static let tileBytes = 1 << 20
     /// The maximum number of texts that are generated together.
     static let mostTexts = 16
@@ -247,7 +247,7 @@ package struct CachedModel {
     ///
     /// - Parameters:
     ///   - states: the state of each sequence; nil before the first token.
-    ///   - keepsStates: whether to return the states after the tokens; otherwise `states` is nil afterwards.
+    ///   - keepsStates: whether to replace the elements of `states` by the states after the tokens. Otherwise they are nil afterwards.
     ///   - isDeferred: whether the evaluation may be deferred; see `Machine.leave`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,

@@ -66,14 +66,14 @@ public struct Generator {
     /// - Throws: the errors of `init`; the generator then keeps its adapters.
     package mutating func use(_ adapters: [WeightedAdapters]) throws { try model.use(adapters) }
 
-    /// Generates a text, and calls `onToken` with each token as it is chosen.
+    /// Generates a text, and calls `onToken` with each of its tokens as it is chosen.
     ///
     /// - Parameters:
     ///   - request: the prompt, and how tokens are chosen.
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
     ///     `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
-    /// - Returns: the number of tokens, the times, and the reason why the text ended.
+    /// - Returns: the summary of the text.
     /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`.
     @discardableResult
     package func generate(
@@ -92,7 +92,7 @@ public struct Generator {
     ///   - atBlock: called before each block, and within blocks while a GPU compiles their kernels; it may wait. `CancellationError` from it, or from
     ///     `onToken`, ends the text as `stopped`.
     ///   - onToken: gets the token's id.
-    /// - Returns: the number of tokens, the times, and the reason why the text ended.
+    /// - Returns: the summary of the text.
     /// - Throws: `MeSPError`, and other errors of `atBlock` and `onToken`. The cache is then empty, except after an invalid request.
     @discardableResult
     package func generate(
@@ -127,7 +127,7 @@ public struct Generator {
     ///   - atBlock: called as for one text; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and the summary of its text, in the order in which texts end.
-    /// - Throws: `MeSPError`, and the errors of the functions.
+    /// - Throws: `MeSPError`, and other errors of the three functions.
     package func generate(
         _ requests: [Request], atOnce: Int, cacheLimit: Int = Generator.cacheLimit, atBlock: () throws -> Void = {},
         onToken: (_ request: Int, _ token: Int) throws -> Void, onEnd: (_ request: Int, Summary) throws -> Void
@@ -169,7 +169,7 @@ public struct Generator {
             random = MLXRandom.RandomState(seed: request.seed)
         }
 
-        /// Returns the text with an empty cache, to be regenerated after a failure up to its last written token.
+        /// Returns the text with an empty cache, for a new start after a failure. The text keeps the tokens that are written.
         func begunAgain() -> Text {
             var text = self
             (text.cache, text.count) = (cache.emptied(), 0)

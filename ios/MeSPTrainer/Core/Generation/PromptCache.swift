@@ -49,7 +49,7 @@ package struct PromptCache {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }
 
-    /// Prepares the cache for a text. Keeps the tokens that the text begins with, except the text's last token.
+    /// Prepares the cache for a text. Keeps at most the tokens that the text begins with, without the text's last token.
     ///
     /// - Returns: the tokens to read.
     mutating func begin(_ text: [Int]) -> ArraySlice<Int> {

@@ -88,8 +88,10 @@ public enum LogRecord: Sendable {
 
         package init(event: String, message: Sentence) { (self.event, self.message) = (event, message) }
     }
-    /// The strength s of the adapters (W + s · α / r · A B) that was chosen at the end of a run; 0 if no strength within the limit lowered the
-    /// held-out loss. The losses are in nats per token, before the run and with the adapters at this strength.
+    /// The strength of the adapters that was chosen at the end of a run: an additional factor of their outputs, see `chosenStrength`. It is 0 if no
+    /// strength within the limit lowered the held-out loss. The losses are in nats per token. `lossBefore` and `lossAfter` are held-out losses, at
+    /// the beginning of the run and with the adapters at this strength. `generalBefore` and `generalAfter` are losses of the general text, of the
+    /// base model and with the adapters at this strength.
     public struct Strength: Codable, Sendable {
         package var step: Int
         package var strength: Float

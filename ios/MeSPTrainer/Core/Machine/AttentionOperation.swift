@@ -1,8 +1,8 @@
 import MLX
 import MeSPBundle
 
-/// Attention by a single MLX operation if the processor has one that computes the scores in tiles, and TF32 is not emulated. Otherwise attention is
-/// computed in tiles here.
+/// Attention by a single MLX operation if the processor has one that computes the scores in tiles, the mixer does not cap its scores, and TF32 is not
+/// emulated. Otherwise attention is computed in tiles here.
 extension Machine {
     private func hasOperation(_ attention: Attention) -> Bool {
         processor.hasOperation(for: attention.mixer) && !TF32.isEmulated

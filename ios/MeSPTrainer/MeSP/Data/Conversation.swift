@@ -4,8 +4,7 @@ import MeSPSentences
 
 /// A conversation: messages for the model's chat template, and the tools that the model may call.
 ///
-/// It is encoded as a record in Hugging Face's format: `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`. Decoding throws an error
-/// if training would lose some of the content.
+/// It is encoded as a record in Hugging Face's format: `{"messages": [{"role": "user", "content": "Hi"}, …], "tools": […]}`.
 public struct Conversation: Codable, Sendable, Hashable {
     /// The messages, the oldest first.
     public var messages: [Message]
@@ -14,7 +13,7 @@ public struct Conversation: Codable, Sendable, Hashable {
     /// The number of messages that come from a record's `prompt`; 0 for a record with `messages`. Answers among these messages are not trained.
     package var prompt = 0
 
-    /// Creates a conversation. A run or a preview refuses content that training would lose.
+    /// Creates a conversation.
     ///
     /// - Parameters:
     ///   - messages: the messages, the oldest first.

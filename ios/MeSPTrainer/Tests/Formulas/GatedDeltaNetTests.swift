@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// Compares the formulas with the recurrence, token by token, and with its automatic differentiation.
+/// Compares the formulas with the sequential recurrence and its automatic differentiation.
 @Suite(.serialized) struct GatedDeltaNetTests {
     /// The outputs of the mixer's projections, and dy, the gradient with respect to y.
     private struct Inputs {

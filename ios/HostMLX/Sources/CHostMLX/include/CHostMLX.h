@@ -88,7 +88,7 @@ HostArray host_vector_get(HostVector v, size_t index);
 
 #define HOST_SCANS(X) X(cumsum)
 
-/// Operations on an array with one or two ints. The ints are axes or, for `repeat`, a count and an axis.
+/// Operations on an array with one or two ints. The ints are axes, except that the first int of `repeat` is a count.
 #define HOST_INT_OPERATIONS(X) X(argsort) X(repeat)
 #define HOST_INT2_OPERATIONS(X) X(flatten) X(repeat) X(swapaxes)
 
@@ -200,7 +200,7 @@ void host_compile_erase(uintptr_t id);
 
 HostFunction host_import_function(const char *path);
 void host_function_free(HostFunction f);
-/// Calls a function. `named` has one array for each of the `count` names.
+/// Calls an imported function. `named` has one array for each of the `count` names.
 HostVector host_function_call(
     HostFunction f, HostVector arguments, const char *const *names, size_t count, HostVector named);
 /// Exports `f`. Its parameters are the arguments, followed by the named arrays in the order of `names`.
@@ -232,7 +232,7 @@ int32_t host_default_device(void);
 const char *host_version(void);
 void host_set_default_device(int32_t device);
 bool host_new_stream(int32_t device, HostStream *stream);
-/// Makes a stream for the GPU on a machine without one. Graphs on the stream can be built, but not computed.
+/// Makes a stream for the GPU on a Linux machine without one. Graphs on the stream can be built, but not computed.
 void host_make_gpu_stream(void);
 void host_synchronize(HostStream s);
 

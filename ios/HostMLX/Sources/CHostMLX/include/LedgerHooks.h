@@ -56,7 +56,7 @@ extern LedgerHooks *ledger_hooks;
 /// Returns the hooks while the ledger records, otherwise null.
 LedgerHooks *recording_ledger();
 
-/// Makes a stream for the GPU on a machine without one, unless it exists. Graphs on the stream can be built, but not computed.
+/// Makes a stream for the GPU on a Linux machine without one, unless the stream exists. Graphs on the stream can be built, but not computed.
 void make_gpu_stream();
 
 }  // namespace host

@@ -80,8 +80,8 @@ import Testing
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    /// The template writes only a line feed after an answer, so an end token is added. With `thinks`, the template writes a thought before an answer
-    /// after the last message of the user.
+    /// The template writes only a line feed after an answer, so an end token is added. With `thinks`, the template writes a thought at the start of
+    /// an answer that follows the last message of the user.
     @Test(arguments: [
         (
             ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,
