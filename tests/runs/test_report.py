@@ -11,6 +11,7 @@ from helpers.commands import invoke
 from helpers.pages import Page
 from helpers.runs import write_run
 from mesp.commands.report import main
+from mesp.runs.log import RunLog
 
 pytest.importorskip("matplotlib")
 
@@ -250,3 +251,8 @@ def test_bad_input_is_one_sentence(tmp_path: Path, out: str, sentence: str):
     (tmp_path / "empty").mkdir()
     done = report(tmp_path / "empty", "--out", tmp_path / out)
     assert (done.returncode, done.stderr) == (2, f"Error: {sentence.format(tmp=tmp_path)}\n")
+
+
+def test_a_run_without_steps_has_an_empty_table():
+    table = RunLog().to_pandas()
+    assert table.empty and table.index.name == "step"

@@ -210,6 +210,8 @@ class RunLog:
         """
         import pandas
 
+        if not self.steps:
+            return pandas.DataFrame(index=pandas.Index([], name="step"))
         return pandas.DataFrame(list(self.steps)).drop(columns="type").set_index("step")
 
     @property
