@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a `task`: `done` of `total` units. `total` is None if it is unknown."""
+    """The progress of a `task`: `done` of `total` units. If the number of units is unknown,
+    `total` is None.
+    """
 
     task: str
     done: int = 0

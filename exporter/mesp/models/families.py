@@ -87,7 +87,8 @@ class Family:
     output_gate: bool = False
     rope_by_type: bool = False  # whether mlx-lm reads `rope_parameters` for each layer type
     post_norms: bool = False
-    norm_offset: int = 0  # the number to add to a norm's weight in a checkpoint
+    # the number to add to a norm's weight in a checkpoint, except for Gated DeltaNet's norm
+    norm_offset: int = 0
     # MeSP's names of modules -> their names in checkpoints, if the names differ.
     names: dict[str, str] = field(default_factory=dict)
     # The `model_type`s that the text part of a multimodal model may have.
@@ -176,7 +177,7 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
-    """Converts Granite 4's settings to mlx-lm's keys.
+    """Returns Granite 4's settings in the standard keys.
 
     transformers uses RoPE only if `position_embedding_type` is "rope". mlx-lm uses RoPE unless the
     value is "nope".
@@ -210,7 +211,7 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
         for i in range(config["num_hidden_layers"])
     ]
     types = [*types[:-1], "full_attention"]
-    # The weight of q's norm already includes the attention scale.
+    # Gemma 4 does not scale its attention scores.
     found: dict[str, Any] = {"query_pre_attn_scalar": 1, "layer_types": types}
     if sizes := config.get("per_layer_config"):
         full = [str(i) for i, each in enumerate(types) if each == "full_attention"]
@@ -576,7 +577,8 @@ VARIANTS = {
     "conv_bias": False,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
-    "mamba_n_groups": 1,  # transformers normalizes each group separately
+    # with several groups, transformers normalizes each one separately; MeSP does not
+    "mamba_n_groups": 1,
     "time_step_limit": NO_LIMITS,
     "use_attention_gate": True,
     "use_sandwich_norm": True,
@@ -608,7 +610,7 @@ VARIANTS = {
     "use_double_wide_mlp": False,
 }
 
-# Other models that mlx-lm can run, by `model_type`, and the reason why MeSP cannot train them.
+# Other known models, by `model_type`, each with the reason why MeSP cannot train it.
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),

@@ -26,8 +26,8 @@ class AttentionMixer:
     output_gate: bool  # whether q_proj also computes a gate for each head's output
     attention_scale: float
     attn_logit_softcapping: float | None
-    # RoPE's frequency for each pair of dimensions, in radians per position. A pair with frequency 0
-    # is not rotated. An empty tuple means no RoPE.
+    # RoPE's frequencies in radians per position, one for each pair of dimensions. Dimensions beyond
+    # these pairs are not rotated, nor is a pair with frequency 0. An empty tuple means no RoPE.
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
@@ -77,7 +77,7 @@ class AttentionMixer:
         return {}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
+        """Raises an exception if a field has an impossible value."""
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
         sizes += [] if self.sliding_window is None else [self.sliding_window]
         cap = self.attn_logit_softcapping
@@ -153,7 +153,7 @@ class GatedDeltaNet:
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
+        """Raises an exception if a field has an impossible value."""
         sizes = (
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
             self.kernel_size,
@@ -208,7 +208,7 @@ class Mamba2Mixer:
     """Mamba-2 (Dao & Gu, arXiv:2405.21060), with a recurrent state for each head.
 
     The input projection computes z, xBC and dt, in this order. A causal depthwise convolution and
-    silu follow xBC.
+    silu are applied to xBC.
     """
 
     type: ClassVar[str] = "mamba2"
@@ -259,7 +259,7 @@ class Mamba2Mixer:
         return {f"mamba.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
+        """Raises an exception if a field has an impossible value."""
         sizes = (
             self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
         )  # fmt: skip
@@ -282,7 +282,7 @@ _TYPES = {
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
     """Returns the mixer that a manifest entry describes.
 
-    Raises ValueError, TypeError or KeyError if the entry is damaged.
+    Raises ValueError, TypeError or KeyError if the entry has the wrong form.
     """
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     if "frequencies" in fields:

@@ -146,7 +146,7 @@ class PerLayerEmbedding:
 def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
     """Returns the MLP that a manifest entry describes.
 
-    Raises ValueError, TypeError or KeyError if the entry is damaged.
+    Raises ValueError, TypeError or KeyError if the entry has the wrong form.
     """
     experts = entry.get("experts")
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
@@ -156,7 +156,7 @@ def mlp_from_manifest(entry: dict[str, Any]) -> MLP:
 def per_layer_from_manifest(entry: dict[str, Any] | None) -> PerLayerEmbedding | None:
     """Returns the per-layer embedding that a manifest entry describes, or None for None.
 
-    Raises ValueError, TypeError or KeyError if the entry is damaged.
+    Raises ValueError, TypeError or KeyError if the entry has the wrong form.
     """
     if entry is None:
         return None

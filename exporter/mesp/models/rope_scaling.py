@@ -17,7 +17,8 @@ def rope_frequencies(
 
     The unscaled frequencies are θ^(-2i/D) for i < D/2, with D = head_dim · partial_rotary_factor,
     or D = head_dim for the scaling type "proportional". `rope_scaling` changes them. `local`
-    selects attention in a sliding window, for which a model may have another θ without scaling.
+    selects attention in a sliding window. There, a model may have another θ; then D = head_dim,
+    without scaling.
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
     share = config.get("partial_rotary_factor") or 1.0
@@ -58,7 +59,8 @@ def complete_scaling(scaling: dict[str, Any], config: dict[str, Any]) -> dict[st
         _check_numbers(scaling)
     if kind == "yarn":
         scaling["attention_factor"] = _yarn_attention_factor(scaling)
-        # mlx-lm does not read attention_factor. It computes 0.1 · mscale · ln(factor) + 1 instead.
+        # mlx-lm does not read attention_factor. With mscale_all_dim = 0 and factor > 1, it computes
+        # 0.1 · mscale · ln(factor) + 1 instead.
         slower = 0.1 * math.log(scaling["factor"]) if scaling["factor"] > 1 else math.inf
         scaling["mscale"] = (scaling["attention_factor"] - 1) / slower
         scaling["mscale_all_dim"] = 0
@@ -136,7 +138,7 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
     """Returns the factor of q and k: `attention_factor` or, if it is missing, one computed from
-    `factor` and, if present, `mscale` and `mscale_all_dim`.
+    `factor` and, if both are present, `mscale` and `mscale_all_dim`.
     """
 
     def magnitude(weight: float) -> float:

@@ -76,7 +76,9 @@ _granite = partial(
 def _granite4h(
     hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **others: float
 ) -> dict[str, Any]:
-    """Returns the config.json of a Granite 4.0-H: Mamba-2 except in the layers in `attention`."""
+    """Returns the config.json of a Granite 4.0-H model. Its mixers are Mamba-2, except in the
+    layers in `attention`.
+    """
     types = ["attention" if i in attention else "mamba" for i in range(layers)]
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0}
     return _config(

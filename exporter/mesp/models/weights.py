@@ -24,7 +24,7 @@ class Weights(Protocol):
         """Whether the norms' weights in the source already include the family's offset."""
 
     def is_quantized(self, name: str) -> bool:
-        """Returns whether the source stores the matrix quantized, in MLX's format."""
+        """Returns whether `rows` returns the matrix as quantized arrays in MLX's format."""
 
     def is_stored_unquantized(self, name: str) -> bool:
         """Returns whether the source stores the matrix unquantized."""

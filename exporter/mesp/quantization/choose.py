@@ -63,7 +63,7 @@ class Quantizations:
     def to_config(self, arch: Architecture) -> dict[str, Any]:
         """Returns the value of ``quantization`` in mlx-lm's config.json.
 
-        The value is the main quantization, with entries for the modules that differ.
+        The value is the main quantization, with entries for the modules in `others`.
         """
         prefix = arch.mlx_prefix.removesuffix("model")
         others = {f"{prefix}{name}": each and asdict(each) for name, each in self.others.items()}
@@ -189,8 +189,8 @@ def find_quantizations(
 
 
 def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
-    """Returns the requested quantization. Raises MespError if another mode than "affine" lacks the
-    bits or the group size.
+    """Returns the requested quantization. Raises MespError if the mode is not "affine" and does not
+    have the requested bits or group size.
     """
     mode = mode or "affine"
     if mode == "affine":
@@ -207,11 +207,12 @@ def choose_quantization(mode: str | None, bits: int | None, group_size: int | No
 def choose_quantizations(
     arch: Architecture, main: Quantization, head_bits: int | None
 ) -> Quantizations:
-    """Returns the quantization `main` for all matrices except the head and the matrices in
-    `Block.frozen`.
+    """Returns the quantizations of a model's matrices: `ROUTER_BITS` in affine mode for the
+    matrices in `Block.frozen`, and `main` for the others.
 
-    In affine mode, the head may have other bits. So may an embedding that is tied to the head.
-    Raises MespError for `head_bits` in another mode.
+    If `main` is in affine mode, the head has `head_bits`, by default the bits of `main` but at
+    least `HEAD_BITS`. So has an embedding that is tied to the head. Raises MespError for
+    `head_bits` in another mode.
     """
     routers = [
         f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.frozen()

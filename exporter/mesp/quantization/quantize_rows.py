@@ -64,8 +64,8 @@ def matrix_pieces(
 ) -> Iterator[Piece]:  # fmt: skip
     """Yields the quantized matrix `source`, a few rows at a time.
 
-    A matrix that the source stores quantized keeps its codes. `expert` is the index of an expert in
-    stacked matrices, or None.
+    If the matrix is already quantized in the model's files, its codes stay unchanged. `expert` is
+    the index of an expert in stacked matrices, or None.
     """
     quantization, in_files = quantizations.of(source), quantizations.in_files(source)
     parts = quantization.parts

@@ -68,7 +68,8 @@ def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, 
 def attention(q: mx.array, k: mx.array, v: mx.array, mixer: AttentionMixer) -> mx.array:
     """Returns O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
 
-    q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]
+    q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]; a is the attention
+    scale.
     """
     k, v = k[:, :, None], v[:, :, None]
     _, P = _scores(_by_group(q, k.shape[1]), k, mixer)
@@ -161,7 +162,7 @@ def mix_by_attention(
 
     With a gate, the returned q has each head's query followed by the head's gate. An output gate
     has D values from q(x), a head gate one value from g(x). `shared` are another block's k̂ and v̂,
-    for a block that computes no keys and values.
+    for a block that computes no keys and values. They are then returned as k and v.
     """
     p, vector, eps = parts
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads

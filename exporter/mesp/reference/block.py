@@ -101,7 +101,7 @@ def block_forward(
         x_mid = x + out(mix(RMSNorm(x)))
         y = x_mid + w down(act(gate) ∘ up) + experts
 
-    w is the factor of `weigh_mlp`, or 1 if the experts have no `mlp_gate`. With post-norms, the
+    w is the factor of `weigh_mlp`, or 1 if the block has no `mlp_gate`. With post-norms, the
     outputs of the mixer and the MLP are normed before they are added. In a block whose MLP has only
     experts, gate and up are empty. With `per_layer`, `add_per_layer` is applied to y.
 

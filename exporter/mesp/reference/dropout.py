@@ -53,7 +53,7 @@ def dropout_mask(key: int, p: float, T: int, in_size: int) -> mx.array:
     """Returns M [T, in]. An entry is 0 with probability p, and 1 / (1 - p) otherwise.
 
         r_t = hash(t + low half of key)        c_j = hash(j + high half of key) | 1
-        M_tj = 0 where r_t c_j < p 2³²
+        M_tj = 0 where r_t c_j < ⌊p 2³²⌋
 
     The integers are unsigned, have 32 bits and wrap. Multiply-shift hashing needs an odd c_j
     (Dietzfelbinger et al. 1997). p is rounded to float32, as in the trainer.

@@ -107,7 +107,8 @@ def chunk_backward(
 
         dD = Pᵀ dO + δ K dS₊        Z = Mᵀ dD        dV = β Z
         dβ = rowsum(Z ∘ (V - γ K S - A D))
-        dP = dO Dᵀ        dA = -dV Dᵀ        dQ = γ dO Sᵀ + (Γ ∘ dP) K
+        dP = dO Dᵀ        dA = -dV Dᵀ strictly below the diagonal, else 0
+        dQ = γ dO Sᵀ + (Γ ∘ dP) K
         dK = (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q - γ dV Sᵀ + δ D dS₊ᵀ
         dS = γ_C dS₊ + (γ Q)ᵀ dO - (γ K)ᵀ dV
 

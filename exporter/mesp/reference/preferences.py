@@ -49,31 +49,31 @@ def _softplus(x: float) -> float:
 
 
 def dpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """Returns ℒ = -log sigmoid(m),   m = β (ρ_c - ρ_r)."""
+    """Returns the loss ℒ = -log sigmoid(m), with m = β (ρ_c - ρ_r), and its weights."""
     margin = beta * (chosen.ratio - rejected.ratio)
     weight = beta * _sigmoid(-margin)
     return Preference(_softplus(-margin), weight, -weight)
 
 
 def ipo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """Returns ℒ = h²,   h = ρ_c / n_c - ρ_r / n_r - 1 / 2β."""
+    """Returns the loss ℒ = h², with h = ρ_c / n_c - ρ_r / n_r - 1 / 2β, and its weights."""
     difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens - 1 / (2 * beta)
     slope = 2 * difference
     return Preference(difference**2, -slope / chosen.tokens, slope / rejected.tokens)
 
 
 def simpo(chosen: Answer, rejected: Answer, beta: float, gamma: float) -> Preference:
-    """Returns ℒ = -log sigmoid(m),   m = β (μ_c - μ_r) - γ."""
+    """Returns the loss ℒ = -log sigmoid(m), with m = β (μ_c - μ_r) - γ, and its weights."""
     margin = beta * (chosen.logp / chosen.tokens - rejected.logp / rejected.tokens) - gamma
     weight = beta * _sigmoid(-margin)
     return Preference(_softplus(-margin), weight / chosen.tokens, -weight / rejected.tokens)
 
 
 def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
-    """Returns ℒ = -β log sigmoid(o), with o = f(μ_c) - f(μ_r) and the log odds f(x) = x - log(1 -
-    eˣ).
+    """Returns the loss ℒ = -β log sigmoid(o) and its weights.
 
-    The caller adds the chosen answer's mean loss.
+    o = f(μ_c) - f(μ_r), with the log odds f(x) = x - log(1 - eˣ). The caller adds the chosen
+    answer's mean loss.
     """
     means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
     odds = [mean - math.log(-math.expm1(mean)) for mean in means]

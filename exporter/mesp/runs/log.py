@@ -1,7 +1,7 @@
 """Reads a run's log, `metrics.jsonl`, which has one JSON object per line.
 
-docs/formats.md describes the records. Sizes are in bytes and times in seconds. Losses are in nats
-per token, except in runs with an objective or rewards.
+docs/formats.md describes the records. Sizes are in bytes and durations in seconds. Losses are in
+nats per token, except in runs with an objective or rewards.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LOG_NAME = "metrics.jsonl"
 SIZE = 1 << 28  # maximum size of a log in bytes
 LINE = 1 << 20  # maximum size of a line in bytes; the record of a step has about 500 bytes
 
-# A run without an end record counts as running until its log is unchanged for this time.
+# A run without an end record counts as running for this time after its last record.
 SILENCE = timedelta(minutes=10)
 
-# Required fields of each kind of record.
+# Required fields of some kinds of records, besides `type`.
 FIELDS: dict[str, dict[str, type]] = {
     "start": {},
     "step": {
@@ -72,7 +72,7 @@ Record = dict[str, Any]
 def is_record(value: object) -> bool:
     """Returns whether a value is a record with the fields of its kind.
 
-    In a record of an unknown kind, only the field `time` is checked.
+    In a record of an unknown kind, only the fields `type` and `time` are checked.
     """
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         return False
@@ -83,8 +83,8 @@ def is_record(value: object) -> bool:
 
 
 def is_a(kind: type, value: object) -> bool:
-    """Returns whether a JSON value is text (str), an object (dict), a non-negative integer below
-    2⁶³ (int) or a number below 1e300 in absolute value (float).
+    """Returns whether a JSON value is of a kind: `str` for text, `dict` for an object, `int` for a
+    non-negative integer below 2⁶³, `float` for a number below 1e300 in absolute value.
     """
     if kind in (str, dict):
         return isinstance(value, kind)

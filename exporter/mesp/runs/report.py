@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # The minimum number of points of a smoothed line, if the run has enough steps.
 POINTS = 40
-SAMPLES_SIZE = 16 << 20  # maximum size in bytes
+SAMPLES_SIZE = 16 << 20  # maximum size of a samples.json in bytes
 PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5  # size of a picture in inches
 HOW_STARTED = ("resume", "dry_run")
@@ -90,7 +90,7 @@ def read_samples(path: Path) -> list[dict[str, str]]:
 def smooth(
     run: RunLog, value: Callable[[dict[str, Any]], float]
 ) -> tuple[list[float], list[float]]:
-    """Returns the means of steps and values over groups of successive steps.
+    """Returns the means of step numbers and of values over groups of successive steps.
 
     Runs with at least `POINTS` steps get at least `POINTS` groups.
     """
@@ -399,7 +399,7 @@ def render_events(runs: dict[str, RunLog]) -> str:
 
 
 def render_samples(name: str, samples: list[dict[str, str]]) -> str:
-    """Returns the answers of one run's model before and after training."""
+    """Returns HTML with the answers of one run's model before and after training."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:
         parts.append(f"<p><b>{html.escape(sample['prompt'])}</b></p><div class='sample'>")

@@ -1,4 +1,4 @@
-"""The table of runs that tools/collect.py prints and `mesp report` shows."""
+"""The table of runs that tools/collect.py prints and `mesp report` shows in its page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ COLUMNS = (
 
 
 def table_row(run: RunLog) -> list[str]:
-    """Returns a run's row under `COLUMNS`, with losses as first → last and the footprint in MB."""
+    """Returns a run's row under `COLUMNS`. Training losses are first → last, held-out losses
+    before → after. The footprint is in MB.
+    """
     losses = run.losses
     before, after = run.held_out
     return [

@@ -18,7 +18,9 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Number(click.FloatRange):
-    """The type of an option that is a finite number in a range. click.FloatRange accepts `nan`."""
+    """The type of an option that is a finite number in a range. Unlike click.FloatRange, it refuses
+    `nan`.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         converted = super().convert(value, param, ctx)
@@ -92,7 +94,8 @@ def add_options(
 ) -> Decorator:
     """Returns a decorator that adds an option for each setting of a dataclass.
 
-    `names` limits the settings that get an option. `defaults` replace declared defaults.
+    If `names` is not empty, only these settings get an option. `defaults` replace declared
+    defaults.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ WIDEST = 4096
 
 
 def draw_tokens(vocab_size: int) -> np.ndarray:
-    """Returns uniformly random token ids, for calibration without a text."""
+    """Returns uniformly random token ids, to be used without a text."""
     return np.random.default_rng(0).integers(vocab_size, size=SEQUENCES * LENGTH)
 
 
@@ -67,7 +67,8 @@ class Moments:
         if index != self.done:
             raise ValueError(f"block {self.done} comes before block {index}")
         found: dict[str, mx.array] = {}
-        last: tuple[mx.array, mx.array] | None = None  # several modules have the same input
+        # The last input and its sums. Several modules have the same input.
+        last: tuple[mx.array, mx.array] | None = None
 
         def seen(module: str, x: mx.array) -> None:
             nonlocal last

@@ -13,7 +13,7 @@ extension HubDownload {
             /// The SHA-256 in hexadecimal; nil if it is unknown.
             package let sha256: String?
 
-            /// Whether the path stays inside a folder, the size is at most 1 TiB, and the SHA-256 has 64 hexadecimal digits.
+            /// Whether the path stays inside a folder, the size is at most 1 TiB, and a known SHA-256 has 64 hexadecimal digits.
             var isPossible: Bool {
                 leadsDown(path) && (0...(1 << 40)).contains(size)
                     && sha256.map { $0.count == 64 && Offer.isHexadecimal($0) } ?? true
@@ -47,7 +47,7 @@ extension HubDownload {
         package var isModel: Bool { model != nil }
         /// The size of the download, in bytes.
         public var size: Int { files.reduce(json?.count ?? 0) { $0 + $1.size } }
-        /// The size of the bundle on the device, in bytes. For a model, the size is an estimate that is slightly too high.
+        /// The size of the bundle on the device, in bytes. For a model, the size is an estimate.
         public var bundleSize: Int {
             guard isModel else { return size }
             return files.filter { !$0.path.hasSuffix(".safetensors") }.reduce(manifest.mappedBytes) { $0 + $1.size }

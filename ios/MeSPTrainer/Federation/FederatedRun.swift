@@ -15,8 +15,8 @@ import MeSPSentences
 ///         return try round.answer()
 ///     }
 ///
-/// `docs/federation.md` describes the content of messages. An array `[blocks, in, rank]` holds one module's matrices A in all trained blocks. An
-/// array `[blocks, rank, out]` holds the matrices B.
+/// `docs/federation.md` describes the content of messages, and the shapes of their arrays. An array holds the matrices A, or the matrices B, of one
+/// module in all trained blocks that have the module.
 package struct FederatedRun {
     /// The settings of the run. They resume an interrupted run for the same message.
     package let settings: RunSettings
@@ -27,7 +27,7 @@ package struct FederatedRun {
     private let received: [String: FlowerArray]
     private let isRounded: Bool
 
-    /// Returns the maximum size of a message in bytes: the size of all matrices of the largest rank in float32, plus 1 MiB.
+    /// Returns the maximum size of a message in bytes: the size of all adapter matrices in float32 at the bundle's largest rank, plus 1 MiB.
     ///
     /// - Throws: `MeSPError` if the URL is not a bundle.
     package static func mostBytes(_ bundle: URL) throws -> Int {
@@ -36,7 +36,7 @@ package struct FederatedRun {
         return layouts.reduce(1 << 20) { $0 + 4 * $1.count }
     }
 
-    /// Reads a message and checks its settings and arrays.
+    /// Reads a message and checks its settings. If no run is resumed, also checks its arrays and saves them as the run's first adapters.
     ///
     /// - Parameters:
     ///   - question: the server's message.
@@ -74,11 +74,11 @@ package struct FederatedRun {
         if !settings.resume { try writeStart() }
     }
 
-    /// Returns the answer: the trained matrices, the loss and other metrics. If the server exchanges bfloat16, the answer has the changes of the
-    /// matrices instead of the matrices.
+    /// Returns the answer: the trained matrices, the loss and other metrics, and the device's name. If the server exchanges bfloat16, the answer has
+    /// the changes of the matrices instead of the matrices.
     ///
     /// - Parameter name: the name of this device in the answer; nil for the node's number.
-    /// - Throws: `CancellationError` if the run has not finished; `MeSPError`.
+    /// - Throws: `CancellationError` if the run has not finished; `MeSPError` if a received array is not among the trained matrices.
     package func answer(as name: String? = nil) throws -> FlowerRecords {
         let output = URL(fileURLWithPath: settings.output)
         let summary = try LogSummary(folder: output)
@@ -180,8 +180,8 @@ package struct FederatedRun {
         return Array(matrices)
     }
 
-    /// Returns the array for the answer: the new matrix in float32, or its change in bfloat16. Rounding the new matrix to bfloat16 would lose small
-    /// updates.
+    /// Returns the array for the answer: the new numbers in float32, or, if `isRounded`, their changes in bfloat16. Rounding the new numbers to
+    /// bfloat16 would lose small changes.
     private func packed(_ new: [Float], from old: [Float], like received: FlowerArray) -> FlowerArray {
         var data = Data(capacity: received.data.count)
         for (new, old) in zip(new, old) {

@@ -105,7 +105,7 @@ struct FlowerObjectStore {
 extension FlowerObjectStore {
     /// The maximum size of an array's chunk, in bytes.
     private static let chunk = 5_242_880
-    /// The maximum size of the list of an object's children, in bytes. In memory the list takes about ten times this size.
+    /// The maximum size, in bytes, of an object's body that lists the object's children.
     private static let mostOfNames = 1 << 20
 
     mutating func add(_ records: FlowerRecords) throws -> FlowerObjectTree {

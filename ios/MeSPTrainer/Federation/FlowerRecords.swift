@@ -96,7 +96,7 @@ package struct FlowerArray: Sendable, Equatable {
 
     /// Reads a `.npy` file.
     ///
-    /// - Throws: `MeSPError` if the element type is not in `Kind`, or the file is invalid.
+    /// - Throws: `MeSPError` if the element type is not in `Kind`, the array is in Fortran order, or the file is invalid.
     init(npy file: Data) throws {
         let file = Data(file)
         guard file.count >= 12, file.prefix(6) == Self.magic else {

@@ -101,7 +101,7 @@ final class HTTPTransport: Sendable {
             let length = isCoded ? -1 : response?.expectedContentLength ?? -1
             if length > Int64(most) { end(dataTask, .failure(Failure.tooLong)) }
             if length < 0 {
-                // An error response without a length is accepted, because only its status is needed.
+                // An error response without a length is accepted, but its body is not read.
                 let isError = (response?.statusCode ?? 0) >= 400
                 end(dataTask, isError ? .success(()) : .failure(Failure.unsaidLength))
                 if isError { stop(dataTask) }

@@ -118,8 +118,8 @@ struct PendingMessage {
         try write("reply", reply, tree)
     }
 
-    /// Removes the message, the answer, their objects and the work folder. The file `message` is removed first, because the other files are ignored
-    /// without it.
+    /// Removes the message, the answer, their objects and the work folder. The file `message` is removed first, because a restarted node ignores the
+    /// other files if there is no `message`.
     func empty() throws {
         for name in ["message", "reply", "work", "objects"] {
             let file = folder.appendingPathComponent(name)

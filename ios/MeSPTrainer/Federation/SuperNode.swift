@@ -6,7 +6,7 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A client of a Flower federation in Swift. It joins a SuperLink, waits for messages, and sends answers.
+/// A client of a Flower federation. It joins a SuperLink, waits for messages, and sends answers.
 ///
 ///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
@@ -54,20 +54,20 @@ package struct SuperNode: Sendable {
 
     /// Waiting times, in seconds.
     struct Seconds: Sendable {
-        /// The interval of heartbeats that the node announces to the server. The node sends a heartbeat after 80% of the interval.
+        /// The heartbeat interval that the node announces to the server. The node sends a heartbeat after 80% of this interval.
         var heartbeat = 30.0
         /// The time between requests for a message.
         var poll = 3.0
-        /// The time until a key can be activated again after its node ended without deactivation.
+        /// The time for which a node retries to activate its key. The server refuses a key for some time if its node ended without deactivation.
         var lease = 75.0
     }
 
     /// - Parameters:
     ///   - server: the address of a SuperLink, such as `https://links.example.org:8000`. An http address must be this machine's.
-    ///   - folder: the folder for received messages and, except on iOS, for the key. It is created if necessary.
+    ///   - folder: the folder for the node's files and, except on iOS, for its private key. It is created if necessary.
     ///   - mostBytes: the maximum size of a message, in bytes.
     ///   - configuration: the session configuration, which sets the allowed networks.
-    /// - Throws: `MeSPError` if the address is not valid, or the folder or the key cannot be used.
+    /// - Throws: an error if the address is not valid, or the folder or the key cannot be used.
     package init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
@@ -104,7 +104,7 @@ package struct SuperNode: Sendable {
     /// - Parameters:
     ///   - report: receives each event.
     ///   - answer: returns the answer to a message. The closure is called for one message at a time.
-    /// - Throws: `CancellationError`; another error for example if the server refuses the node, or if another node uses the folder.
+    /// - Throws: `CancellationError`; or another error, for example if the server refuses the node or another node uses the folder.
     package func run(
         report: @escaping @Sendable (Event) -> Void,
         answer: @escaping @Sendable (Question) async throws -> FlowerRecords

@@ -3,7 +3,7 @@ import MeSPFiles
 import MeSPSentences
 
 extension SuperNode {
-    /// Computes and sends the answer to the saved message. If there is no saved message, pulls one.
+    /// Pulls a message if none is saved. Otherwise sends the answer to the saved message, and computes it first if necessary.
     func handleMessage(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> FlowerRecords
     ) async throws {

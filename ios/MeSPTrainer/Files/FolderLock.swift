@@ -1,14 +1,14 @@
 import Foundation
 import MeSPSentences
 
-/// A lock on a folder, by the file `.lock` in it. It lets one process at a time write into the folder. The system releases the lock when the process
-/// ends.
+/// A lock on a folder through the file `.lock` in it. It lets one process at a time write into the folder. The system releases the lock when the
+/// process ends.
 package final class FolderLock: Sendable {
     private let file: Int32
 
     /// Takes the lock. Creates the folder if necessary.
     ///
-    /// - Throws: `MeSPError` if the folder is locked or cannot be created.
+    /// - Throws: `MeSPError` if the folder is locked or cannot be created, or the file `.lock` cannot be opened.
     package init(_ folder: URL) throws {
         do {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

@@ -1,7 +1,7 @@
 import Foundation
 
 extension URL {
-    /// The number of free bytes on the disk of a folder; nil if it is unknown. On Apple's systems it includes space that the system can free.
+    /// The number of free bytes on the disk of a folder; nil if it is unknown. On iOS and macOS it includes space that the system can free.
     public var freeBytes: Int? {
         #if os(iOS) || os(macOS)
             let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])

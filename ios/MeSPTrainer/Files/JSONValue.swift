@@ -5,7 +5,7 @@ package enum JSONValue: Codable, Sendable, Hashable {
     case null
     case bool(Bool)
     case integer(Int)
-    /// A number with a fraction or an exponent, or a whole number that does not fit an `Int`.
+    /// A number that is not an `integer`, such as 0.5 or 1e30.
     case number(Double)
     case string(String)
     case array([JSONValue])
@@ -80,7 +80,7 @@ package enum JSONValue: Codable, Sendable, Hashable {
         if case .array(let values) = self { values } else { nil }
     }
 
-    /// The fields of an object that are not null; nil if the value is not an object.
+    /// The fields of an object, without those that are null; nil if the value is not an object.
     package var fields: [String: JSONValue]? {
         if case .object(let fields) = self { fields.filter { $0.value != .null } } else { nil }
     }

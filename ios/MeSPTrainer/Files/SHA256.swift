@@ -29,7 +29,7 @@ package func hexadecimal(_ digest: some Sequence<UInt8>) -> String {
 }
 
 #if !canImport(CryptoKit)
-    /// SHA-256 (FIPS 180-4) for systems without CryptoKit. The interface is a part of CryptoKit's.
+    /// SHA-256 (FIPS 180-4) for systems without CryptoKit. The interface follows CryptoKit's.
     package struct SHA256 {
         private var state: [UInt32] = [
             0x6a09_e667, 0xbb67_ae85, 0x3c6e_f372, 0xa54f_f53a, 0x510e_527f, 0x9b05_688c, 0x1f83_d9ab, 0x5be0_cd19,

@@ -121,8 +121,8 @@ extension ConfigJSON {
 
     /// The maximum sequence length, in tokens, for which `architecture` is valid; nil if there is no limit.
     ///
-    /// Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / limit⌋), which is 1 below the limit. LongRoPE has other factors for
-    /// sequences above its limit.
+    /// Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / L⌋) with L = `original_max_position_embeddings`. This factor is 1 for t <
+    /// L. LongRoPE has other factors for sequences that are longer than L.
     var longest: Int? {
         let scaling = self["rope_scaling"].object ?? [:]
         let isLimited = scaling["llama_4_scaling_beta"]?.isTruthy == true || RoPEScaling.type(of: scaling) == "longrope"

@@ -7,7 +7,8 @@ struct ConfigJSON {
     let modelType: String
     let family: PlainFamily
     let original: [String: JSONValue]
-    /// The values with defaults. RoPE's values have the keys that mlx-lm reads. For a multimodal model, the values of its text model.
+    /// The values, with defaults for missing keys. RoPE's values have the keys that mlx-lm reads. If the model is multimodal, the values include
+    /// those of its text model.
     private(set) var fields: [String: JSONValue]
 
     subscript(key: String) -> JSONValue { fields[key] ?? .null }
@@ -204,7 +205,7 @@ extension JSONValue {
         }
     }
 
-    /// Returns whether two values are equal in Python, where 1, 1.0 and true are equal.
+    /// Returns whether two values are equal. The values 1, 1.0 and true are equal as in Python, also in arrays.
     func isEqual(to other: JSONValue) -> Bool {
         func number(_ value: JSONValue) -> Double? {
             if case .bool(let truth) = value { truth ? 1 : 0 } else { value.double }

@@ -27,7 +27,7 @@ struct ModelCard {
         }
     }
 
-    /// Returns the YAML string at the start of `rest`; nil if it is not valid, empty or not printable.
+    /// Returns the YAML string in `rest`; nil if the value is of another type, or if the string is invalid, empty or has control characters.
     private static func scalar(_ rest: Substring) -> String? {
         var text = rest.trimmingCharacters(in: .whitespaces)
         for quote in ["\"", "'"] where text.hasPrefix(quote) {

@@ -24,11 +24,11 @@ package struct ModelImport: Sendable {
     let config: JSONValue
     let quantizations: Quantizations
     let copied: [String]
-    /// A digest of the manifest, of config.json, of the names, sizes and modification times of the weight files, and of the names of the copied
-    /// files.
+    /// A digest of the manifest, of the bundle's config.json, of the names, sizes and modification times of the weight files, and of the names of the
+    /// copied files.
     let identity: String
 
-    /// The sequence lengths, in tokens, and the ranks in the manifest.
+    /// The sequence lengths, in tokens, and the ranks of a bundle. Lengths above the model's limit are left out.
     private static let (lengths, ranks) = ([64, 128, 256, 512, 1024, 2048], [4, 8, 16, 32, 64])
 
     /// Reads and checks the files in a model's folder.

@@ -82,7 +82,7 @@ enum PlainFamilies {
     static let text = object("text").compactMapValues(\.string).sorted { $0.key.count > $1.key.count }
     /// The prefixes of the names of tensors for other modalities or for multi-token prediction.
     static let unused = strings("unused")
-    /// The suffixes of the names of the limits of a linear layer's input and output, in Gemma 4's checkpoints.
+    /// The suffixes of tensor names for the limits of a linear layer's input and output, in Gemma 4's checkpoints.
     static let limits = strings("limits")
     /// The prefixes of tensor names in checkpoints of models without a head.
     static let headless = strings("headless")

@@ -114,8 +114,8 @@ struct SourceTensors {
 
     // MARK: - Files
 
-    /// Returns the weight files, as transformers chooses them: `model.safetensors`, or else the files in the index. Without an index, all weight
-    /// files.
+    /// Returns the weight files: `model.safetensors` if it exists, or else the files in the index, as in transformers. If there is no index either,
+    /// returns all files `model*.safetensors`.
     private static func files(_ folder: URL) throws -> [URL] {
         func url(_ name: String) -> URL { folder.appendingPathComponent(name) }
         func exists(_ name: String) -> Bool { FileManager.default.fileExists(atPath: url(name).path) }

@@ -28,7 +28,7 @@ extension ModelBundle {
 extension Device {
     static var isCPU: Bool { defaultDevice().deviceType == .cpu }
 
-    /// The default device of code other than the trainer's.
+    /// The default device before the outermost `MLXWork.run`; nil outside of `MLXWork.run`.
     @TaskLocal static var outer: Device?
 
     /// Calls `body` with `device` as C++'s default device too. C++ has a default of its own, which Swift's default does not change. `vjp` uses C++'s

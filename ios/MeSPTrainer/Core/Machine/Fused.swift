@@ -1,6 +1,6 @@
 import MLX
 
-/// Arithmetic on arrays whose operations MLX fuses if it can (`isAvailable`). Without fusion, each operation writes an array.
+/// Arithmetic on arrays. MLX fuses the operations if `isAvailable`. Otherwise each operation writes an array.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
     // A compiled function stays on the device of its first call, so each device has its own compiled function.
@@ -22,7 +22,7 @@ struct Fused: Sendable {
     static var isAvailable: Bool { !Device.isCPU || Processor.cpu.fuses }
 }
 
-/// Arithmetic with several results. If operations are fused, each result has its own kernel, which recomputes shared operations.
+/// Arithmetic with several results. With fusion, each result is computed by itself, and operations that the results share are repeated.
 struct FusedResults: Sendable {
     private let function: @Sendable ([MLXArray]) -> [MLXArray]
     private let results: [Fused]

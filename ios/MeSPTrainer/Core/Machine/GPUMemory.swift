@@ -41,12 +41,13 @@ package enum MetalMemory {
     }
 }
 
-/// Calls `body` with a limit on the memory of new arrays. At the limit, MLX waits for the GPU before it encodes more operations.
+/// Calls `body` with a limit of `bytes` on the memory of new arrays; nil means no limit. At the limit, MLX waits for the GPU before it encodes more
+/// operations.
 ///
 /// MLX allocates an operation's output when it encodes the operation, and frees the inputs when the GPU has completed them. Without a limit, the
 /// arrays of several command buffers would exist at once. Mapped weights count too, so they must be mapped before the call.
 ///
-/// An `eval` does not wait until arrays are freed. This function first synchronizes the stream, so that freed arrays do not count as existing.
+/// After an `eval`, MLX may not have freed all unused arrays yet. This function first synchronizes the stream, so that they do not count as existing.
 func withWorkspace<R>(_ bytes: Int?, _ body: () throws -> R) rethrows -> R {
     guard let bytes else { return try body() }
     Stream.defaultStream(Device.isCPU ? .cpu : .gpu).synchronize()

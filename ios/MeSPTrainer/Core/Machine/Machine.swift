@@ -2,9 +2,6 @@ import MLX
 import MeSPBundle
 
 /// A processor, and the tile sizes of computations on it for one sequence length. The sizes keep temporary arrays small.
-///
-/// A CPU splits the rows of W, so that each row is dequantized once for all tokens. A GPU splits wide arrays by tokens, with fewer and larger
-/// kernels.
 package struct Machine {
     package let processor: Processor
     /// The approximate size limit of temporary arrays, in bytes.
@@ -13,7 +10,7 @@ package struct Machine {
     var projectionRows = Int.max
     /// The number of the MLP's features in a tile, a multiple of the quantization group.
     var features = Int.max
-    /// The maximum number of tokens in a segment.
+    /// The maximum number of tokens that a mixer processes at a time, in one segment of the sequence.
     var mixerTokens = Int.max
     /// The number of tokens that go through the MLP, its backward pass and the loss at a time.
     var mlpTokens = Int.max
@@ -22,11 +19,10 @@ package struct Machine {
     /// The numbers of query rows and of key-value heads in a tile of attention.
     var queryRows = Int.max
     var keyHeads = Int.max
-    /// The numbers of tokens and of rows of the vocabulary in a tile of the loss. Each tile of tokens reads W again.
+    /// The numbers of tokens and of rows of the vocabulary in a tile of the loss.
     var lossTokens = Int.max
     var vocabularyRows = Int.max
-    /// Whether the machine evaluates each part of a computation (`evaluatesParts`), each of several tiles (`evaluatesTiles`), and each stage of a
-    /// phase (`evaluatesStages`).
+    /// These values and `pause` decide where the functions of Parts.swift evaluate arrays.
     private(set) var evaluatesParts: Bool
     let evaluatesTiles: Bool
     var evaluatesStages = true
@@ -54,11 +50,12 @@ package struct Machine {
     /// The maximum number of multiplications between two calls of `atBoundary` in the head; nil for `Processor.workBetweenBoundaries`.
     @TaskLocal static var mostWork: Int?
 
-    /// The maximum number of tokens in a segment. The sizes of some other tiles depend on this number. Tests lower it to split short sequences.
+    /// The maximum number of tokens in a segment of a split sequence (`mixerTokens`). The sizes of some other tiles depend on this number. Tests
+    /// lower it to split short sequences.
     @TaskLocal package static var segmentTokens = 1024
 
-    /// Returns the number of rows of x `[n, …]` that row-wise arithmetic processes at a time. On a CPU these rows take at most a quarter of `bytes`,
-    /// because each operation writes an array.
+    /// Returns the number of rows of x `[n, …]` that row-wise arithmetic processes at a time: all, or on a CPU with a limit, as many as take a
+    /// quarter of `bytes`, but at least one.
     func rowsAtOnce(of x: MLXArray) -> Int {
         evaluatesTiles ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0)
     }

@@ -35,8 +35,8 @@ struct MachineMemory: Sendable {
     /// Returns the number of arrays of attn_out's size during attention: attn_out and, if attention is computed in tiles, its tiles.
     func outputs(_ a: AttentionMixer) -> Int { isOneOperation(a) ? 1 : 2 }
 
-    /// Returns the bytes of the scores that attention's backward pass holds at once. If attention is computed in tiles, these are P and dP of a
-    /// tile's query rows and the sums of dk and dv. Without fusion, two more arrays have P's size.
+    /// Returns the bytes that attention's backward pass takes for scores. If attention is computed in tiles, the scores are P and dP of a tile's
+    /// query rows, and the sums of dk and dv are included. Without fusion, two more arrays have P's size.
     func scores(_ a: AttentionMixer, _ machine: Machine, length: Int) -> Int {
         if isOneOperation(a) { return 2 * min(32 * a.numAttentionHeads * length, 128 * max(length, 2048)) * 4 }
         let heads = a.numAttentionHeads / a.numKeyValueHeads * min(machine.keyHeads, a.numKeyValueHeads)
@@ -71,7 +71,7 @@ extension Planner {
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
     }
 
-    /// The bytes that Metal's allocator takes in addition to the arrays, for a CPU of Apple.
+    /// The bytes that Metal's allocator takes on an Apple CPU in addition to the arrays.
     fileprivate var pagesOfMetal: Int { MetalMemory.beyondArrays(blocks: architecture.numHiddenLayers) }
 
     /// Returns the bytes of a GPU's working arrays. MLX waits when the arrays of a phase fill its workspace (`withWorkspace`), but can exceed the
@@ -85,8 +85,7 @@ extension Planner {
         return held(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + max(workspaces, baseline ?? 0) + d
     }
 
-    /// Returns the bytes of the largest of three phases: the mixer's backward pass, the MLP's backward pass and the update. Arrays that the longest
-    /// command buffer writes are freed only after it is encoded.
+    /// Returns the bytes of the largest of three phases: the mixer's backward pass, the MLP's backward pass and the update.
     private func phaseOnGPU(_ plan: Plan) -> Int {
         let tenMixers = largest { mixer in
             guard case .attention(let a) = mixer else { return 40 * intermediates(of: mixer) }
@@ -102,7 +101,7 @@ extension Planner {
         (MLXSupport.hasShortCommandBuffers ? phaseOnGPU(plan) : phaseOnGPU(plan) * 2 / 5) + plan.cacheBytes
     }
 
-    /// Returns the plan with a cache on a GPU, for the self-check to measure.
+    /// Returns a copy of a GPU's plan with a cache of freed buffers. The self-check measures a step with it.
     package func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phaseOnGPU(plan)

@@ -14,9 +14,9 @@ extension LoRAGradients: Arrays {
     var arrays: [MLXArray] { [a, b, m].flatMap(\.values) + experts.values.flatMap(\.arrays) }
 }
 
-/// Functions that split a computation into parts. A part's temporary arrays are freed before the next part.
+/// Functions that split a computation into parts, so that a part's temporary arrays can be freed before the next part.
 ///
-/// A CPU evaluates each part, except in a forward pass. A GPU does not evaluate parts, because it would be idle between evaluations. On a GPU
+/// In a backward pass, a CPU evaluates each part. A GPU evaluates parts only with a `pause`, because it would be idle between evaluations. Instead,
 /// `reduce` makes each part depend on the part before, so that `Memory.memoryLimit` bounds the temporary arrays.
 extension Machine {
     /// Ends a part, and returns its results.
@@ -57,8 +57,8 @@ extension Machine {
         return state
     }
 
-    /// Returns the inputs for the next part. On a GPU they depend on the arrays `done`, so that the next part is computed after `done`. On a CPU this
-    /// function ends the part with the results `done`.
+    /// Returns the inputs for the next part. On a GPU without a `pause` they depend on the arrays `done`, so that the next part is computed after
+    /// `done`. Otherwise this function ends the part with the results `done`.
     func inputs(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
         guard processor.chainsParts, pause == nil, !inputs.isEmpty else {
             part(done)

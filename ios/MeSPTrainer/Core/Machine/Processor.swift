@@ -4,8 +4,8 @@ import MeSPBundle
 /// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of a Linux computer with HostMLX.
 package struct Processor: Sendable {
     let backend: Backend
-    /// Whether `quantizedMM` dequantizes W tile by tile. If false, W is dequantized before the product, because MLX's own `quantizedMM` is about 50
-    /// times slower than a dense product on a CPU.
+    /// Whether `quantizedMM` dequantizes the weight W tile by tile. If false, W is dequantized before most products, because MLX's own `quantizedMM`
+    /// is about 50 times slower than a dense product on a CPU.
     package let dequantizesInProduct: Bool
     /// The number of threads of a product on a CPU. Each thread has its own buffers.
     let threads: Int
@@ -60,11 +60,12 @@ extension Processor {
     /// The maximum number of texts whose next tokens go through a model together in unsplit arrays.
     var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }
 
-    /// Returns the value of `made`, which the caller keeps. Returns nil if products need a dequantized copy of a matrix, which would then be kept too.
+    /// Returns the value of `made`, for the caller to keep. Returns nil if products dequantize whole matrices first, because those copies would then
+    /// be kept too.
     func kept<T>(_ made: () -> T) -> T? { dequantizesInProduct ? made() : nil }
 
-    /// The memory that mapped weights may take, in bytes. A GPU's driver may count mapped weights as memory, so on a GPU they may take half of the
-    /// process's limit.
+    /// The memory that mapped weights may take, in bytes. On a GPU it is half of the memory that the process may use, because a GPU's driver may
+    /// count mapped weights as memory.
     var roomForMaps: Int {
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         return backend == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory

@@ -3,8 +3,8 @@ import MeSPBundle
 
 /// The boundaries at which a step may wait or end, retries after errors, and the times of the step's phases.
 package final class StepClock {
-    /// A function called at every block boundary, several times within the head, and within blocks in a GPU's first step. It may wait, which pauses
-    /// the run. It may throw `CancellationError`, which ends the step unless the step has already changed parameters.
+    /// A function called at every block boundary, and within parts of a step that take long. It may wait, which pauses the run. It may throw
+    /// `CancellationError`, which ends the step unless the step has already changed parameters.
     package var atBlock: () throws -> Void = {}
 
     /// The time spent in each phase so far, in seconds.
@@ -27,7 +27,7 @@ package final class StepClock {
         do { try atBlock() } catch is CancellationError where hasChanged {}
     }
 
-    /// Waits within a block, if `atBlock` waits. A stop or an error takes effect at the next boundary.
+    /// Waits within a block, if `atBlock` waits. Ignores the errors of `atBlock`; a stop takes effect at the next boundary.
     func pause() { try? boundary() }
 
     func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(beforeRetry: boundary, body) }

@@ -32,7 +32,7 @@ func quantizedMM(
     _ x: MLXArray, _ w: MLXArray, scales: MLXArray, biases: MLXArray?, transpose: Bool, groupSize: Int, bits: Int,
     mode: QuantizationMode
 ) -> MLXArray {
-    // The neural accelerators compute x Wᵀ, but not x W.
+    // Of the quantized products, the neural accelerators compute x Wᵀ, but not x W.
     guard TF32.isEmulated, transpose, x.dtype == .float32 else {
         return MLX.quantizedMM(
             x, w, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize, bits: bits, mode: mode)

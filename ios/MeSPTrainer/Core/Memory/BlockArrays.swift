@@ -6,7 +6,7 @@ import MeSPSentences
 
 /// Arrays that are kept in a file instead of in memory, and read as mappings.
 ///
-/// The file has no name, and disappears with the process. An instance must not be used from several threads at once.
+/// The file has no name, and disappears when it is closed. An instance must not be used from several threads at once.
 final class ArrayFile {
     private let file: Int32
     private var shapes = [Int: [Int]]()
@@ -15,7 +15,7 @@ final class ArrayFile {
     private let stride: Int
     private var length = 0
     private(set) var written = 0
-    /// The mapped array that was read last, or with `keepsMaps` all arrays that were read. The references keep MLX from reusing mapped buffers for
+    /// The mapped array that was read last, or with `keepsMaps` the arrays that stay mapped. The references keep MLX from reusing mapped buffers for
     /// results.
     private var maps = [Int: MLXArray]()
     private let keepsMaps: Bool

@@ -8,8 +8,8 @@ import Foundation
     private let ownTask = task_self_trap()
 #endif
 
-/// Returns the memory that counts against the process, in bytes: `phys_footprint` on Apple's systems, anonymous memory (`RssAnon + VmSwap`)
-/// on Linux. Neither includes mapped weight files.
+/// Returns the memory that counts against the process, in bytes: `phys_footprint` on Apple's systems, anonymous memory (`RssAnon + VmSwap`) on Linux.
+/// Neither includes clean pages of mapped files.
 package func memoryFootprint() -> Int {
     #if canImport(Darwin)
         Int(ownMemory()?.phys_footprint ?? 0)

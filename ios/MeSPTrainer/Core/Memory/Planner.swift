@@ -4,9 +4,9 @@ import MeSPSentences
 
 /// The trade-offs of a step between time and memory.
 public struct Plan: Codable, Sendable, Equatable {
-    /// The size limit of temporary arrays, in bytes.
+    /// The approximate size limit of temporary arrays, in bytes.
     package var tileBytes: Int
-    /// The number of the last blocks whose intermediates stay in memory from the forward to the backward pass, instead of being recomputed (MeSP).
+    /// How many of the last blocks keep their intermediates in memory from the forward to the backward pass, instead of recomputing them (MeSP).
     package var keptBlocks = 0
     /// The arrays that are kept in a file instead of in memory.
     package var offload = RunSettings.Offload.none
@@ -24,8 +24,8 @@ public struct Plan: Codable, Sendable, Equatable {
         order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }
 
-    /// Returns whether gradients are summed before an update. The update may need all gradients at once, or the sequences may go through the model
-    /// one after the other.
+    /// Returns whether gradients are gathered before the update. This is the case if the update needs all gradients at once, or if the sequences go
+    /// through the model one after the other. A method without a backward pass gathers none.
     func gathersGradients(of settings: RunSettings) -> Bool {
         let oneByOne = settings.sequences > 1 && order != .blocks
         return settings.method.hasBackwardPass
@@ -77,9 +77,9 @@ package struct Planner: Sendable {
         Machine.choices(manifest.device, hiddenSize: architecture.hiddenSize, length: length)
     }
 
-    /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, the plan keeps no intermediates and has the
-    /// largest tiles, if the system's limit allows this. Arrays go into files only if no other plan stays within the limits, or if the setting
-    /// `offload` demands it.
+    /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, returns a plan that keeps no intermediates
+    /// and has the largest tiles, if the system's limit allows this. Arrays go into files only if no other plan stays within the limits, or if the
+    /// setting `offload` demands it.
     ///
     /// - Throws: `MeSPError` if no plan stays within the limits. The message names the lowest possible limit.
     package func plan() throws -> Plan {
@@ -181,8 +181,8 @@ package struct Planner: Sendable {
         return plans.filter(fits).min { peak($0) < peak($1) }.map { [$0] } ?? []
     }
 
-    /// Returns whether there is room for the block inputs of all sequences, in memory or on disk. Always true for the order `sequences`, and for an
-    /// order that the settings name.
+    /// Returns whether a plan with the order `blocks` is reasonable: its peak is within `room`, and block inputs on disk take no more bytes than the
+    /// mapped weights. Always true for other orders, and if the settings name the order.
     private func fits(_ plan: Plan) -> Bool {
         guard plan.order == .blocks, settings.order == nil else { return true }
         return withMargin(peak(plan)) <= room

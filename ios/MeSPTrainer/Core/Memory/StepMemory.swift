@@ -27,8 +27,8 @@ extension Planner {
     // MARK: - Answers that are sampled (`Core/Rewards`)
 
     /// Returns the bytes for the caches of the answers that are sampled together: half of the difference between the peaks of the passes and of
-    /// sampling, but at least the cache of one answer. The number depends only on the plan and the settings, so that a resumed run samples the same
-    /// answers.
+    /// sampling, but at least the cache of one answer. Without sampled answers, returns 0. The number depends only on the bundle, the plan and the
+    /// settings, so that a resumed run samples the same answers.
     func answerCaches(_ plan: Plan) -> Int {
         guard settings.groupSize != nil else { return 0 }
         let one = architecture.cacheSize(tokens: length, itemSize: itemSize)

@@ -19,7 +19,7 @@ extension BlockwiseModel {
     ///   - lengths: the possible sequence lengths, in tokens, ascending
     ///   - number: the number of the step, from 0, on which the seed of the sampling depends
     ///   - cacheLimit: the maximum size of the caches of the answers that are generated together, in bytes
-    /// - Returns: the groups, and a sequence for each answer, with a loss on the answer's tokens and its end token.
+    /// - Returns: the groups, and a sequence for each answer, with a loss on the answer's tokens and on the end token, if the answer has one.
     /// - Throws: `CancellationError` from a block boundary, and the errors of the generator.
     func sampleAnswers(
         to prompts: [Example], groupSize: Int, lengths: [Int], number: Int, cacheLimit: Int

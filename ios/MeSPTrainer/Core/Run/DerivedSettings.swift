@@ -9,7 +9,7 @@ extension RunSettings {
     /// The number of a step's sequences; with an objective, the number of its pairs or answers.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
-    /// Whether no step may use block functions, because they have no inputs for dropout masks and DoRA's magnitudes.
+    /// Whether steps need formulas, because block functions have no inputs for dropout masks and DoRA's magnitudes.
     var needsFormulas: Bool { dropout > 0 || dora }
 
     /// Whether the initial adapters are kept, for the reference model or for FedProx.

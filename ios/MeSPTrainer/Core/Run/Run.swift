@@ -8,17 +8,17 @@ package enum Run {
     /// The version of the trainer and of the Python package.
     package static let version = "0.1.0"
 
-    /// Trains with `settings`, and appends each record to the log.
+    /// Trains with `settings`, and appends each record to the log. With `dryRun`, it only reports the plan.
     ///
     /// - Parameters:
     ///   - settings: the settings of the run.
-    ///   - report: called with each record and its line in the log.
+    ///   - report: called with each record and its line of JSON.
     ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait in the middle of a step. If it
     ///     throws `CancellationError`, the step is dropped, or finished if its updates have begun. Then the adapters are saved, and the run ends as
     ///     `stopped`.
     ///   - besideBytes: the process's footprint without the run, such as an app's own memory. The memory limit does not include it.
     ///   - memoryIsShort: called before each step. Returns whether the system has warned of low memory since the last call. If so, the run continues
-    ///     with a plan that takes less memory.
+    ///     with a plan that takes less memory. If there is none, the run saves its state and ends with an error.
     ///   - reward: with `groupSize`, returns a reward for each answer that was sampled for a step's prompts.
     ///   - battery: called at the run's beginning and end, for the log.
     /// - Throws: for example `MeSPError`, or an error of one of the closures. Earlier saves stay valid.
@@ -65,7 +65,7 @@ package enum Run {
         try saved?.state.check(sources, in: output)
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
-        // The first work on a GPU begins here, so `atBlock` may wait. A stop takes effect at the next boundary.
+        // The first work on a GPU begins after this call, in which `atBlock` may wait. A stop takes effect at the next boundary.
         try? hooks.atBlock { _ in }
         var isCutShort = false
         while true {

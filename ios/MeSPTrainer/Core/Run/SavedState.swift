@@ -82,7 +82,7 @@ package struct SavedState: Codable {
     ///
     /// - Returns: the state, the run's plan, and the trainer's vectors by name; nil if there is no state. The plan is nil if a setting on which it
     ///   depends has changed.
-    /// - Throws: `MeSPError` if the state is damaged, has another format, or was saved with settings that must not change.
+    /// - Throws: `MeSPError` if the state is damaged, has another format, or differs from `settings` in a setting that must not change.
     package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }

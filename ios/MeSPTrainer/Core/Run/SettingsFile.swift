@@ -2,7 +2,7 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-// Settings are read from JSON in which defaults may be missing.
+// Settings are read from JSON. Keys of settings that have defaults may be missing.
 
 extension RunSettings {
     /// Reads a settings file: snake-case JSON with `bundle` and `output`. A missing key has its default. A missing optimizer or learning rate is the

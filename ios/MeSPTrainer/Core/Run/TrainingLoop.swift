@@ -20,7 +20,7 @@ final class TrainingLoop {
     private var begin = ContinuousClock.now
     /// The highest footprint so far, in bytes.
     private var peak = 0
-    /// A message about a step that exceeded the memory limit; nil if no step with the current plan did.
+    /// A message about the last step if it exceeded the memory limit; otherwise nil.
     private var overBudget: Sentence?
     private var saveAt: ContinuousClock.Instant
 
@@ -143,8 +143,8 @@ final class TrainingLoop {
 
     // MARK: - Steps
 
-    /// Takes a step, and logs its record, or an event if the step drew no example. If a number is not finite, the step is logged as skipped if
-    /// `skipBadSteps` is set; otherwise an error is thrown.
+    /// Takes a step, and logs its record, or an event if the step drew no example. If a number is not finite, the step is logged as skipped with
+    /// `skipBadSteps`, and an error is thrown without it.
     private func stepOrSkip() throws {
         peak = max(peak, sampler.takePeak())
         var record: LogRecord.Step
@@ -261,7 +261,7 @@ final class TrainingLoop {
         }
     }
 
-    /// Logs and returns the mean loss of the first sequences of a split, in nats per token.
+    /// Logs and returns the mean loss of the first sequences of a split. Without an objective, the loss is in nats per token.
     private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
         var record = LogRecord.Eval(step: state.step, split: split, loss: 0, tokens: 0)
         if let objective = settings.objective {

@@ -87,7 +87,7 @@ package final class BlockwiseModel {
         return layouts[block].base(sqrt(squares))
     }
 
-    /// Returns DoRA's formulas for a block with parameters; nil without DoRA.
+    /// Returns DoRA's formulas for a block; nil without DoRA, and for a block without parameters.
     ///
     /// - Parameters:
     ///   - weights: the block's weights, mapped
@@ -237,7 +237,7 @@ package final class BlockwiseModel {
         }
     }
 
-    /// Returns the block without its block function, for x `[1, T, hidden]`.
+    /// Returns the block as formulas, instead of a block function, for x `[1, T, hidden]`.
     func block(_ call: BlockCall, _ x: MLXArray) -> Block {
         var block = Block(
             weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),

@@ -9,7 +9,7 @@ extension Updates {
     ) {
         let norm = try model.clock.repeating {
             let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
-            // Clipping to an infinite norm would turn finite gradients into zeros.
+            // An infinite norm would scale finite gradients to zeros.
             if !squares.isFinite {
                 for block in model.trained { try model.check(gradient(block), block) }
                 throw NotFinite(what: "The norm of the gradient")

@@ -4,8 +4,8 @@ import MeSPBundle
 /// A sequence between its forward and its backward pass, with the arrays that are kept for the backward pass.
 struct SequenceInStep {
     let context: BlockwiseModel.SequenceContext
-    /// The current block's input in the forward pass, and the gradient of its output in the backward pass. Between the passes, the last block's
-    /// output.
+    /// In the forward pass, the current block's input. Between the passes, the last block's output. In the backward pass, the gradient of the current
+    /// block's output.
     var residual: MLXArray
     /// The inputs of the blocks, from the first trained block on.
     var inputs: BlockArrays

@@ -50,8 +50,8 @@ package struct SequenceLoss: StepLoss {
 
 /// Performs one update from the sum of some losses, by the method of the settings.
 ///
-/// - Throws: for example `NotFinite`, after which `skipBadSteps` restores the parameters and the optimizer's state, or `CancellationError` from a
-///   block boundary.
+/// - Throws: for example `CancellationError` from a block boundary, or `NotFinite`. With `skipBadSteps`, the parameters and the optimizer's state are
+///   restored before `NotFinite` is thrown.
 package func takeStep(_ trainer: Trainer, _ losses: [some StepLoss], number: Int) throws -> StepResult {
     try trainer.updates.undoingFailure {
         try trainer.model.settings.method.hasBackwardPass

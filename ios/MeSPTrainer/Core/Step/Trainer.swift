@@ -60,7 +60,7 @@ package final class Trainer {
 
     /// Performs one forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter sink: called with each block's gradient, summed over the sequences; it may change that block's parameters.
+    /// - Parameter sink: called with the gradient of each trained block, summed over the sequences; it may change that block's parameters.
     /// - Returns: the weighted sum of the losses.
     /// - Throws: `NotFinite` if a loss is not finite; the sink has not been called then.
     package func backpropagate(_ weighted: [WeightedExample], into sink: GradientSink) throws -> Float {
@@ -139,7 +139,8 @@ package final class Trainer {
         (model.isWarm, clock.hasChanged) = (true, false)
     }
 
-    /// Returns the gradient of a block's trained parameters for a sequence, plus `sum`. Replaces the sequence's residual dy by dx.
+    /// Returns the gradient of a block's trained parameters for a sequence, plus `sum`. Replaces the sequence's residual dy by dx, if an earlier
+    /// block is trained.
     ///
     /// If a GPU fails, the gradient is computed again. Therefore the block's input and dy are kept until the gradient is confirmed.
     /// - Parameter sum: the sum of the gradients of the sequences before; nil for the first sequence.
@@ -189,6 +190,6 @@ package final class Trainer {
         reference = ReferenceModel(start: arrays.start)
     }
 
-    /// The bytes written to offloaded arrays so far.
+    /// The bytes written so far to the offloaded arrays that steps change.
     var writtenBytes: Int { (inputsFile?.written ?? 0) + updates.writtenBytes }
 }

@@ -100,7 +100,7 @@ package final class Updates {
         }
     }
 
-    /// The bytes written to offloaded arrays so far.
+    /// The bytes written so far to the offloaded arrays that steps change, without block inputs.
     var writtenBytes: Int {
         [model.lora, sums, clippedSums, optimizer.first, optimizer.second].reduce(0) { $0 + ($1?.written ?? 0) }
     }
