@@ -1,4 +1,4 @@
-// tutor BUNDLE FOLDER: an example of an app that uses MeSP, in a terminal. It imports only the module MeSP of this package.
+// tutor BUNDLE FOLDER: an example of a terminal app that uses MeSP. Of this package, it imports only the module MeSP.
 
 import Foundation
 import MeSP

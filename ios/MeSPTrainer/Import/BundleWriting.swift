@@ -194,7 +194,7 @@ extension ModelImport {
 
     // MARK: - Other files
 
-    /// Writes config.json, and copies the tokenizer and the licence files.
+    /// Writes config.json, and copies the files in `copied`.
     private func writeOthers(into partial: URL) throws -> [BundleFile] {
         func write(_ name: String, _ data: Data) throws -> BundleFile {
             try writeWhole(partial.appendingPathComponent(name)) { try $0.write(contentsOf: data) }

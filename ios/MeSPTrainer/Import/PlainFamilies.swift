@@ -22,7 +22,7 @@ struct PlainFamily: Sendable {
     let mlxPrefix: String
     let hfPrefix: String
     let activation: String
-    /// The distance between layers with full attention, for a config.json without `layer_types`.
+    /// The distance between layers with full attention, for a config.json that does not give it; nil if no layer has full attention.
     let fullEvery: Double?
     let hasNoRoPELayers: Bool
     /// The kind of the embedding's scale: `one`; `root`, the square root of the hidden size; or `rounded_root`, that root rounded to bfloat16.

@@ -7,7 +7,7 @@ import MeSPSentences
 /// The folder has `adapters.safetensors` and `adapter_config.json`, which mlx-swift-lm and mlx-lm load. The subfolder `peft` has the same adapters in
 /// PEFT's format. The matrices are float32.
 public struct Adapters: Sendable, Equatable {
-    /// The folder. The next run removes this folder when the run finishes. To keep the adapters, copy them with ``write(to:)``.
+    /// The folder. A later run that finishes removes this folder. To keep the adapters, copy them with ``write(to:)``.
     public let url: URL
 
     /// Copies the adapters to `folder`. Creates `folder` if it does not exist. Replaces a folder that is empty or has adapters.

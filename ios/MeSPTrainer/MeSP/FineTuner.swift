@@ -17,10 +17,10 @@ import MeSPSentences
 /// ```
 ///
 /// A fine-tuner trains on its own thread. A run pauses while the device is too warm, short of memory or low on battery, and while the app is in the
-/// background without background time. ``PauseReason`` lists the reasons.
+/// background without background time. ``PauseReason`` lists all reasons.
 ///
 /// All fine-tuners of a process share MLX, so only one run or answer is in progress at a time. Pauses and background time apply to all fine-tuners.
-/// An app may use MLX itself within ``whilePaused(isolation:_:)``, or while no run is in progress.
+/// An app may use MLX itself within ``whilePaused(isolation:_:)``, or while no run and no answer is in progress.
 ///
 /// A run reports its state to the main actor, so do not block the main thread while you wait for a fine-tuner.
 public final class FineTuner: Sendable {
@@ -175,7 +175,7 @@ public final class FineTuner: Sendable {
 
     /// Begins a run and returns its updates.
     ///
-    /// - Parameter prepare: a closure that writes the data. It returns the settings of the run and the notices about the data.
+    /// - Parameter prepare: a closure that writes the data of a new run. It returns the settings of the run and the notices about the data.
     private func updates(
         of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
     ) -> TrainingUpdates {
@@ -188,8 +188,8 @@ public final class FineTuner: Sendable {
         return TrainingUpdates(updates) { work?.cancel() }
     }
 
-    /// Begins `body` as the work of this fine-tuner. The stream ends when `body` ends, with the error that `body` throws. If no work can begin now,
-    /// the stream ends at once with an error.
+    /// Begins `body` as the work of this fine-tuner. The stream ends when `body` ends. It throws the errors of `body` as ``FineTuningError``, except
+    /// cancellations. If no work can begin now, the stream ends at once with an error.
     private func begin<Element>(
         _ sender: AsyncThrowingStream<Element, any Error>.Continuation,
         _ body: @escaping @Sendable () async throws -> Void
@@ -233,14 +233,14 @@ public final class FineTuner: Sendable {
 
     // MARK: - Pauses
 
-    /// Pauses the run at the next block, until ``resume()`` is called.
+    /// Pauses the run at the next block, until ``resume()`` is called. If no run is in progress, pauses the next run.
     @MainActor public func pause() { controller.pause() }
 
     /// Ends a pause that ``pause()`` began.
     @MainActor public func resume() { controller.resume() }
 
-    /// Calls `body` while the run is paused between two blocks, so that `body` may use MLX. Without a run it calls `body` at once, and a new run
-    /// waits for `body` to return.
+    /// Calls `body` while the run or the answer in progress is paused between two blocks, so that `body` may use MLX. If nothing is in progress, it
+    /// calls `body` at once, and a new run waits for `body` to return.
     ///
     /// A run or an answer that begins within `body` is refused. Within `body`, MLX's memory limit and cache limit are those from before the run. A
     /// generation must end before `body` returns, so read its stream to the end.
@@ -321,7 +321,7 @@ public final class FineTuner: Sendable {
     ///
     /// - Parameters:
     ///   - conversation: the conversation to answer. Its last message must not be an answer.
-    ///   - usesAdapters: whether to use the last saved adapters. Without adapters the unchanged model answers.
+    ///   - usesAdapters: whether to use the last saved adapters. If false, the unchanged model answers.
     ///   - maxTokens: the maximum number of tokens in the answer.
     ///   - temperature: 0 takes the likeliest token. A higher value draws tokens from softmax(logits / temperature), with a new seed for each answer.
     /// - Returns: the pieces of the answer. Generation ends at the next block if the reading task is cancelled or leaves the loop. The stream throws

@@ -25,7 +25,8 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     ///   - chosen: the text of the preferred answer.
     ///   - rejected: the text of the other answer.
     ///   - date: the time of the choice.
-    /// - Throws: ``FineTuningError`` if an answer is empty, both answers are equal, or `prompt` does not end with a message to answer.
+    /// - Throws: ``FineTuningError`` if an answer is empty or only white space, both answers are equal, or `prompt` does not end with a message to
+    ///   answer.
     public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {
         func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {
@@ -75,7 +76,9 @@ package struct ChoiceStore: Sendable {
     /// - Parameter url: the URL of the file, which need not exist yet.
     package init(url: URL) { self.url = url }
 
-    /// Returns all choices, the oldest first. Skips an incomplete last line.
+    /// Returns all choices, in the order in which they were added. Skips the last line if it is not a choice, because it may be incomplete.
+    ///
+    /// - Throws: `MeSPError` if another line is not a choice, or the file cannot be read.
     package func all() throws -> [Choice] {
         guard FileManager.default.fileExists(atPath: url.path) else { return [] }
         let lines = try attempt("read") { try Data(contentsOf: url) }.split(separator: Self.lineFeed)

@@ -33,7 +33,7 @@ public struct Conversation: Codable, Sendable, Hashable {
     /// list of records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records that are excluded from training by a
     /// key such as `weight` are skipped.
     ///
-    /// - Throws: ``FineTuningError`` with the first unsuitable record and the reason.
+    /// - Throws: ``FineTuningError`` if the file cannot be read, or with the first unsuitable record and the reason.
     public static func read(contentsOf url: URL) throws -> [Conversation] {
         try FineTuningError.describing {
             let (name, contents) = try TextDocuments.read(.file(url))
@@ -74,7 +74,7 @@ extension Conversation {
         public var toolCalls: [ToolCall]
         /// Whether to train an answer. It has no effect on other messages.
         public var isTrained: Bool
-        /// A name for the chat template, such as the tool's name with a tool's result.
+        /// A name for the chat template, such as the name of the tool whose result this message has.
         public var name: String?
         /// The ``ToolCall/id`` of the call to which a tool's result belongs.
         public var toolCallID: String?

@@ -5,20 +5,20 @@ import MeSPSentences
 
 /// Encodes conversations as tokens, and marks the tokens of answers.
 ///
-/// The encoder renders a conversation with the chat template twice: unchanged, and with a mark in place of each text (`MarkedConversation`). The
-/// marks show where each text is, and whether the template drops a text. Usually an answer starts where the marked rendering first differs from the
-/// prompt for that answer. It ends where the marked rendering first differs from the rendering of all messages up to and including that answer. Both
-/// places are moved to token boundaries.
+/// The encoder renders a conversation with the chat template in two ways: unchanged, and with a mark in place of each text (`MarkedConversation`).
+/// The marks show where each text is, and whether the template drops a text. Usually an answer starts where the marked rendering first differs from
+/// the prompt for that answer. It ends where the marked rendering first differs from the rendering of all messages up to and including that answer.
+/// Both places are moved to token boundaries.
 struct ConversationEncoder {
     struct Result {
         var tokens = [Int]()
         /// Whether each token is in the loss.
         var counted = [Bool]()
-        /// Whether an end-of-text token was added after a trained answer. It is added if the template writes no token after the answer.
+        /// Whether an end-of-text token was added after a trained answer. It is added if the template writes no end token after the answer.
         var addsEnd = false
         /// Whether the template leaves out thoughts.
         var dropsThoughts = false
-        /// Whether a message had special tokens. They were encoded as plain text.
+        /// Whether a message of this or an earlier conversation had special tokens. They were encoded as plain text.
         var hasSplit = false
     }
 
@@ -26,7 +26,7 @@ struct ConversationEncoder {
     let answersOnly: Bool
     private var plain: PlainEncoder
     private var pieces = [Int: [UInt8]]()
-    /// The renderings of marked conversations so far. Most conversations differ only in their texts and so share a rendering.
+    /// A cache of renderings of marked conversations. Most conversations differ only in their texts and so share a rendering.
     private var shapes = [Conversation: Shape]()
     private var knownEnds: TemplateEnds?
 
@@ -469,7 +469,7 @@ struct ConversationEncoder {
     }
 
     /// Returns the end of an answer: the place where the rendering first differs from the rendering of all messages up to and including that answer.
-    /// The last message ends with the rendering.
+    /// If the answer is the last message, returns the end of the rendering.
     private mutating func stop(of index: Int, _ conversation: Conversation, _ shape: Shape) throws -> Int {
         let rendering = shape.rendering
         guard index + 1 < conversation.messages.count else { return rendering.text.bytes.count }

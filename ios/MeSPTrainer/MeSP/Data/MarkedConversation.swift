@@ -97,8 +97,8 @@ struct MarkedConversation {
 extension Conversation {
     enum TextKind: Sendable { case content, thought, call, argument }
 
-    /// Returns the conversation with changed texts: message contents without the tags around thoughts, names of tool calls, and strings in arguments.
-    /// `change` receives the index of the message, the kind and the text.
+    /// Returns the conversation with changed texts. The texts are the contents of messages except the tags around thoughts, the names in tool calls,
+    /// and the strings in their arguments. `change` receives the index of the message, the kind and the text.
     func mapTexts(_ change: (Int, TextKind, String) throws -> String) throws -> Conversation {
         var changed = self
         for (index, message) in messages.enumerated() {
@@ -139,7 +139,7 @@ extension Conversation {
             + calls.compactMap(\.id)
     }
 
-    /// The values in tool calls that no mark replaces: numbers, Booleans and blank strings. For each value, a copy of the conversation in which only
+    /// The values in tool calls that no mark replaces: numbers, Booleans and blank strings. Each comes with a copy of the conversation in which only
     /// this value is changed.
     var otherValues: [(message: Int, value: JSONValue, conversation: Conversation)] {
         get throws {
@@ -157,7 +157,8 @@ extension Conversation {
 }
 
 extension JSONValue {
-    /// The values that no mark replaces. For each value, a copy of the whole in which only this value is changed.
+    /// The numbers, Booleans and blank strings in the value, which no mark replaces. Each comes with a copy of the whole value in which only this
+    /// part is changed.
     fileprivate var changes: [(value: JSONValue, changed: JSONValue)] {
         switch self {
         case .object(let fields):

@@ -8,9 +8,9 @@ import MeSPSentences
 /// pieces separately. It chooses the cut with the fewest tokens. In a conversation the template's own special tokens stay special.
 package struct PlainEncoder {
     private let tokenizer: any TextTokenizer
-    /// The text of each special token so far, by its id. The text of other tokens is empty.
+    /// A cache of the texts of special tokens, by id. Other tokens have an empty text here.
     private var specials = [Int: [UInt8]]()
-    /// The cut of each special token so far, in bytes from its start.
+    /// A cache of the positions at which special tokens are cut, in bytes from the token's start.
     private var cuts = [[UInt8]: Int]()
     /// Whether a text had special tokens.
     package private(set) var hasSplit = false
@@ -37,7 +37,7 @@ package struct PlainEncoder {
     /// Returns the token ids of a conversation in the chat template.
     ///
     /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON text.
-    /// - Throws: `MeSPError` if a special token in a text cannot be encoded as plain text; also the tokenizer's errors.
+    /// - Throws: `MeSPError`, for example if a special token in a text cannot be encoded as plain text; also the tokenizer's errors.
     package mutating func encode(
         _ conversation: Conversation, argumentsAreText: Bool = false, addsGenerationPrompt: Bool
     ) throws -> [Int] {
@@ -64,7 +64,8 @@ package struct PlainEncoder {
         let text = tokenizer.decode(rendered)
         let pieces = text.components(separatedBy: mark).map { Array($0.utf8) }
         let split = encode(pieces)
-        // The pieces must decode to the template's text, and have only the template's special tokens.
+        // The template's text must encode to the template's tokens. The pieces must decode to this text without the marks, and have only the
+        // template's special tokens.
         guard tokenizer.encode(text, addsSpecialTokens: false) == rendered,
             specialTexts(of: split) == specialTexts(of: rendered),
             Array(tokenizer.decode(split).utf8) == pieces.flatMap({ $0 })
@@ -149,8 +150,8 @@ package struct PlainEncoder {
     private func encode(_ pieces: [[UInt8]]) -> [Int] {
         pieces.filter { !$0.isEmpty }.enumerated().flatMap { index, piece in
             let text = Self.string(piece)
-            // SentencePiece adds a space before the first word of a text. To avoid this, the piece is encoded after another character, whose ids are
-            // then removed. If that character shares a token with the piece, the next character is tried.
+            // SentencePiece adds a space before the first word of a text. To avoid this, each piece except the first is encoded after another
+            // character, whose ids are then removed. If that character shares a token with the piece, the next character is tried.
             for feed in index == 0 ? [] : ["\n", ":"] {
                 let before = tokenizer.encode(feed, addsSpecialTokens: false)
                 let ids = tokenizer.encode(feed + text, addsSpecialTokens: false)

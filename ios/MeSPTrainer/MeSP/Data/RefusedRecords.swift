@@ -40,7 +40,7 @@ package struct RefusedRecords {
 
     /// Throws if a record was refused.
     ///
-    /// - Throws: `MeSPError` with the first refused record, its reason and the number of refused records.
+    /// - Throws: `MeSPError` with the first refused record and the reason, and with the number of refused records if there are several.
     package func check() throws {
         guard let first else { return }
         throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.")

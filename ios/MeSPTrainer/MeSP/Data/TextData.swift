@@ -42,14 +42,14 @@ package struct TextData: Sendable {
         (self.tokenizer, self.length, self.answersOnly) = (tokenizer, length, answersOnly)
     }
 
-    /// Tokenizes `source`. Writes `data.json` and the token files to `folder`, or nothing if an error is thrown.
+    /// Tokenizes `source`. Writes `data.json` and the token files to `folder`.
     ///
     /// - Parameters:
     ///   - source: the text.
     ///   - folder: the folder to create or replace.
     ///   - progress: receives the completed fraction, from 0 to 1. It may throw an error to stop.
     /// - Returns: notices about data that was left out, added or cut.
-    /// - Throws: `MeSPError` if the text cannot be read, is too short, or has unsuitable records; also the errors of `progress`.
+    /// - Throws: `MeSPError`, for example if the text cannot be read, is too short, or has unsuitable records; also the errors of `progress`.
     @discardableResult
     package func write(
         _ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }
@@ -68,7 +68,7 @@ package struct TextData: Sendable {
 
     /// Returns the first sequence that `write` would make of `source`, with the notices known so far.
     ///
-    /// - Throws: `MeSPError` as `write` does, except for faults in the tokens of later records.
+    /// - Throws: `MeSPError` if `source` cannot be read, or has an unsuitable record. Faults in the tokens of later records are not found.
     package func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
         var notices = DataNotices(length: length)
         if case .choices(let choices) = source {
@@ -154,7 +154,8 @@ package struct TextData: Sendable {
         return (ids, true)
     }
 
-    /// Appends the token ids of `text` and the end-of-text token. A record is encoded with special tokens. Other text is encoded in pieces.
+    /// Appends the token ids of `text` and the end-of-text token. A record is encoded whole, with the special tokens that the tokenizer adds. Other
+    /// text is encoded in pieces, after the begin-of-text token if the tokenizer adds one.
     ///
     /// - Returns: whether the ids cover the whole text.
     private func encode(
@@ -270,8 +271,8 @@ package struct TextData: Sendable {
         notices.hasSplit = notices.hasSplit || plain.hasSplit
         let text = tokenizer.decode(whole)
         if tokenizer.decode(ids) != text {
-            // Separately encoded, the prompt and the answer decode to another text, for example with an added space. So both are encoded together. A
-            // token with characters of both is in the loss.
+            // Encoded separately, the prompt and the answer decode to a text other than that of `whole`, for example with an added space. So the
+            // tokens of `whole` are used. A token with characters of both is in the loss.
             var pieces = [Int: [UInt8]]()
             let (read, asked) = (DecodedText(whole, tokenizer, pieces: &pieces), Array(tokenizer.decode(before).utf8))
             let border = zip(read.bytes, asked).prefix { $0 == $1 }.count

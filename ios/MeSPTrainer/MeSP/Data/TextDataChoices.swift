@@ -4,7 +4,7 @@ import MeSPSentences
 
 extension TextData {
     /// Returns the training data and the held-out data, by the name of the split. Each choice becomes two examples: the chosen answer, then the
-    /// rejected answer. Leaves out a choice whose prompt leaves no room for an answer.
+    /// rejected answer. Leaves out a choice if the sequence length cuts off one of its two answers completely.
     func pairs(
         _ choices: [Choice], _ notices: inout DataNotices, _ progress: (Double) throws -> Void
     ) throws -> [String: TokenStream] {

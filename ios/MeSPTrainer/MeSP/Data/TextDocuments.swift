@@ -46,7 +46,7 @@ struct TextDocuments: Sendable {
 
     /// Reads records.
     ///
-    /// - Throws: `MeSPError` with the first refused record and the number of refused records.
+    /// - Throws: `MeSPError` with the first refused record, and with the number of refused records if there are several.
     init(_ records: [(place: RecordPlace, fields: [String: JSONValue]?)]) throws {
         var refusals = RefusedRecords()
         for (place, fields) in records {

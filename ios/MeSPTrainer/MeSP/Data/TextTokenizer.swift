@@ -7,7 +7,7 @@ public protocol TextTokenizer: Sendable {
     var beginOfText: Int? { get }
     /// The id of the end-of-text token; nil if the model has none.
     var endOfText: Int? { get }
-    /// Returns the token ids of `text`. `addsSpecialTokens` adds the special tokens that the model puts around a text.
+    /// Returns the token ids of `text`. If `addsSpecialTokens` is true, they include the special tokens that the model puts around a text.
     func encode(_ text: String, addsSpecialTokens: Bool) -> [Int]
     /// Returns the text of token ids, including special tokens.
     func decode(_ tokens: [Int]) -> String
