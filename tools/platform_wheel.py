@@ -1,8 +1,9 @@
-"""Makes a wheel for this platform from the sdist in dist/ and a built mesp-engine (`make dist`).
+"""Makes a wheel for this platform from the sdist in dist/ and a mesp-engine that it builds.
 
-Installing the wheel needs no Swift toolchain. On Linux, the engine contains Swift's libraries, and
-the wheel has the platform tag of MLX's wheel. There, no wheel is made if the engine needs libraries
-that EXPECTED does not match, or newer symbol versions than MLX's library.
+`make dist` makes the sdist first. Installing the wheel needs no Swift toolchain. On Linux, the
+engine contains Swift's libraries, and the wheel has the platform tag of MLX's wheel. No Linux wheel
+is made if the engine needs a library that EXPECTED does not match, or a newer version of GLIBC's,
+GLIBCXX's or CXXABI's symbols than MLX's library needs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from mesp.engine.build import CHECKOUT, ENGINE, build_program, mlx_folder
 from mesp.errors import MespError
 
 BUILT = CHECKOUT / "build" / "programs"
-# The macOS platform of Package.swift.
+# The platform tag of the wheel for macOS. Package.swift requires macOS 14.
 MACOS = "macosx_14_0_arm64"
-# Libraries that PEP 600 lets a Linux wheel expect, and libmlx and libscipy_openblas from PyPI.
+# Libraries that the engine may need on Linux: common system libraries, and libmlx and
+# libscipy_openblas from packages on PyPI.
 EXPECTED = re.compile(r"(ld-linux-|lib(c|m|dl|pthread|gcc_s|stdc\+\+|mlx|scipy_openblas)\.so)")
 
 
@@ -48,8 +50,9 @@ def needed_symbols(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def excess(engine: Path, mlx: Path) -> list[str]:
-    """Returns the engine's libraries that EXPECTED does not match, and its symbol versions, except
-    GCC's, that are newer than those of MLX's library.
+    """Returns the libraries that the engine needs and EXPECTED does not match, and the symbol
+    versions that it needs and that are newer than those that MLX's library needs. GCC's symbol
+    versions are not compared.
     """
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("--dynamic", engine))
     libraries = [name for name in needed if not EXPECTED.match(name)]

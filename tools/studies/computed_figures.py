@@ -392,7 +392,8 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def rewritten(cell: str, values: list[float | None]) -> str:
-    """Replaces the numbers in a table's cell by these values, and keeps the numbers of decimals.
+    """Replaces the first number of each part of a table's cell by the part's value, and keeps its
+    number of decimals. The parts are separated by ` / `.
 
     A number whose value is None stays unchanged.
     """

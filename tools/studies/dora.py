@@ -3,9 +3,9 @@
     python tools/studies/dora.py                 the demo model and SmolLM2-135M-Instruct
 
 DoRA trains A, B and one magnitude for each output of a linear layer. DoRA of rank 8 has more
-parameters than LoRA of rank 8, and fewer than LoRA of rank 9 in these models. All runs train on the
-same sequences with the default optimizer and learning rate. Runs of one seed and rank begin with
-the same A.
+parameters than LoRA of rank 8, and fewer than LoRA of rank 9 in these models. All runs use the
+default optimizer and learning rate. Runs of one model, task and seed train on the same sequences.
+If they also have the same rank, they begin with the same A.
 """
 
 from __future__ import annotations

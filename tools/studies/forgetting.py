@@ -5,9 +5,9 @@
 
 Each task is trained with neither --max-forgetting nor --replay, with --max-forgetting alone, and
 with both. A run with --replay has more steps, so that each run has equally many sequences of the
-task. Gain is the decrease of the task's held-out loss. Forgetting is the rise of perplexity on
-other texts: Python's documentation, code of Python's library, the untuned model's answers to
-questions, and the texts of --text.
+task. Gain is the decrease of the task's held-out loss, as a share of the decrease with neither
+option. Forgetting is the rise of perplexity on other texts: Python's documentation, code of
+Python's library, the untuned model's answers to questions, and the texts of --text.
 """
 
 from __future__ import annotations

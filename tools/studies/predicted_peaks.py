@@ -100,8 +100,8 @@ def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run
 
 
 def margin(rows: list[Row]) -> str:
-    """Returns a sentence with the MB that can be added to the machine's margin so that all rows
-    stay within LEAST and MOST.
+    """Returns a sentence with the range of MB that can be added to the machine's margin so that the
+    ratio of each row stays within LEAST and MOST, or with the reason why no margin fits.
     """
     least = max(row.measured / MOST - row.predicted for row in rows) / 1e6
     most = min(row.measured / LEAST - row.predicted for row in rows) / 1e6

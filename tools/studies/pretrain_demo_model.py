@@ -85,7 +85,11 @@ def train(
     evaluate_every: int,
     evaluate: Callable[[int], str],
 ) -> None:
-    """Trains for `steps` steps. Calls `evaluate(step)` at intervals, and shows its result."""
+    """Trains for `steps` steps. Calls `evaluate(step)` every `evaluate_every` steps and after the
+    last step, and shows its result.
+
+    Raises ClickException if the loss is not finite.
+    """
     loss_and_grad = nn.value_and_grad(model, mean_loss)
     bar = tqdm(total=steps, unit="step", disable=not sys.stderr.isatty())
     last_line = time.monotonic()

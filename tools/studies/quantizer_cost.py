@@ -37,7 +37,7 @@ PLAIN = ("Qwen2.5", "Qwen3-", "Llama", "SmolLM")  # models whose blocks are all 
 
 
 def write_model(folder: Path, config: dict[str, Any], rows: int) -> None:
-    """Writes a random bfloat16 model with two blocks and a vocabulary of `rows` tokens."""
+    """Writes a model with random weights, two blocks and a vocabulary of `rows` tokens."""
     config = config | {"num_hidden_layers": 2, "vocab_size": rows}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -153,7 +153,8 @@ class Q4KM:
     """A model's weights, quantized to llama.cpp's Q4_K_M without an importance matrix.
 
     Most matrices are Q4_K. The head or tied embedding is Q6_K, and so are v and down in some
-    blocks. If 256 does not divide a matrix's row, Q5_0 replaces Q4_K, and Q8_0 replaces Q6_K.
+    blocks. If 256 does not divide the length of a matrix's rows, Q5_0 replaces Q4_K, and Q8_0
+    replaces Q6_K.
     """
 
     has_float16_scales = False
@@ -236,7 +237,9 @@ WAYS: dict[str, Way] = {
 
 
 def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
-    """Returns the mean over positions, and half of its 95% bootstrap interval over sequences."""
+    """Returns the mean over positions, and half the width of its 95% bootstrap interval over
+    sequences.
+    """
     sums = np.array([each.sum() for each in values])
     counts = np.array([len(each) for each in values])
     low, high = interval(bootstrap(sums, counts, RESAMPLES))

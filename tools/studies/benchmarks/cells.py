@@ -41,7 +41,9 @@ class Cell(NamedTuple):
     dtype: str
 
     def row(self) -> Row:
-        """Returns the first values of a row: the cell and the machine."""
+        """Returns the values of a row that describe the cell, without its bundle's path, and the
+        machine.
+        """
         row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
         del row["bundle"]
         return row
@@ -49,7 +51,7 @@ class Cell(NamedTuple):
 
 def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
     """Returns a cell for each model, sequence length, rank and quantization in the options, and
-    exports the missing bundles.
+    exports bundles where needed.
     """
     cells = []
     for model in quantized_models(options, work):
@@ -91,10 +93,10 @@ def quantized_models(options: dict[str, Any], work: Path) -> Iterator[str]:
 
 
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
-    """Returns the model's bundle in `work`, which is exported if needed.
+    """Returns the path of the model's bundle in `work`. Exports the bundle if needed.
 
-    The bundle has the model's own weights in tables about learning, and for the demo model and GGUF
-    files. Otherwise the weights are random.
+    The bundle has the model's own weights if the table has the option `data`, and for the demo
+    model and GGUF files. Otherwise the weights are random.
     """
     seq_lens, ranks = {*options["seq_lens"]}, {*options["ranks"]}
     learns = "data" in options
@@ -136,7 +138,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
 
 
 def without_functions(bundle: Path, out: Path) -> Path:
-    """Writes the bundle `out` with the same weights and data but no block functions."""
+    """Writes the bundle `out` with the weights and data of `bundle` but no block functions."""
     old = Bundle(bundle, to_run=False)
     files = tuple(e for e in old.manifest.files if e.path not in old.function_files())
     blocks = tuple(BlockGroup(each.layers, {}, {}, each.layout) for each in old.manifest.blocks)

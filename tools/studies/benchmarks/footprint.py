@@ -26,7 +26,7 @@ def footprint() -> int:
 class Peak:
     """The highest footprint since this object's creation, in bytes.
 
-    A thread samples the footprint while MLX or PyTorch computes.
+    A thread samples the footprint every SAMPLED_EVERY seconds.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures tokens per second of generation, against other programs or with several adapters."""
+"""Measures how many tokens per second programs generate, or MeSP with several adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from studies.benchmarks.processes import (
 )
 from studies.in_peft.inputs import first_adapters
 
-ROUNDS = 5  # rounds, each of which measures all cases
+ROUNDS = 5  # measured rounds, each with all cases
 TOGETHER = 8
 ADAPTERS = (0, 1, 2, 4)  # numbers of adapters
 
@@ -164,7 +164,7 @@ def measure_adapters(
     """Yields a row for the generation of one text with each number of adapters in ADAPTERS. The
     measurements alternate.
 
-    The adapters have their initial values for the cell's rank.
+    All adapters have the engine's initial values for the cell's rank.
     """
     threads = threads or blas_threads()
     bundle = str(cell.bundle.resolve())
@@ -210,9 +210,8 @@ def write_adapters(folder: Path, cell: Cell) -> None:
 def _measure(
     cell: Cell, writers: dict[tuple[str, int], Writer], tokens: int, tell: Callable[[int], None]
 ) -> dict[tuple[str, int], list[tuple[Use, Use]]]:
-    """Returns the costs of generating 1 token and 1 + `tokens` tokens after the prompts, by writer
-    and number of texts.
-    """
+    """Returns the costs of generating 1 token and 1 + `tokens` tokens, by writer and number of
+    texts."""
     vocabulary = read_manifest(cell.bundle).architecture.vocab_size
     random = np.random.default_rng(0)
     uses: dict[tuple[str, int], list[tuple[Use, Use]]] = {key: [] for key in writers}

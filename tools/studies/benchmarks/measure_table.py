@@ -21,7 +21,7 @@ def measure_table(
 ) -> list[Row]:  # fmt: skip
     """Measures and prints the rows, and returns those that failed.
 
-    `json_file` gets all rows measured so far, with the typed `command`.
+    After each row, `json_file` is written with all rows so far and the typed `command`.
     """
     if plot:
         check_plot(plot)

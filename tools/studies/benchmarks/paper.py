@@ -19,15 +19,16 @@ PEAK_MB: dict[str, dict[int, float]] = {
     model: {int(length): mb for length, mb in peaks.items()}
     for model, peaks in TABLE["peak_mb"].items()
 }
-# The goal at 4096 tokens, which the paper does not report, is the paper's peak at 1024 tokens. At
-# other lengths, the goal is half of the paper's peak.
+# The paper has no peak at 4096 tokens: there, the goal is the paper's peak at 1024 tokens. At other
+# lengths, the goal is half of the paper's peak.
 _GOAL_LENGTH, _LONGEST = 4096, 1024
 
 
 def peak_and_goal(cell: Cell) -> tuple[float | None, float | None]:
     """Returns the paper's peak memory of MeSP and the goal for this implementation, in bytes.
 
-    A value is None if the paper has no figure for the cell.
+    The peak is None if the paper has none for the cell. The goal is None if it cannot be derived
+    from the paper's peaks.
     """
     name = cell.model.removesuffix("-Instruct")
     peaks = {t: mb * 1e6 for t, mb in PEAK_MB.get(name, {}).items()}

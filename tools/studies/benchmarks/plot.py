@@ -13,7 +13,7 @@ from studies.benchmarks.tables import Kind
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# an axis is logarithmic if the ratio of its largest to its smallest value exceeds this
+# the y axis is logarithmic if its largest value is more than this many times its smallest
 LOG_FROM = 10
 
 

@@ -22,8 +22,8 @@ from studies.benchmarks.variants import Variant
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
     """Yields a row for supervised steps, and a row for each preference objective.
 
-    DPO has a second row with block inputs on disk. Each run with an objective reads its pairs
-    twice. In the second pass, objectives with a reference model reuse its log-likelihoods.
+    DPO has a second row with block inputs on disk. Each run makes two passes over its pairs. In the
+    second pass, objectives with a reference model reuse its log-likelihoods.
     """
     supervised: Row = {}
     variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]

@@ -60,8 +60,8 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> RunLog:  # fmt: skip
-    """Runs `benchmarks.in_python` and returns its log. With `preload`, MLX uses OpenBLAS if it is
-    installed.
+    """Runs `benchmarks.in_python` and returns its log. With `preload`, MLX uses the OpenBLAS that
+    `find_openblas` finds, if any.
     """
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
@@ -120,7 +120,7 @@ def run_program(
 
 @cache
 def find_openblas() -> str | None:
-    """Returns the name of an OpenBLAS to preload on Linux, or None.
+    """Returns the name of an OpenBLAS to preload on Linux, or None if there is none.
 
     MLX uses a preloaded BLAS instead of its own.
     """

@@ -1,4 +1,6 @@
-"""Measures the rows of a table of training runs. Sizes are in bytes, times in seconds."""
+"""Measures the rows of a table of training runs. Sizes are in bytes unless a name ends in `_mb`,
+and times are in seconds.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_pe
            "least_peak_bytes")  # fmt: skip
 
 # For each ratio: the figure that is divided, and the divisor's source. The source is the paper or a
-# method's first row in the same cell.
+# method's first row with the same cell and threads.
 RATIOS = {
     "peak_to_paper": ("footprint_peak_bytes", "paper"),
     "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
@@ -67,7 +69,7 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         **dict.fromkeys(PLANNED),
         "steps": 0,
         "seconds": None,  # median time of a step; excludes the first if there are several
-        "tflop": None,  # only for the method `products`
+        "tflop": None,  # only for measurements of products
         "losses": [],
         "footprint_peak_bytes": None,
         # The growth of a step's peak after SETTLED_AFTER steps.
@@ -150,8 +152,8 @@ def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
     """Extrapolates the whole model's row linearly from the rows with the fewest and the most
     blocks.
 
-    The row's plan and predicted peak are the engine's for the whole model. Returns None if fewer
-    than two rows succeeded.
+    For the engine's methods, the plan and the predicted peak are computed for the whole model.
+    Returns None if fewer than two rows succeeded.
     """
     row = new_row(full, variant)
     names = ("model", "seq_len", "rank", "variant")

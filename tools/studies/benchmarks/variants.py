@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from mesp.errors import MespError
 
-# The arrays that can be on disk, by method: MeZO keeps no block inputs.
+# The offload settings that can be measured, by method. MeZO keeps no block inputs.
 OFFLOADS = {
     "mesp": ("none", "inputs", "all"),
     "mebp": ("none", "inputs", "all"),

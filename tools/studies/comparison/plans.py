@@ -10,7 +10,8 @@ from studies.tasks.bundles import RANK, Task
 
 ON_DISK = {"none": "nothing on disk", "inputs": "inputs on disk", "all": "all on disk"}
 EVERYTHING_MB = 1e6  # more than all intermediates need
-MARGIN = 1.08  # the ratio of a memory limit to the predicted peak
+# the ratio of the middle memory limit to the mean of the least and the greatest predicted peak
+MARGIN = 1.08
 
 
 def plans(bundle: Path, task: Task, optimizer: str) -> dict[str, tuple[object, ...]]:

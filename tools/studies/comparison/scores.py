@@ -25,7 +25,8 @@ from studies.tasks.gsm8k_number import final_number
 
 RESAMPLES = 10_000
 TEXT_WINDOWS = 40  # windows of the text that measures forgetting
-DATA = {"model_file": None}  # keeps mlx-lm from running a model_file
+# keeps mlx-lm from running Python code that config.json names as model_file
+DATA = {"model_file": None}
 
 
 class Scores(NamedTuple):
@@ -79,7 +80,7 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
 
 
 def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int]:
-    """Returns greedily generated tokens until `end`, at most `most`."""
+    """Returns at most `most` greedily generated tokens, up to but not including the token `end`."""
     tokens = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
     return [*takewhile(lambda token: token != end, tokens)]
 
@@ -87,8 +88,8 @@ def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int
 def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | None:
     """Returns the token ids of a text outside of the task, int32 [n], to measure forgetting.
 
-    The text is the end of `file` or of Python's documentation. Returns None if there is no file and
-    the documentation is the task.
+    The text is the end of `file` or, without a file, of the held-out part of Python's
+    documentation. Returns None if there is no file and the documentation is the task.
     """
     if file is not None:
         text = read_text(file)

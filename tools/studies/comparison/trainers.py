@@ -64,7 +64,7 @@ def with_mesp(
     folder: Path,
     options: tuple[object, ...] = (),
 ) -> Trained:
-    """Trains with mesp-engine. `options` are further options of mesp-train."""
+    """Trains with mesp-train. `options` are further options of the command."""
     rate = MEZO_RATE if "mezo" in options else rate_of(task, optimizer)
     beta2 = ("--beta2", BETA2) if optimizer != "sgd" else ()
     command(
@@ -134,9 +134,10 @@ def with_peft(
     folder: Path,
     nf4: Path | None = None,
 ) -> Trained:
-    """Trains with PEFT on PyTorch, in another environment, on the dequantized weights.
+    """Trains with PEFT on PyTorch, in another environment, on the bundle's dequantized weights.
 
-    `nf4` is a Hugging Face model for QLoRA, which bitsandbytes quantizes to NF4.
+    With `nf4`, trains with QLoRA on this Hugging Face model instead, which bitsandbytes quantizes
+    to NF4.
     """
     opened = Bundle(bundle)
     folder.mkdir(parents=True)

@@ -3,9 +3,9 @@
     python -m studies.in_peft.train SETTINGS.json
 
 The folder `output` in the settings contains the inputs, and gets `adapters.safetensors`. Prints
-records as JSON, one per line. With `nf4`, trains on NF4 weights of that Hugging Face model, as
-QLoRA does. The NF4 weights are dequantized once into `base/`, because bitsandbytes is slow on a
-CPU.
+records as JSON, one per line. With the setting `nf4`, the path of a Hugging Face model, trains on
+this model's weights in NF4, as QLoRA does. The NF4 weights are dequantized once into `base/`,
+because bitsandbytes is slow on a CPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def report(kind: str, **fields: Any) -> None:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW without weight decay and without bias correction, which mlx.optimizers' AdamW also
-    leaves out by default.
+    """AdamW without weight decay and bias correction. By default, mlx.optimizers' AdamW has no bias
+    correction either.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, beta2: float) -> None:

@@ -25,7 +25,11 @@ QWEN2_PATTERN = (
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file, and removes its control characters except for line ends and tabs."""
+    """Returns a text file's text, without control characters other than line ends and tabs, and
+    without blank space at both ends but with a final line end.
+
+    Raises UsageError if the file cannot be read or has no text.
+    """
     try:
         text = source_files.read_text(path)
     except MespError as error:

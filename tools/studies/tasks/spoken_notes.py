@@ -1,8 +1,8 @@
 """Spoken notes, and the calendar entry as JSON that each asks for.
 
-A note names an event, its time, and perhaps people and a place, as people dictate. Notes have no
-punctuation, but hesitations and corrections. Held-out notes have other words, wordings, and pairs
-of a day and a time than the training notes.
+A note names an event, its time, and perhaps people and a place, as people dictate. Notes have
+hesitations and corrections, but no punctuation. Held-out notes have other events, people, places,
+wordings, and pairs of a day and a time than the training notes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ BUILDINGS = """
 cafe hall room office school library hotel bar restaurant theater clinic gym pool studio
 club house center square shop inn tower terrace
 """
-# Many different words make copying easier to learn than memorizing them.
+# With so many words, copying is easier to learn than memorizing them.
 HEARD = Words(
     titles=_pairs(SUBJECTS, KINDS),
     people=PEOPLE.split(),

@@ -11,15 +11,17 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.in_python.steps import report, windows
 
-# Number of exact steps before the comparison. They are needed because A has no gradient while B =
-# 0.
+# Number of exact steps before the comparison. They make B nonzero: while B = 0, A's gradient is
+# zero.
 WARM_UP_STEPS = 3
 WARM_UP_LEARNING_RATE = 0.1
 QUALITIES = ("cosine", "sign_agreement", "relative_error")
 
 
 def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Reports the quality of MeZO's estimate of each block's gradient, as means over draws of z."""
+    """Reports the quality of MeZO's estimate of each block's gradient, as means over draws of the
+    noise.
+    """
     model, seed = reference.Model.of(bundle), settings["seed"]
     scale, epsilon = settings["scale"], settings["mezo_epsilon"]
     lora = reference.init_lora(bundle.architecture, settings["rank"], seed)

@@ -17,7 +17,7 @@ from mesp.reference.model import Parts, Weights
 from mesp.reference.pieces import gated
 from studies.benchmarks.in_python.steps import Steps, report_baseline, windows
 
-HEAD_ROWS = 8192  # rows of the vocabulary that are dequantized at a time
+HEAD_ROWS = 8192  # rows of the head's matrix that are dequantized at a time
 
 # NumPy's dtypes for the dtypes in a bundle.
 STORED = {"uint32": "<u4", "uint8": "u1", "float32": "<f4"}

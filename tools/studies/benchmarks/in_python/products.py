@@ -15,8 +15,8 @@ def products(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Measures the time of y = x Wᵀ and dx = dy W for the linear layers and the head.
 
     x [T, in], dy [T, out] and W [out, in] are float32. With `recompute`, the blocks' forward
-    products run twice as in MeSP, except for the down projections. The products of LoRA and of
-    attention are left out.
+    products other than the down projections run twice, as in MeSP. The products of LoRA and of
+    attention are left out, and dx for the input projections of the first block's mixer.
     """
     arch, rows = bundle.architecture, settings["seq_len"]
     random = np.random.default_rng(settings["seed"])

@@ -15,8 +15,8 @@ from studies.benchmarks.in_python.steps import report
 
 
 def h(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """Measures the time of h = xA for a block's modules, and the time of the block's whole
-    gradient."""
+    """Measures the size of h = xA and the time of its computation for the first block's modules,
+    and the time of that block's whole gradient."""
     arch, weights = bundle.architecture, bundle.block(0)
     described = arch.blocks[0]
     lora = mx.random.normal((described.lora_size(settings["rank"]),)) * 0.01

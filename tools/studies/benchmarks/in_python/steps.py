@@ -15,7 +15,8 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from studies.benchmarks.footprint import Peak, footprint
 
-# Seconds after which a run ends early. mlx-lm as shipped needs minutes for a step on a CPU.
+# Seconds after which a run begins no further step. mlx-lm as shipped needs minutes for a step on a
+# CPU.
 PATIENCE = 120.0
 
 
