@@ -133,8 +133,9 @@ def compared(rows: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
             theirs = paper.TIME_OF_MEBP if model in paper.PEAK_MB else None
             here = f"{row['time_to_mebp']:.2f}"
             yield line(f"time of a step, MeSP's of MeBP's, {at}", theirs, here)
-    for model, each in itertools.groupby(rows["rank"], lambda row: row["model"]):
-        first, *_, last = each
+    for model, group in itertools.groupby(rows["rank"], lambda row: row["model"]):
+        ranks = list(group)
+        first, last = ranks[0], ranks[-1]
         if last["peak_to_first_rank"] is not None:
             known = model in paper.PEAK_MB and (first["rank"], last["rank"]) == (4, 32)
             what = f"peak at rank {last['rank']}, of rank {first['rank']}'s, {model}"
