@@ -1,9 +1,9 @@
 // swift-tools-version: 6.0
 
-// MeSP's trainer, the `mesp-engine` program, and the model of the app's views.
+// This package has MeSP's trainer, the program `mesp-engine`, and MeSPAppModel, the model of the app's views.
 //
-// Module `MLX` is mlx-swift. If MESP_HOST_MLX names the folder of the `mlx` wheel, `MLX` is ios/HostMLX, which has mlx-swift's API and uses the
-// wheel's C++ library. An app with mlx-swift 0.32.2 crashes below iOS and macOS 26.4.
+// Module `MLX` is mlx-swift or, if MESP_HOST_MLX is set, ios/HostMLX. HostMLX has a part of mlx-swift's API and uses the C++ library of the `mlx`
+// wheel in the folder MESP_HOST_MLX. The lowest version of mlx-swift is 0.32.3, because an app with 0.32.2 crashes below iOS and macOS 26.4.
 
 import PackageDescription
 
@@ -15,20 +15,21 @@ let mlx: Package.Dependency =
 
 let mlxModule: Target.Dependency = .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")
 
-/// The flag for code that differs between mlx-swift and HostMLX.
+/// The compiler flag for code that differs between mlx-swift and HostMLX. Empty without HostMLX.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
 /// Whether the engine is built for a wheel. Such an engine has no `federate` command. On Linux, `federate` needs libcurl, and a wheel cannot rely on
 /// libcurl.
 let isForWheel = Context.environment["MESP_WHEEL"] != nil
 
-/// The setting that turns off the tests' optimization in a release build. Optimizing the tests takes a third of the build's time.
+/// The setting that turns off the tests' optimization in a release build. Optimizing the tests takes a third of the build's time. Empty without
+/// HostMLX.
 let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
 
 /// The test dependency that simulates Metal's behaviour. Empty without HostMLX.
 let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
 
-/// The product that ios/HostMLXLedger uses.
+/// The product that ios/HostMLXLedger uses. Empty without HostMLX.
 let forLedger: [Product] =
     hostMLX
     ? [.library(name: "Trainer", targets: ["MeSPBundle", "MeSPCore", "MeSPSelfCheck", "MeSPSentences"])] : []

@@ -10,7 +10,7 @@ guard let wheel = Context.environment["MESP_HOST_MLX"] else {
     fatalError("HostMLXLedger: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.2 or later")
 }
 
-// CHostMLX's header is C++ but must not be imported as a C++20 module.
+// In C++ code, CHostMLX's header includes MLX's C++ headers. It must not be imported as a C++20 module.
 let cxxSettings: [CXXSetting] = [
     .unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations", "-fno-cxx-modules"])
 ]

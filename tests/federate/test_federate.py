@@ -65,7 +65,7 @@ def a_round(federation: Federation, number: int, start: Arrays, client: int = 0)
     return train(federation.client(client), start, {**federation.config, "server-round": number})
 
 
-# A client's part
+# Training by a client
 
 
 @pytest.mark.slow
@@ -124,8 +124,9 @@ def test_the_moments_of_adamw_begin_again_each_round(bundle: Path, data: Path, t
     first = a_round(whole, 1, whole.rounds.arrays(0)).arrays
     second = a_round(whole, 2, first).arrays
     one = trained_here(bundle, tmp_path / "run", "--steps", 2, "--optimizer", "adamw")
-    # From zero moments, the first step of AdamW without bias correction changes each coordinate by
-    # 0.1 / sqrt(0.001) times the rate, for any size of the gradient.
+    # From zero moments, the first step of AdamW without bias correction changes each coordinate
+    # with a nonzero gradient by about 0.1 / sqrt(0.001) times the learning rate, for any size of
+    # the gradient.
     rate = whole.options["learning_rate"] * 0.1 / 0.001**0.5
     moved = np.abs(second[B] - first[B])
     assert np.median(moved) == pytest.approx(rate, rel=1e-2)
@@ -168,16 +169,17 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
         }
     union = ("--steps", 2, "--batch-size", clients * batches, "--freeze-a", *SGD)
     expected = select_exchanged(trained_here(own, tmp_path / "run", *union), True)
-    # float32 sums in another order
+    # The tolerance is for sums in float32 in another order.
     for name, array in arrays.items():
         assert np.linalg.norm(array - expected[name]) <= 1e-6 * np.linalg.norm(expected[name])
 
 
 @pytest.mark.slow
 def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
-    """FedProx adds μ (w - w₀) to the gradient. The second step is:
+    """FedProx adds μ (w - w₀) to the gradient g of the loss. w₀ are the weights at the round's
+    start, and η is the learning rate. The second step is:
 
-    w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀))"""
+        w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀))"""
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
@@ -269,7 +271,9 @@ def test_drift_and_the_error_of_averaging_are_as_their_formulas():
     assert averaging_error(only_b, weights, select_exchanged(start, True)) == 0
 
     def of_experts(arrays: Arrays) -> Arrays:
-        """Returns the arrays in mlx-lm's form for the experts of one block."""
+        """Returns the arrays in mlx-lm's form for experts: their 3 blocks become the 3 experts of
+        one block.
+        """
         return {name: array.swapaxes(-1, -2)[None] for name, array in arrays.items()}
 
     stacked = [of_experts(each) for each in clients]
@@ -292,7 +296,7 @@ def test_matrices_that_do_not_fit_are_named():
             check_arrays(arrays, start)
 
 
-# Dividing data
+# Division of the data among clients
 
 
 def contents(documents: list) -> list[str]:
@@ -323,7 +327,7 @@ def test_a_file_is_a_topic(tmp_path: Path):
     assert [len(share) for share in shares] == [20, 10]
     with pytest.raises(MespError, match="Client 3 of 4 would get nothing"):
         share_out("", topics, 4, Partition("by-file"), seed=0)
-    # The smaller alpha is, the more of a topic one client has.
+    # With a small alpha, a topic goes mostly to one client.
     most = []
     for alpha in (0.05, 100):
         shares = share_out("", topics, 2, Partition("dirichlet", alpha), seed=3)
@@ -733,7 +737,7 @@ def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
     assert str(tmp_path) not in json.dumps(whole.config)
 
 
-# A phone's node is tested with a malicious server.
+# The engine's node
 
 
 class Node:
@@ -805,8 +809,8 @@ def long(handler: BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.send_header("content-length", str(600_000_000))
     handler.end_headers()
-    # Foundation for Linux keeps reading until the node stops it. At 100 MB/s, little is read until
-    # then.
+    # On Linux, Foundation keeps reading until the node cancels the request. The pauses limit what
+    # it reads before that.
     for _ in range(600):
         handler.wfile.write(bytes(1_000_000))
         time.sleep(0.01)
@@ -893,7 +897,7 @@ def test_an_answer_that_is_none_ends_a_node(
         kept = answer in (endless_chunks, endless_trailers)
         began, most = time.monotonic(), 20 if kept else 60
         while node.process.poll() is None and time.monotonic() - began < most:
-            with contextlib.suppress(OSError, TypeError):  # it has ended
+            with contextlib.suppress(OSError, TypeError):  # the node has ended
                 peak = max(peak, node.peak_bytes())
             time.sleep(0.005)
         code, out, error = node.stop()
@@ -1020,7 +1024,8 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 ):
     arrays, config = asked
     config = {**config, "steps": 100_000, "timeout": 20.0}
-    # The node's clock runs backwards, so the time of the message is in the node's future.
+    # Each reading of the node's clock is earlier than the one before, so the time of the message is
+    # in the node's future.
     with (
         SuperLink(**asking(question(arrays, config))) as link,
         Node(link.url, bundle, tmp_path / "n", environment=clock_set_back) as node,
@@ -1032,8 +1037,8 @@ def test_a_round_ends_in_time_whatever_happens_to_the_clock(
 
 @pytest.mark.slow
 def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
-    """The adapters' matrices take less than 1 MB, and the server offers 150 objects of 5 MB. The
-    node must not store them all.
+    """The server offers 150 objects of 5 MB, more than the adapters take. The node asks for one of
+    them and stores none.
     """
     asked: list[int] = []
 

@@ -58,8 +58,8 @@ from mesp.runs.privacy import epsilon as epsilon_of_steps
 
 @pytest.fixture(autouse=True)
 def a_task() -> None:
-    """Sets the run to which the tests' messages belong, as Flower does before it starts a
-    ServerApp."""
+    """Sets the ids of the task, run and node of the tests' messages, as Flower does before it
+    starts a ServerApp."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
 
 
@@ -157,8 +157,8 @@ def test_bfloat16_takes_half_the_bytes_and_rounds_what_is_added(
         # The initial B is 0, which is sent exactly. Rounding to bfloat16 changes each number of a
         # client by at most 2⁻⁸ of it.
         assert np.linalg.norm(rounded[name] - array) <= 2**-8 * np.linalg.norm(array)
-    numbers = 2 * sum(array.size for array in exact.values())  # to two clients
-    headers = 2 * 128 * len(exact)  # NumPy's
+    numbers = 2 * sum(array.size for array in exact.values())  # of two clients
+    headers = 2 * 128 * len(exact)  # NumPy's header takes 128 bytes an array
     for way in ("down", "up"):
         sizes = [record[f"bytes_{way}"] for record in records]
         assert sizes == [4 * numbers + headers, 2 * numbers + headers]
@@ -328,7 +328,7 @@ HOSTILE = [
 
 
 def damage(reply: flwr.Message, random: random.Random) -> None:
-    """Changes a random part of an answer. Flower's records may raise an error."""
+    """Changes a random part of an answer. Flower's records raise errors for some of the changes."""
     content = reply.content
     kind = random.choice(("data", "data", "dtype", "name", "metrics", "about", "record"))
     if kind in ("data", "dtype", "name"):
@@ -646,7 +646,7 @@ def delta_of(noise: float, epsilon: float) -> float:
 @pytest.mark.parametrize("epsilon", [0.1, 1, 8.5, 20])
 def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
     """The noise is compared with the definition of privacy. The classical formula gives too little
-    noise for an ε of 8.5 or more.
+    noise for the larger two ε.
     """
     noise = noise_for(epsilon, 1e-5)
     assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)
@@ -786,7 +786,8 @@ class Relay:
 
     def __init__(self, port: int, certificate: Path) -> None:
         self.link, self.trusted = port, ssl.create_default_context(cafile=certificate)
-        self.loop = asyncio.new_event_loop()  # a TLS connection belongs to one thread
+        # one thread, because a TLS connection must not be used by two
+        self.loop = asyncio.new_event_loop()
         server = self.loop.run_until_complete(asyncio.start_server(self.bring, "127.0.0.1", 0))
         self.port = server.sockets[0].getsockname()[1]
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -810,7 +811,7 @@ class Relay:
 
 
 class Deployment:
-    """Processes of a SuperLink with TLS and of its SuperNodes. The SuperLink admits only known
+    """The processes of a SuperLink with TLS and of its nodes. The SuperLink admits only registered
     keys."""
 
     def __init__(self, folder: Path) -> None:

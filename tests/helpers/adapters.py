@@ -29,9 +29,10 @@ def write_adapters(
     without: Collection[str] = (),
     dora: bool = False,
 ) -> Path:
-    """Writes random adapters in mlx-lm's form that change the model much. Returns their folder.
+    """Writes random adapters in mlx-lm's form, and returns their folder. The adapters change the
+    model much.
 
-    All modules and experts get adapters, except modules whose last names are in `without`. With
+    All modules and experts get adapters, except those whose last names are in `without`. With
     `dora`, modules get adapters of DoRA, and experts get none.
     """
     opened = Bundle(bundle, to_run=False)

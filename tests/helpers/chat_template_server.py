@@ -1,9 +1,10 @@
 """Serves the exporter and a tokenizer to tests in Swift.
 
-Each line of input is a request, a JSON object, and the answer is one JSON object too. The answer to
-a request for the next case has a record, the name of a chat template, the result of `mesp-export
---split-special-tokens`, and the special tokens. After the last case, the answer is an empty object.
-The tokenizer of the current case answers all other requests.
+Each line of input is a request, a JSON object. The answer is one JSON object too. The answer to a
+request for the next case has a record, a chat template's name, the part of the record in the loss,
+the result of `mesp-export --split-special-tokens`, and the ids of the special tokens. After the
+last case, the answer is an empty object. The tokenizer of the current case answers all other
+requests.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ CALLS = "{%- for call in m.tool_calls or [] %}{{- '!' + call.function.name }}{%-
 IN_PYTHON = CALLS.replace("name }}", "name }}{{- call.function.arguments | string }}")
 # A template that ignores all arguments.
 NAMES_ALONE = TOOLS + unmarked(CHATML).replace("m.content +", "m.content }}" + CALLS + "{{-")
-# A template that ends no answer.
+# A template that writes no token after an answer to end it.
 ENDLESS = f"""{TOOLS}\
 {{%- for m in messages %}}
 {{%- if m.role == 'assistant' %}}{{{{- m.content | trim }}}}{IN_PYTHON}
@@ -156,7 +157,7 @@ def write_special(value: Any, chance: random.Random) -> Any:
 
 
 def without_reasoning(record: dict) -> dict:
-    """Returns a record without the key for thoughts, which the app does not read."""
+    """Returns a record whose messages have no `reasoning_content`, which the app does not read."""
     messages = [
         each
         for value in record.values()

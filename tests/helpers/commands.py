@@ -40,7 +40,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def without_privileges() -> None:
-    """Removes root's capabilities to write and search anywhere (CAP_DAC_OVERRIDE and
+    """Removes root's capabilities to read, write and search anywhere (CAP_DAC_OVERRIDE and
     CAP_DAC_READ_SEARCH) from the programs that this process executes next.
     """
     if os.geteuid() == 0:

@@ -45,7 +45,7 @@ VALUES = [73041, -2.5, 0, True, False, "", [1, 2], {"x": {"y": 1}}, [], {}]
 
 @dataclass(frozen=True)
 class Kinds:
-    """Says which conversations may be made besides plain questions and answers in turn."""
+    """The kinds of conversations that may be made besides plain questions and answers in turn."""
 
     system: bool = True
     odd: bool = True

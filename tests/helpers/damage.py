@@ -30,7 +30,7 @@ JSON = st.recursive(
 
 
 def paths(value: object, path: tuple = ()) -> list[tuple]:
-    """Returns the paths of `value` and the values inside it, as tuples of keys and indices."""
+    """Returns the paths of `value` and of all values inside it, as tuples of keys and indices."""
     inner = []
     if isinstance(value, dict):
         inner = value.items()
@@ -60,7 +60,9 @@ def changed(draw: st.DrawFn, value: object) -> object:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """Draws `data` with up to 9 bytes overwritten, and sometimes cut off after them."""
+    """Draws `data` with up to 9 random bytes written at a random place, and sometimes cut off after
+    them.
+    """
     at = draw(st.integers(0, len(data)))
     middle = draw(st.binary(max_size=9))
     rest = data[at + len(middle) :] if draw(st.booleans()) else b""

@@ -28,8 +28,7 @@ def exported(*arguments: object) -> Bundle:
 
 
 def refused(*arguments: object) -> str:
-    """Checks that an export fails with status 2 and writes no files, and returns the error's
-    sentence."""
+    """Checks that an export fails with status 2 and writes no files. Returns the error's line."""
     before = sorted(Path().rglob("*"))
     result = export(*arguments)
     assert result.exit_code == 2, result.output

@@ -1,9 +1,10 @@
-// Makes system calls fail in a Linux process (LD_PRELOAD). Counts the calls that change files below FAULTS_UNDER. Before call number FAULTS_AT, does
-// what FAULTS_KIND says. At exit, writes the number of calls to the file FAULTS_COUNT. Every disk has FAULTS_FREE bytes free.
+// A library for LD_PRELOAD on Linux that makes system calls fail. It counts the calls that write, truncate, synchronize, rename, remove or make files
+// or folders below FAULTS_UNDER. At call number FAULTS_AT, it does what FAULTS_KIND says. At exit, it writes the number of calls to the file
+// FAULTS_COUNT. `statvfs` reports FAULTS_FREE bytes free.
 //
-//     full       every later call that needs space fails with ENOSPC
+//     full       this call and all later ones fail with ENOSPC if they need space
 //     crash      the process is killed
-//     power      the process is killed, and unsynchronized data is lost or becomes zeros
+//     power      the process is killed; half of each file's unsynchronized end is lost, or that end becomes zeros
 //     interrupt  the process gets SIGINT
 
 #define _GNU_SOURCE

@@ -246,7 +246,7 @@ def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, kind: str, folder: Path, size: int) -> None:
-    """Writes a vocabulary of numbers, pieces with scores, or `write_tokenizer`'s tokens."""
+    """Writes a vocabulary of numbers, of pieces, or of `write_tokenizer`'s tokens."""
     merges = []
     if kind == "numbers":
         tokens, types = [str(token) for token in range(size)], [1] * size

@@ -132,8 +132,8 @@ def write_variation(folder: Path, family: str, seed: int) -> Path:
 
 
 def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
-    """Replaces matrices [out, in] by ones with few values per group, as in published 1-bit and
-    2-bit models.
+    """Returns tensors with the matrices [out, in] quantized to few values per group, as in
+    published 1-bit and 2-bit models.
 
     With 1 bit, the values are ±d. With 2 bits, they are 0 and ±d. Each group has its own float16 d.
     """

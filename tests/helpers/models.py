@@ -315,7 +315,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     def vector(name: str, shape: tuple[int, ...]) -> mx.array:
         if "norm" in name or name == "layer_scalar":
             return norm(*shape, offset=0)
-        if name == "mamba.dt_bias":  # mlx-lm has no time step below 0.001
+        if name == "mamba.dt_bias":  # positive, because mlx-lm raises small time steps to 0.001
             return mx.abs(normal(*shape))
         return normal(*shape)[:, None] if name.endswith(CONVOLUTIONS) else normal(*shape) * 3
 

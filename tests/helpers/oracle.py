@@ -48,8 +48,8 @@ class Trained:
 @dataclass
 class Oracle:
     model: reference.Model
-    # The records of each sequence: up to T + 1 tokens, and the positions of the targets in the
-    # loss.
+    # The records of each sequence. A record has up to `seq_len` + 1 tokens, and the positions of
+    # the targets in the loss.
     sequences: list[list[tuple[mx.array, mx.array]]]
 
     @classmethod

@@ -27,7 +27,7 @@ class Phones:
         return container / "Documents" / "runs"
 
     def environment(self) -> dict[str, str]:
-        """Returns an environment in which only a fake `self.program` reports the phones."""
+        """Returns an environment with a fake `self.program` that reports the phones."""
         described = self.folder / "phones.json"
         described.write_text(json.dumps(self.world))
         programs = self.folder / "programs"

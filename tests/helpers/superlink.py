@@ -1,4 +1,4 @@
-"""A fake of Flower's SuperLink with its fleet protocol over HTTP, whose answers a test chooses."""
+"""A fake of Flower's SuperLink with the Fleet protocol over HTTP. A test chooses its answers."""
 
 from __future__ import annotations
 

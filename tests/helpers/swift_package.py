@@ -82,7 +82,7 @@ class Symbol(NamedTuple):
     is_required: bool
     references: frozenset[str]
     conformances: tuple[str, ...]
-    # Whether the declaration extends a type of a module outside the package.
+    # Whether the declaration is in an extension of a type from outside the package.
     is_in_foreign_type: bool
 
     @property

@@ -1,4 +1,6 @@
-"""Tests that missing keys of a config.json get transformers' defaults, or are refused."""
+"""Compares with transformers how a config.json is read if keys are missing, changed or of another
+family.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,7 @@ def test_a_key_of_another_family_changes_nothing_or_is_refused(name):
             theirs = read_by_transformers(more)
         except Exception:  # transformers raises various errors
             continue
-        theirs.pop(key, None)  # transformers may rename a key that it knows
+        theirs.pop(key, None)  # absent if transformers renamed it
         found = reading(more)
         if isinstance(found, Architecture) and found != reading(theirs):
             wrong.add(key)

@@ -36,7 +36,7 @@ def write(family: str, folder: Path) -> Path:
 
 
 def quantization(path: str, module: nn.Module) -> bool | dict:
-    """Returns mlx-lm's quantization of a module: 8 bits for routers."""
+    """Returns mlx-lm's quantization of a module: 8 bits for routers, and the default for others."""
     routers = (".mlp.gate", ".feed_forward.gate", ".router.layer", ".shared_expert_gate")
     return {"group_size": 64, "bits": 8} if path.endswith(routers) else True
 

@@ -1,7 +1,7 @@
 """Reads adapter_config.json, as mlx-lm and PEFT write it.
 
-fields.json lists the keys that are used, the keys that are ignored, and the keys that must have a
-certain value. Any other key is refused unless its value is null.
+fields.json lists the keys that are used, the keys that are ignored, and the keys that may only have
+certain values. Any other key is refused unless its value is null.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class AdapterConfig:
     def adapts(self, layer: str, index: int, count: int) -> bool:
         """Returns whether this configuration gives a block's linear layer adapters.
 
-        If PEFT's `target_modules` is a pattern, the pattern is ignored. If `exclude_modules` is a
-        list, its layers have no adapters.
+        If PEFT's `target_modules` is a string, such as a pattern, every layer has adapters unless a
+        list `exclude_modules` names the layer. A pattern in `exclude_modules` is ignored.
 
         Args:
             layer: the layer's full name, without PEFT's prefix
@@ -119,7 +119,7 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
 
 
 def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Raises ValueError naming a key whose value the readers do not support."""
+    """Raises ValueError, which names the key, if the readers do not support a key or its value."""
     for key, value in sorted(config.items()):
         allowed = [json.dumps(each) for each in fields["required"].get(key, [None])]
         if key in fields["used"] or key in fields["ignored"] or json.dumps(value) in allowed:
@@ -131,8 +131,8 @@ def check_ranks(is_supported: bool) -> None:
     """Raises ValueError unless `is_supported`, which tells whether a configuration's ranks and
     alphas are supported.
 
-    There are two supported cases. Either all layers have the configuration's rank and alpha, or
-    exactly the layers that join n modules have n times that rank and alpha.
+    There are two supported cases. Either all layers have the configuration's rank and alpha, or,
+    without rsLoRA, exactly the layers that join n modules have n times that rank and alpha.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")
@@ -157,7 +157,7 @@ def _joins(config: dict[str, Any], arch: Architecture) -> bool:
 
 
 def _ends(layer: str, names: list[str] | str) -> bool:
-    """Returns whether a layer's name ends with one of `names`. False if `names` is a pattern."""
+    """Returns whether a layer's name ends with one of `names`. False if `names` is a string."""
     return not isinstance(names, str) and any(f".{layer}".endswith(f".{name}") for name in names)
 
 

@@ -20,13 +20,14 @@ GROUPS = (64, 32)  # quantization group sizes; the first that divides the row le
 
 
 def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
-    """Replaces each layer with adapters by one matrix, W + scale · (A B)ᵀ, quantized to `bits`.
+    """Fuses the adapters of `model` into its weights.
 
-    With DoRA, the matrix is G ∘ W + scale · (A B)ᵀ. The other layers keep their quantization; with
-    16 bits, no layer is quantized. Floating-point arrays become bfloat16, except those that mlx-lm
-    does not cast.
+    A layer with adapters becomes a plain layer with the weight W + scale · (A B)ᵀ or, with DoRA, G
+    ∘ W + scale · (A B)ᵀ. For stacked experts, the weight is W + scale · B A. The new weight is
+    quantized to `bits`. The other layers keep their quantization, but if `bits` is 16, no layer is
+    quantized. Floating-point arrays become bfloat16, except those that mlx-lm does not cast.
 
-    Returns: the quantization of each changed layer, by its path, as in mlx-lm's config.json.
+    Returns: the quantization of each quantized new layer, by its path, as in mlx-lm's config.json.
     """
     from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
     from mlx_lm.utils import dequantize_model
@@ -62,11 +63,11 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 def save(
     folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
 ) -> None:
-    """Writes a fused model into `folder`: weights, config.json, a model card, and the bundle's
-    tokenizer and licence files.
+    """Writes a fused model into `folder`: the weights and config.json.
 
-    If the bundle has end tokens, they are written to generation_config.json. If nothing is
-    quantized, both transformers and mlx-lm can read the tensors.
+    Also copies the bundle's licence files and the files of its tokenizer, and writes the model card
+    of `write_card`. If the bundle has end tokens, they are written to generation_config.json. If
+    nothing is quantized, both transformers and mlx-lm can read the tensors.
     """
     from mlx_lm.utils import save_model
 

@@ -98,9 +98,10 @@ def read_base(path: Path, bundle: Bundle) -> GGUF:
 def write_fused_gguf(
     path: Path, base: GGUF, adapters: AdapterSum, arch: Architecture, bits: int
 ) -> None:
-    """Writes the file `base` with adapters in its weights, and copies the other tensors.
+    """Writes to `path` a copy of `base` in which the adapters are fused into the weights.
 
-    A matrix with adapters becomes G ∘ W + scale · (A B)ᵀ, in the type for `bits` in `TYPES`.
+    A matrix with adapters becomes G ∘ W + scale · (A B)ᵀ, in the type for `bits` in `TYPES`. The
+    other tensors are copied.
     """
     from gguf import GGMLQuantizationType
 
@@ -118,7 +119,8 @@ def write_fused_gguf(
     copy(base, path, changed, GGMLQuantizationType[TYPES[bits]])
 
 
-# (scale, Aᵀ [rank, in], Bᵀ [out, rank], G [out] or None). None stands for G = 1.
+# (scale, Aᵀ [rank, in], Bᵀ [out, rank], G [out] or None). None stands for G = 1. For experts, the
+# second and third item are A [experts, rank, in] and B [experts, out, rank].
 _Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
 
 
@@ -131,7 +133,8 @@ def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
     for path, (a, b) in adapters.matrices.items():
         layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")
         block, down, up = arch.blocks[int(layer)], np.array(a), np.array(b)
-        if a.ndim == 2:  # experts' A and B are already [rank, in] and [out, rank]
+        # experts' A [experts, rank, in] and B [experts, out, rank] are not transposed
+        if a.ndim == 2:
             down, up = down.T, up.T
         gains = np.array(adapters.gains[path]) if path in adapters.gains else None
         if (rows := names.rows(block, module)) is not None:

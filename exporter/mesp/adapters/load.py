@@ -50,8 +50,8 @@ class AdapterSum:
     """The change that adapters make to a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B +
     bias.
 
-    A and B are as in `Adapters`. `gains` has G [out] of the modules with magnitudes. For any other
-    module, G is 1.
+    A and B have the shapes that they have in `Adapters`. `gains` has G [out] of the modules with
+    magnitudes. For any other module, G is 1.
     """
 
     matrices: dict[str, tuple[mx.array, mx.array]]
@@ -63,8 +63,9 @@ class AdapterSum:
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
     """Reads a folder of adapters that mlx-lm or PEFT wrote.
 
-    Raises MespError if a file is missing or damaged, if the folder has an unsupported key, value or
-    tensor, or if a matrix is not finite or has a wrong shape.
+    Raises MespError if a file is missing, cannot be read or is damaged, if the configuration is not
+    valid or not supported, or if a tensor is missing, not supported, not finite or of a wrong
+    shape.
     """
     try:
         config = read_config(folder, arch)
@@ -93,7 +94,7 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
     sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. Adapters
     with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
 
-    Raises MespError naming the folder if the model has no layer for a matrix.
+    Raises MespError naming the folder if a matrix fits no layer of the model.
     """
     modules = dict(model.named_modules())
     kept = [(_with_gains(each, modules), weight) for each, weight in weighted if weight]
@@ -157,7 +158,7 @@ def dequantized(linear: nn.Module) -> mx.array:
 
 def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.array, mx.array]:
     one = next(each.matrices[path] for each, _ in kept if path in each.matrices)
-    down, up = (-2, -1) if one[0].ndim == 3 else (-1, -2)  # the axes of the rank
+    down, up = (-2, -1) if one[0].ndim == 3 else (-1, -2)  # the axes of the rank in A and in B
 
     def zeros(array: mx.array, axis: int, rank: int) -> mx.array:
         shape = list(array.shape)
@@ -177,8 +178,8 @@ class _Layer:
     """A linear layer, or a parameter of experts' matrices, that may have adapters.
 
     One PEFT layer may stand for several layers of mlx-lm, with concatenated outputs. `names` are
-    the tensors of A, B and DoRA's m. `paths` are mlx-lm's layers. `stack` is empty, or has the
-    number of experts.
+    the names of A, B and DoRA's m in the file. `paths` are the paths of mlx-lm's layers. `stack` is
+    empty, or has the number of experts.
     """
 
     names: tuple[str, ...]
@@ -274,7 +275,8 @@ def _layers(
                 place = f"{layer.rpartition('.')[0]}{inside}" if stack else layer
                 names = (f"{_PEFT}{place}.lora_A.weight", f"{_PEFT}{place}.lora_B.weight")
                 magnitudes = f"{_PEFT}{place}.lora_magnitude_vector"
-                if f"{magnitudes}.weight" in shapes:  # PEFT reads both names of the magnitudes
+                # PEFT reads the name with `.weight` and the name without
+                if f"{magnitudes}.weight" in shapes:
                     magnitudes += ".weight"
             if config.is_dora and not stack:
                 names += (magnitudes,)

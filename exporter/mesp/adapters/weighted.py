@@ -25,10 +25,10 @@ class WeightedAdapters(NamedTuple):
 def weigh(
     adapters: StrPath | Sequence[StrPath] | None, weights: Sequence[float] = ()
 ) -> tuple[WeightedAdapters, ...]:
-    """Gives each folder its weight, which is 1 if no weights are given.
+    """Returns each folder with its weight, which is 1 if no weights are given.
 
-    Raises MespError if the numbers of weights and folders differ, if a weight is not a number from
-    0 to `MOST_WEIGHT`, or if `check_folder` refuses a folder.
+    Raises MespError if weights are given and their number is not that of the folders, if a weight
+    is not a number from 0 to `MOST_WEIGHT`, or if `check_folder` refuses a folder.
     """
     folders, given = list_folders(adapters), [float(weight) for weight in weights]
     if given and not folders:

@@ -5,7 +5,7 @@ import MeSPCore
 import MeSPSentences
 
 extension AppModel {
-    /// Opens a file from another app. A bundle is imported. Any other file becomes the text to train on.
+    /// Opens a file from another app: imports a bundle, or chooses any other file as the text to train on.
     public func open(_ url: URL) async {
         if url.isBundle {
             tab = .bundles
@@ -36,7 +36,7 @@ extension AppModel {
         }
     }
 
-    /// A question to the person whether to convert a model into a bundle.
+    /// The question whether to convert a model into a bundle.
     struct ImportRequest {
         let name: String
         let size: Int
@@ -68,7 +68,7 @@ extension AppModel {
         importRequest = nil
     }
 
-    /// Looks up the repository on the Hub.
+    /// Looks up `downloads.repository` on the Hub.
     public func lookUp() async { await attempt { try await downloads.lookUp() } }
 
     /// Downloads the repository that was looked up, and chooses the resulting bundle.

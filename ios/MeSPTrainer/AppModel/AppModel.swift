@@ -14,7 +14,7 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// The state and the actions of the app. The views only display the state and call the actions.
+/// The state and the actions of the app.
 @MainActor @Observable public final class AppModel {
     /// The reason why the app cannot train on this device, or nil if it can.
     public let refusal: Sentence?
@@ -45,13 +45,13 @@ import Observation
     }
     /// The item that the app asks about before it deletes it, or nil.
     package internal(set) var deletion: Deletion?
-    /// The model that the app asks about before it converts it into a bundle, or nil.
+    /// The open question whether to convert a model, or nil.
     var importRequest: ImportRequest?
     /// The fraction of the text that is tokenized, from 0 to 1, or nil while nothing is tokenized.
     public internal(set) var tokenized: Double?
     /// Notices about the text of the last run, such as data that was left out or cut.
     public internal(set) var textNotices = [Sentence]()
-    /// Whether the form for a new run replaces the current or last run.
+    /// Whether the form for a new run is shown instead of the current or last run.
     public var showsSetup = true
     var declinedRun: StoredRun.ID?
 
@@ -108,7 +108,7 @@ import Observation
         background = scheduler.map {
             BackgroundTraining(
                 controller: controller, monitor: monitor, scheduler: $0,
-                // A federation's server starts its runs.
+                // The runs of a federation are started by its server, not by the person.
                 isStartedByPerson: { [weak self] in self?.federation.isOn == false },
                 resume: { [weak self] in await self?.resumeInBackground($0) ?? false })
         }
@@ -178,7 +178,7 @@ import Observation
         run.adapters != nil && library.bundle(of: run) != nil && (run.log?.lastStep ?? 0) > 0
     }
 
-    /// Starts to generate two examples of a run's effect. Does nothing if the app is busy or the run has no examples to show.
+    /// Starts to generate examples of a run's effect. Does nothing if `isFree` or `canShowExamples(of:)` is false.
     ///
     /// - Parameter isAskedFor: whether the person asked for the examples.
     public func showExamples(of run: StoredRun, isAskedFor: Bool = true) {
@@ -188,11 +188,11 @@ import Observation
 
     /// The run that the person chose for writing, or nil for the latest.
     public var chosenRun: StoredRun.ID?
-    /// The run whose adapters write the answers, or nil if no run has adapters and a usable bundle.
+    /// The run whose adapters write the answers, or nil if `library.trained` is empty.
     package var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
     /// The bundle of `writingRun`, or else the form's bundle.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
-    /// The other runs of the same model, which can be combined with `writingRun`.
+    /// The other trained runs of the same bundle, which can be combined with `writingRun`.
     public var secondRuns: [StoredRun] {
         guard let first = writingRun else { return [] }
         return library.trained.filter { $0.id != first.id && library.bundle(of: $0)?.id == writingBundle?.id }
@@ -211,7 +211,7 @@ import Observation
     /// The strengths of the adapters of the first and second run, from 0 to 1.
     public var strengths: [Float] = [1, 1]
 
-    /// Opens the *Try* tab with only this run's adapters at full strength. Fills an empty prompt with an example of the run.
+    /// Opens the *Try* tab with this run's adapters alone, at full strength. Fills an empty prompt with an example of the run.
     public func openChat(with run: StoredRun) {
         (chosenRun, chosenSecondRun, strengths) = (run.id, nil, [1, 1])
         if chat.draft.prompt.isEmpty, let sample = examples.of(run).first {
@@ -223,7 +223,7 @@ import Observation
     /// Whether the app can begin work with a model.
     public var isFree: Bool { !isBusy && refusal == nil }
 
-    /// Updates the preview of the form's data, unless the app is busy. For pasted text it first waits for a pause in typing.
+    /// Updates the preview of the form's data if the app can begin work. For pasted text it first waits for a pause in typing.
     public func updatePreview() async {
         guard isFree else { return }
         await preview.read()
@@ -313,7 +313,7 @@ import Observation
         await attempt(body)
     }
 
-    /// Marks a bundle as used, and stops the examples and the preview.
+    /// Marks a bundle as used, stops the examples, and frees the preview's tokenizer.
     func beginUsing(_ bundle: StoredBundle.ID) {
         lastUsed = bundle
         examples.stop()

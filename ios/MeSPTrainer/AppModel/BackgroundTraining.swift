@@ -34,12 +34,12 @@ import MeSPSentences
     private var reports: Task<Void, Never>?
     private var askedFor: String?
 
-    /// The interval between progress reports. The system ends a background task that reports no progress, and a step can take minutes.
+    /// The interval between progress reports. It is short because the system ends a background task that reports no progress.
     private static let reportInterval = Duration.seconds(1)
 
     /// - Parameters:
     ///   - isStartedByPerson: returns whether the person started the run in progress.
-    ///   - resume: continues an interrupted run in background time, or returns false if no run fits.
+    ///   - resume: continues an interrupted run in background time, and returns whether a run is in progress.
     init(
         controller: RunController, monitor: any DeviceMonitor, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping (BackgroundGrant) async -> Bool

@@ -18,17 +18,18 @@ import Observation
         /// The machine and its system version.
         package var host: String
         public var device: Backend
-        /// The median duration of a step, in seconds.
+        /// The upper median of the durations of the last 20 steps, in seconds.
         public var seconds: Double
-        /// The median duration of a step relative to MeBP's, or nil until MeBP has run.
+        /// `seconds` relative to MeBP's, or nil until MeBP has run.
         public var timeOfMebp: Double?
-        /// The peak memory footprint of the app, in bytes.
+        /// The peak memory footprint of the app during the run, in bytes.
         public var footprintPeakBytes: Int
         /// The memory footprint of the app before the run, in bytes.
         public var footprintBeforeBytes: Int
         package var mlxPeakBytes: Int
         public var predictedPeakBytes: Int
-        /// The paper's peak memory of MeSP on an iPhone 17 Pro, in bytes, if the paper has it.
+        /// The peak memory in bytes that the paper gives for MeSP on an iPhone 17 Pro. It is nil for other methods, and if the paper has no figure
+        /// for this model, sequence length and rank.
         public var paperBytes: Int?
         public var paperTimeOfMebp: Double?
         /// The worst thermal state during the steps.
@@ -51,10 +52,10 @@ import Observation
     /// - Parameter controller: runs the methods.
     public init(controller: RunController) { self.controller = controller }
 
-    /// Measures the methods one after another. Cancelling the task keeps the finished rows.
+    /// Measures the methods one after another, without validation and saved states. Cancelling the task keeps the finished rows.
     ///
     /// - Parameters:
-    ///   - settings: the settings of every run, except for the method and the output folder.
+    ///   - settings: the settings of every run. The method, the output folder, `valBatches` and `saveEvery` are replaced.
     ///   - folder: returns the output folder for a method.
     public func run(_ settings: RunSettings, folder: (GradientMethod) -> URL) async {
         guard running == nil else { return }

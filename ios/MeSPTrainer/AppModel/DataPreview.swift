@@ -14,7 +14,7 @@ extension TrainingPreview {
 
 /// A preview of the first sequence of the form's data, as a run with the form's settings would train on it.
 @MainActor @Observable public final class DataPreview {
-    /// The parts of the form that the preview depends on.
+    /// The inputs that the preview depends on.
     public struct Inputs: Hashable, Sendable {
         let bundle: StoredBundle.ID?
         let kind: TrainingForm.TextKind
@@ -27,7 +27,7 @@ extension TrainingPreview {
 
     /// The preview for the form's current inputs, or nil if there is none.
     public var current: TrainingPreview? { inputs == last ? try? result?.get() : nil }
-    /// The reason why the form's text cannot be used for training, or nil if none is known.
+    /// The error of the preview of the form's text, or nil. It is always nil for the bundle's own text.
     public var problem: Sentence? {
         guard inputs == last, case .failure(let error) = result else { return nil }
         return error.sentence
@@ -40,7 +40,7 @@ extension TrainingPreview {
     @ObservationIgnored private let form: TrainingForm
     @ObservationIgnored private let choices: ChoiceList
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
-    /// The last tokenizer, kept because the form changes often.
+    /// The last tokenizer, which the next preview of the same bundle reuses.
     @ObservationIgnored private var tokenizer: (bundle: URL, tokenizer: any TextTokenizer)?
 
     init(
@@ -80,7 +80,7 @@ extension TrainingPreview {
                 }.value as TrainingPreview?
             if inputs == last { result = preview.map { .success($0) } }
         } catch {
-            // A bundle's own tokens may have no preview and still be trained on.
+            // A bundle's own text can be used for training even if its preview fails.
             if inputs == last, !Task.isCancelled, inputs.kind != .bundle {
                 result = .failure(MeSPError(error.plainSentence))
             }

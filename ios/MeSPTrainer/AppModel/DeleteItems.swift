@@ -36,7 +36,7 @@ extension AppModel {
         }
     }
 
-    /// Asks whether to delete an item, unless it is in use.
+    /// Asks whether to delete an item. If the item is in use, reports a problem instead.
     public func askToDelete(_ wanted: Deletion) {
         switch wanted {
         case .bundle(let bundle) where bundle.id == bundleInUse:
@@ -47,7 +47,7 @@ extension AppModel {
         }
     }
 
-    /// Deletes the item that the person was asked about.
+    /// Deletes the item that the person was asked about, unless it is in use by now.
     public func confirmDeletion() async {
         guard let confirmed = deletion else { return }
         deletion = nil

@@ -10,7 +10,7 @@ import MeSPSentences
 public struct DocumentsFolder: Sendable {
     /// The Documents folder, which the Files app shows.
     public let documents: URL
-    /// The folder of the bundles inside the app.
+    /// The folder of the bundles that came with the app, or nil.
     let included: URL?
     let freeBytes: @Sendable (URL) -> Int?
     /// The reason why this device cannot use bundles for the GPU, or nil if it can.
@@ -18,7 +18,7 @@ public struct DocumentsFolder: Sendable {
     let applyPolicy: @Sendable (URL, StoragePolicy) -> Void
     let read: @Sendable (URL) throws -> Data
     private let list: @Sendable (URL) throws -> [URL]
-    /// Part of the names of hidden folders, to tell this launch's folders from those of earlier launches.
+    /// An identifier of this launch. It is part of the names of unfinished imports' folders, to tell them from those of earlier launches.
     let launch = UUID().uuidString
     /// A queue that converts one model at a time.
     let rewriting = SerialWork()
@@ -27,7 +27,7 @@ public struct DocumentsFolder: Sendable {
 
     /// - Parameters:
     ///   - documents: the Documents folder.
-    ///   - included: the folder of the bundles inside the app.
+    ///   - included: the folder of the bundles that came with the app, or nil.
     ///   - gpuRefusal: the reason why this device cannot use bundles for the GPU, or nil if it can.
     ///   - freeBytes: returns the free bytes of a folder's disk.
     ///   - applyPolicy: gives a file or a folder a storage policy.
@@ -97,14 +97,14 @@ public struct DocumentsFolder: Sendable {
 
     var choices: ChoiceStore { ChoiceStore(url: documents.appendingPathComponent("choices.jsonl")) }
 
-    /// Applies the storage policy to the choices' file. Each new choice writes a new file without a policy.
+    /// Applies the storage policy to the choices' file. This is needed after every change, which replaces the file.
     func applyPolicyToChoices() {
         if FileManager.default.fileExists(atPath: choices.url.path) { applyPolicy(choices.url, .chat) }
     }
 
     // MARK: - Files
 
-    /// The bytes that must stay free after a copy, for runs and for the system.
+    /// The bytes that must stay free after an import or a download, for runs and for the system.
     static let spareBytes = 200_000_000
 
     static func size(_ folder: URL) -> Int {

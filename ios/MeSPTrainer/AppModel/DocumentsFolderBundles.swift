@@ -214,8 +214,8 @@ extension DocumentsFolder {
             ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
     }
 
-    /// Returns the folder for the downloaded files. A model's files are in a folder named after their commit, because not all of them have a known
-    /// checksum.
+    /// Returns the folder for the downloaded files. A model's files are in a folder of their commit. This keeps the files of different commits apart,
+    /// because not all of them have a known checksum.
     private func place(of offer: HubDownload.Offer, _ download: HubDownload) -> URL {
         let partial = partial(of: download)
         return offer.model.map { partial.appendingPathComponent($0.commit).appendingPathComponent("model") } ?? partial
@@ -234,7 +234,9 @@ extension DocumentsFolder {
         let usesAnyNetwork: Bool
     }
 
-    /// Reads the record of an unfinished download, or returns nil if there is none. Deletes an unreadable record.
+    /// Reads the record of an unfinished download, or returns nil if there is none.
+    ///
+    /// - Throws: `MeSPError` if the record cannot be read. The record is then deleted.
     func readBegunDownload() throws -> BegunDownload? {
         guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
         do {

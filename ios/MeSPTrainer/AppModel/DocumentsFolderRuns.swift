@@ -23,7 +23,7 @@ extension DocumentsFolder {
             in: runsFolder, "\(bundle) \(method.rawValue)", at: date, ending: isBenchmark ? "." + Self.benchmark : "")
     }
 
-    /// Applies storage policies to the folders and saved states of all runs. Files that a run has replaced have no policy.
+    /// Applies storage policies to the folders and saved states of all runs. A run that saves its state writes a new file without a policy.
     func applyPoliciesToRuns() throws {
         for run in try contents(runsFolder) {
             applyPolicy(run, .run)

@@ -14,17 +14,17 @@ import Observation
 
 /// A bundle or a model on the Hugging Face Hub, and the progress of its download and conversion.
 @MainActor @Observable public final class DownloadState {
-    /// The text that the person typed: `owner/name`.
+    /// The repository on the Hub, as `owner/name`.
     public var repository = ""
-    /// The bundle or model found in the repository. It is nil before the lookup and after the download.
+    /// The bundle or model that can be downloaded, or nil.
     public private(set) var offer: HubDownload.Offer?
-    /// Whether a request to the Hub is in progress.
+    /// Whether a lookup on the Hub is in progress.
     public private(set) var isLooking = false
     /// The fraction of the download, or of the conversion after it, from 0 to 1. It is nil while neither is in progress.
     public private(set) var progress: Double?
     /// Whether the downloaded model is being converted into a bundle.
     public private(set) var isRewriting = false
-    /// The notices about the model converted last.
+    /// The notices about the downloaded model. A lookup clears them.
     public private(set) var notices = [Sentence]()
 
     private var isCostly = false
@@ -39,7 +39,7 @@ import Observation
     @ObservationIgnored private var work: Task<(bundle: StoredBundle, notices: [Sentence]), any Error>?
     @ObservationIgnored private var isStopped = false
 
-    /// The download size in bytes from which the app asks before it uses an expensive network or Low Data Mode.
+    /// The smallest remaining download, in bytes, for which the app asks before it uses an expensive network or Low Data Mode.
     @ObservationIgnored var askedFrom = 50_000_000
 
     init(
@@ -69,10 +69,10 @@ import Observation
         offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer(for: folder.importDevice)
     }
 
-    /// The bytes that a model's files and its bundle take together during the conversion, or nil if the offer is no model.
+    /// The bytes that a model's files and its bundle take together during the conversion, or nil unless the offer is a model.
     public var spaceWhileRewriting: Int? { offer.flatMap { $0.isModel ? $0.size + $0.bundleSize : nil } }
 
-    /// The licence's name, or else its identifier, or else “not named”.
+    /// The name of the offer's licence, or else its identifier, or else “not named”.
     public var license: Sentence {
         guard let model = offer?.manifest.model else { return "not named" }
         return Self.license(model.license, name: model.licenseName)
@@ -83,7 +83,7 @@ import Observation
         [name, identifier].compactMap { $0 }.first { !$0.isEmpty }.map { "\($0)" } ?? "not named"
     }
 
-    /// A sentence that says whether the offer's bundle can be trained on this phone.
+    /// A sentence that says whether the offer's bundle can be trained on this phone with its smallest sequence length and rank.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
         if manifest.device == .gpu, let refusal = folder.gpuRefusal { return refusal }
@@ -181,7 +181,7 @@ import Observation
         return try await begin(begun.offer)
     }
 
-    /// Stops the download or the conversion. The next download reuses the existing files.
+    /// Stops the download or the conversion. A later download of the same offer reuses the downloaded files.
     public func stop() {
         isStopped = true
         work?.cancel()

@@ -23,7 +23,7 @@ enum EvaluationRecord: Sendable {
     /// Parses JSON Lines or a JSON array of records.
     ///
     /// - Returns: the records, and the keys in them that are ignored.
-    /// - Throws: a `MeSPError` that names an invalid record or says that there is none.
+    /// - Throws: `MeSPError` if a record is invalid or there is no record.
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], unread: Set<String>) {
         var (records, unread, refusals) = ([EvaluationRecord](), Set<String>(), RefusedRecords())
         for (place, fields) in TextRecords.objects(in: data, of: nil) {

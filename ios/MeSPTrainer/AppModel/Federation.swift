@@ -11,11 +11,11 @@ import Observation
 
 /// Federated training: people train the adapters of one bundle together, and each person's text stays on that person's device.
 ///
-/// For a message of the server, the app trains a run and sends its adapters as the answer.
+/// The app answers a message of the server with the adapters of a run.
 @MainActor @Observable public final class Federation {
     /// The server's address, as typed.
     public var address = ""
-    /// The device's name on the server. If it is empty, the device is named after its node number.
+    /// The device's name on the server. If it is empty, the server gets `node` and the node's number as the name.
     public var name = ""
     /// Whether to avoid expensive networks and Low Data Mode.
     public var sparesData = true
@@ -84,7 +84,7 @@ import Observation
     /// - Parameters:
     ///   - data: the folder of the tokenized text, or nil for the bundle's own text.
     ///   - folder: the folder for the node's files.
-    /// - Throws: `MeSPError` if the address is invalid or the node fails.
+    /// - Throws: `MeSPError`, for example if the address is invalid, or another error that ends the node.
     func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
         guard !isOn else { return }
         guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {

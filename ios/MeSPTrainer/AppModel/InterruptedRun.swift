@@ -3,7 +3,7 @@ import MeSPControl
 import MeSPCore
 
 extension AppModel {
-    /// The last run if it was interrupted and can be continued, unless the person declined it.
+    /// The last run that is not part of a benchmark, if it was interrupted, can be continued and was not declined. Otherwise nil.
     public var interrupted: StoredRun? {
         guard !controller.isRunning, let run = library.runs.first(where: { !$0.isBenchmark }),
             run.status == .interrupted, run.canResume,

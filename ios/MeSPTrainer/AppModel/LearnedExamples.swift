@@ -9,8 +9,8 @@ import Observation
 
 /// Examples of a run's effect: prompts from its held-out data, continued by the base model and by the fine-tuned model.
 ///
-/// The examples are generated once after the run, and saved in its folder as `samples.json`. Generation pauses while the app is not active, and stops
-/// when other work needs the model.
+/// The examples are saved in the run's folder as `samples.json`. Generation pauses while the app is not active. It stops when other work needs the
+/// model or memory is short.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
@@ -178,7 +178,7 @@ private struct HeldOutPrompts: Sendable {
         return prompts
     }
 
-    /// Returns the tokens before the first answer. If the whole text is trained, returns the beginning of a paragraph or sentence.
+    /// Returns the tokens before the first answer as a prompt, or a short piece of the text if the whole text is trained.
     private func prompt(of example: Example, _ frame: (before: [Int], after: [Int])?) -> Prompt {
         let tokens = example.tokens.map { Int($0) }
         let first = example.counted.first ?? 0

@@ -16,7 +16,7 @@ import Observation
     /// The converted fraction of the model, from 0 to 1, or nil while no model is being converted.
     public private(set) var rewritten: Double?
     @ObservationIgnored private var rewriting: Task<StoredBundle, any Error>?
-    /// Whether the lists have been read at least once.
+    /// Whether a refresh of the lists has ended, even if it failed.
     public private(set) var hasLooked = false
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
@@ -24,7 +24,7 @@ import Observation
     /// The number of calls of `refresh`. Only the latest call updates the lists.
     @ObservationIgnored private var looks = 0
 
-    /// Reads the lists in the background.
+    /// Reads the lists and the measurements of self-checks in the background.
     ///
     /// - Parameter running: the folder of the run in progress.
     func refresh(running: URL?) async throws {

@@ -28,7 +28,7 @@ public struct LiveActivityContent: Sendable, Equatable {
     private let controller: RunController
     private let monitor: any DeviceMonitor
     private let display: any LiveActivityDisplay
-    /// The minimum time between two updates. iOS limits the number of updates.
+    /// The minimum time between two updates with the same note. iOS limits the number of updates.
     private static let interval = Duration.seconds(5)
     /// The minimum lifetime of displayed content, in seconds.
     private static let lifetime = 120.0

@@ -88,7 +88,7 @@ extension TextTokenizer {
         return (Array(before.prefix(common)), texts.map { Array($0.dropFirst(common)) })
     }
 
-    /// Returns the token ids of a conversation up to its answer.
+    /// Returns the token ids of a conversation that the model is to answer.
     ///
     /// - Throws: `MeSPError`, for example if there is no chat template and the conversation has several messages or tools.
     func encode(upToAnswer conversation: Conversation) throws -> [Int] {

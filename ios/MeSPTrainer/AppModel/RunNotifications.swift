@@ -7,7 +7,7 @@ import MeSPSentences
 public struct RunNotification: Sendable, Equatable {
     public var title: Sentence
     public var text: Sentence
-    /// The seconds until the notification is shown. Clearing it earlier cancels it.
+    /// The seconds until the notification is shown. `NotificationDisplay.clear()` cancels a notification that is not yet shown.
     public var delay: Double
 }
 
@@ -20,7 +20,7 @@ public struct RunNotification: Sendable, Equatable {
 }
 
 @MainActor final class RunNotifications {
-    /// The seconds after which a notification says that the run waits for the app. Most people return sooner.
+    /// The seconds after which a notification says that the run waits for the app.
     static let patience = 60.0
 
     private let controller: RunController

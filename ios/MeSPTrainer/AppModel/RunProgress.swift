@@ -11,7 +11,7 @@ public struct RunProgress: Sendable, Equatable {
     public var loss: Float?
     /// The estimated seconds until the run ends, or nil if unknown.
     package var secondsLeft: Double?
-    /// The number of blocks begun in the current step.
+    /// The number of block boundaries that the run has passed since the last logged step.
     public var blocks: Int
 
     public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {

@@ -5,7 +5,7 @@ import MeSPSelfCheck
 import MeSPSentences
 import Observation
 
-/// A self-check of this device. Each completed check extends the report and its file. The self-check pauses while the app is in the background.
+/// A self-check of this device. Each completed check extends the report and its file. The self-check pauses while the app is not active.
 @MainActor @Observable public final class SelfChecker {
     /// The report of the current or last self-check, or nil before the first.
     public private(set) var report: SelfCheckReport?

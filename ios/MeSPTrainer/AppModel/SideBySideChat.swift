@@ -9,7 +9,7 @@ import Observation
 
 /// Texts of the base model and the fine-tuned model: two continuations of a prompt, or two parallel conversations.
 ///
-/// The texts grow with each token. Generation pauses while the app is in the background.
+/// The texts grow during generation, which pauses while the app is not active.
 @MainActor @Observable public final class SideBySideChat {
     public enum Side: Sendable { case base, tuned }
 
@@ -59,7 +59,7 @@ import Observation
     public var tuned: Text { turns.last?.tuned ?? Text() }
     /// The side whose text is being generated, or nil.
     public private(set) var writing: Side?
-    /// The error of the last generation, or nil.
+    /// The last problem with generating a text, or nil.
     public private(set) var problem: Sentence?
 
     @ObservationIgnored private let monitor: any DeviceMonitor
@@ -216,7 +216,7 @@ import Observation
             rejected: corrected == nil ? turns[index][keyPath: other].text : answer)
     }
 
-    /// Begins a new conversation.
+    /// Deletes the conversation, also the saved one, unless a text is being generated.
     public func clear() {
         guard writing == nil else { return }
         (turns, partners, problem, hasReadSaved) = ([], "", nil, true)

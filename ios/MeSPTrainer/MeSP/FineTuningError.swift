@@ -3,8 +3,8 @@ import MeSPSentences
 
 /// An error that the app or its user can act on.
 ///
-/// `localizedDescription` is one sentence with the fault and the remedy. It is in the app's language if the app's main bundle has the string table
-/// `Sentences`, and otherwise in English.
+/// `localizedDescription` describes the error in one sentence. It is in the app's language if the app's main bundle has the string table `Sentences`,
+/// and otherwise in English.
 public struct FineTuningError: LocalizedError, SentenceError, CustomStringConvertible, Sendable, Equatable {
     package let sentence: Sentence
 

@@ -52,7 +52,8 @@ struct RunFolders: Sendable {
         }
     }
 
-    /// Returns the settings that continue the last run; nil if no run has begun, if the last run has finished, or if its log cannot be read.
+    /// Returns the settings that continue the last run; nil if no run has begun, if the last run has finished, or if its log cannot be read or has no
+    /// start.
     ///
     /// - Parameter bundle: the current URL of the bundle. An app's folders move when the app is updated.
     func settingsToContinue(with bundle: URL) -> RunSettings? {

@@ -9,7 +9,7 @@ import MeSPCore
 public struct MemoryLimit: Sendable, Equatable {
     let megabytes: Double?
 
-    /// The memory that the system still grants the process when training begins.
+    /// The system's limit for the process. On iOS it is the memory that the system still grants the process when training begins.
     public static let system = MemoryLimit(megabytes: nil)
 
     /// Returns a limit of `count` · 10⁶ bytes, in addition to the process's memory when training begins.

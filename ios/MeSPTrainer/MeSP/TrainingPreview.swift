@@ -7,7 +7,7 @@ public struct TrainingPreview: Sendable, Equatable {
     public struct Span: Sendable, Equatable, Identifiable {
         /// The index among the spans.
         public let id: Int
-        /// The text of the tokens. Line ends, tabs and control characters have visible signs.
+        /// The text of the tokens. Line ends, tabs and other control characters below U+0020 have visible signs.
         public let text: String
         /// Whether the tokens are in the loss.
         public let isTrained: Bool
@@ -49,7 +49,7 @@ public struct TrainingPreview: Sendable, Equatable {
         self.spans = spans
     }
 
-    /// Returns the text with visible signs: one before each line end, and in place of tabs and control characters.
+    /// Returns the text with visible signs: one before each line end, and one in place of each tab and each other control character below U+0020.
     private static func visible(_ text: String) -> String {
         var visible = String.UnicodeScalarView()
         for scalar in text.unicodeScalars {

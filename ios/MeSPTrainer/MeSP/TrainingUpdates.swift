@@ -16,7 +16,7 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let heldOutLoss: Float?
     /// The process's `phys_footprint` in bytes, after the last step or, before the first step, at the time of this update.
     public let footprint: Int
-    /// The highest `phys_footprint` of the process during the steps so far, in bytes.
+    /// The highest `phys_footprint` of the process during the steps so far, in bytes; before the first step, the same as ``footprint``.
     public let peakFootprint: Int
     /// The predicted peak memory that training adds to the process, in bytes; nil if it is not known yet.
     public let predictedPeak: Int?

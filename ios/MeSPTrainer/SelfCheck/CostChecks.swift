@@ -78,8 +78,8 @@ extension CheckSuite {
         func add(_ times: Int) throws -> Double {
             try medianTime { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
         }
-        // The first addition may allocate a buffer, so the time of one addition is subtracted from the time of nine. If the difference is negative on
-        // a busy machine, the time of all nine counts.
+        // The first addition may allocate a buffer, so the time of one addition is subtracted from the time of nine. If the difference is not
+        // positive on a busy machine, the time of all nine counts.
         let (one, nine) = (try add(1), try add(9))
         let rate = nine > one ? Double(8 * 2 * bytes) / (nine - one) : Double(9 * 2 * bytes) / nine
         constants.bytesPerSecond = rate
@@ -114,7 +114,7 @@ extension CheckSuite {
             let begin = ContinuousClock.now
             var rates = [(rows: Int, rate: Double)]()
             for rows in [64, 256, 1024, 4096, all.rows].filter({ $0 <= all.rows }) where rows != rates.last?.rows {
-                // On a CPU the largest tiles of a large model take too long.
+                // On a CPU, the products with the most rows take too long for a large model.
                 guard rates.isEmpty || ContinuousClock.now - begin < .seconds(settings.seconds) else { break }
                 try atBlock()
                 let w = all.rows(0..<rows)
@@ -152,7 +152,7 @@ extension CheckSuite {
 
     private var productType: DType { bundle.manifest.device == .cpu ? .float32 : bundle.dtype }
 
-    /// Records the rate if training uses this form of product.
+    /// Records the lowest of the rates of the forms of product that training uses.
     private func note(_ product: Product, _ rate: Double) {
         if (product == .dequantized) == !bundle.processor.dequantizesInProduct {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)

@@ -9,7 +9,7 @@ extension CheckSuite {
     /// The tolerance of ‖a − b‖₂ / ‖b‖₂. In float32 it allows for another order of sums, and in bfloat16 for rounded activations.
     var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
 
-    /// The number of last blocks that are checked. It is small, so that the check also suits large models.
+    /// The number of last blocks that a check trains. It is small, so that the check also suits large models.
     var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
 
     func fewBlocks(_ method: GradientMethod) -> RunSettings {
@@ -139,8 +139,8 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// Returns the block's inputs besides x. The context must have the shared keys and values of earlier blocks. If later blocks share this block's
-    /// keys and values, they are added to the context.
+    /// Returns the block's inputs besides x. The context must have the shared keys and values of earlier blocks. If this block shares its keys and
+    /// values with later blocks, they are added to the context.
     func sideInputs(
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ model: BlockwiseModel,
         _ context: BlockwiseModel.SequenceContext
@@ -179,7 +179,7 @@ extension CheckSuite {
         return (x, context)
     }
 
-    /// Returns the mean loss, and the gradient `[P]` of each trained block, computed on the CPU.
+    /// Returns the mean loss, and the gradient `[P]` of each trained block, by the formulas on the CPU.
     func gradientsOnCPU(
         _ trainer: Trainer, _ input: (x: MLXArray, context: BlockwiseModel.SequenceContext)
     ) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
@@ -220,7 +220,7 @@ extension CheckSuite {
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
     }
 
-    /// Checks the loss and its gradient for few targets. A product with few rows uses another kernel.
+    /// Checks the loss and its gradient for few targets. On a GPU, a product with few rows uses another kernel.
     func checkFewTargets() throws -> Finding {
         let trainer = try makeTrainer(run(shortest))
         let whole = example(shortest)

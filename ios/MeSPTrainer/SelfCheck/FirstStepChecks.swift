@@ -3,7 +3,7 @@ import MLX
 import MeSPControl
 import MeSPCore
 
-/// The measurements of the process's first step. On a GPU this step compiles kernels, and Metal takes memory for them.
+/// The measurements of the process's first two steps. On a GPU the first step compiles kernels, and Metal takes memory for them.
 struct FirstStep {
     /// The growth of the footprint, without MLX's arrays, in bytes: after the first use of MLX, and after the first two steps.
     let afterUse, afterStep: Int
@@ -50,8 +50,8 @@ extension CheckSuite {
         return (stretches[0], stretches[1])
     }
 
-    /// Measures the growth of the footprint by the first use of MLX and the first steps, without arrays. It is due to libraries, compiled kernels and
-    /// command buffers.
+    /// Measures the growth of the footprint by the first use of MLX and the first two steps, without arrays. Libraries, compiled kernels and command
+    /// buffers cause this growth.
     func measureMetalFootprint() throws -> Finding {
         let step = try takeFirstStep()
         let bytes = max(0, step.afterStep)
@@ -67,8 +67,8 @@ extension CheckSuite {
             ])
     }
 
-    /// Checks the longest time to a block boundary. An app that enters the background stops at the next boundary. iOS terminates an app that takes
-    /// too long.
+    /// Checks the longest time between two block boundaries. When the app enters the background, training stops at the next boundary. iOS terminates
+    /// an app that takes too long.
     func checkLeaving() throws -> Finding {
         let step = try takeFirstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)

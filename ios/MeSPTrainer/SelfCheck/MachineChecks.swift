@@ -167,7 +167,8 @@ extension CheckSuite {
     /// most 30 MB.
     private static let leakAllowed = 1_000_000
 
-    /// Checks that the error box of `withError` has an error as soon as MLX reports it. A run asks the box, to stop before it uses wrong numbers.
+    /// Checks that the error box of `withError` has an error as soon as MLX reports it. A run checks the box, so that it stops before it uses wrong
+    /// numbers.
     ///
     /// - Parameter provoke: causes an error of MLX.
     func checkErrors(provoke: () -> Void = CheckSuite.evaluateInsideTrace) throws -> Finding {

@@ -9,7 +9,7 @@ extension CheckSuite {
     /// errors of about 5·10⁻³.
     private static let rowTolerance = 0.02
 
-    /// The numbers of rows to check. MLX has different kernels for few rows, for more rows, and for matrices.
+    /// The numbers of rows to check. MLX has different kernels for different numbers of rows.
     private static let numbersOfRows = [9, 33, 256]
 
     private static let mostElements = 1 << 22

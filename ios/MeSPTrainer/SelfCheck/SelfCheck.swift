@@ -11,7 +11,7 @@ public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
         package var bundle: String
-        /// The number of repetitions of a gradient. All results must be equal to the last bit.
+        /// The maximum number of repetitions of a gradient. All results must be equal to the last bit.
         package var repeats = 50
         /// The time for a measurement, in seconds. Some checks take a multiple or a fraction of it.
         package var seconds = 1.0

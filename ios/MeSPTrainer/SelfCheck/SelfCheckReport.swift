@@ -81,7 +81,7 @@ public struct SelfCheckReport: Codable, Sendable {
         package var bytesPerSecond: Double?
         /// The growth of the footprint by the first use of MLX and the first steps, without arrays, in bytes.
         package var metalBytes: Double?
-        /// The rate of the products that training uses. It is the slowest product's rate with its fastest tile.
+        /// The rate of the products that training uses: the lowest rate among the forms of product, each with its fastest number of rows of W.
         package var flopsPerSecond: Double?
     }
 
@@ -107,7 +107,8 @@ public struct SelfCheckReport: Codable, Sendable {
 extension SelfCheckReport {
     static let (metalFootprint, afterStep) = ("metal.footprint", "after the first step")
 
-    /// Uses the measurements of Metal's memory in a folder's newest reports for plans. Ignores reports of another machine or another version of MLX.
+    /// Makes plans use the latest measurements of Metal's memory in a folder of reports. Ignores reports of another machine or another version of
+    /// MLX.
     package static func useMeasurements(in folder: URL) {
         let keys: Set<URLResourceKey> = [.contentModificationDateKey]
         let files = try? FileManager.default.contentsOfDirectory(at: folder, includingPropertiesForKeys: Array(keys))

@@ -7,7 +7,7 @@ private struct Steps {
         [("forward", \.forward), ("head", \.loss), ("backward", \.backward)]
     }
 
-    /// The seconds of each phase, for each step.
+    /// The seconds of each phase, for each of the first 1000 steps.
     var seconds = [[Double]]()
     /// The maximum growth of the footprint in each phase, in bytes. `mlx` is MLX's maximum active memory in each phase.
     var footprint = [0, 0, 0]
@@ -64,7 +64,6 @@ extension CheckSuite {
             _ = try trainer.step([SequenceLoss([example(run.seqLen, number: number)])], number: number)
             observe()
             let times = Steps.phases.map { clock.time[keyPath: $0.path] - start[keyPath: $0.path] }
-            // A long run has many steps, so only the first 1000 are kept.
             if steps.seconds.count < 1000 { steps.seconds.append(times) }
             watch(times)
             number += 1

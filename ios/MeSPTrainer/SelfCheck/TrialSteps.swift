@@ -2,8 +2,8 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 
-/// Training steps for counting or measuring. They write no files. They train on the first sequence of examples in the bundle's data. If the data is
-/// plain text or preferences, or if there is none, they train on meaningless tokens.
+/// Training steps for counting or measuring. They write no log, saved state or adapters. They train on the first sequence of examples in the bundle's
+/// data. If the data is plain text or preferences, or if there is none, they train on meaningless tokens.
 package final class TrialSteps {
     package let planner: Planner
     package let plan: Plan

@@ -5,7 +5,7 @@ package protocol SentenceError: Error {
     var sentence: Sentence { get }
 }
 
-/// An error that a person can act on. Its sentence names the fault and the remedy.
+/// An error that a person can act on, with a sentence that describes it.
 public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
     package let sentence: Sentence
 

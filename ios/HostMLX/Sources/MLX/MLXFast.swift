@@ -1,6 +1,6 @@
 import CHostMLX
 
-/// The operations for which MLX has fused kernels on a GPU.
+/// Operations for which MLX has fused kernels on a GPU.
 public enum MLXFast {
 
     /// Applies rotary position embedding to the first `dimensions`. With `freqs` `[dimensions / 2]` in place of `base`, pair i is
@@ -57,7 +57,7 @@ public enum MLXFast {
         }
     }
 
-    /// Returns softmax(scale q kᵀ + mask) v with a mask mode.
+    /// Returns softmax(scale q kᵀ + mask) v. `mask` says which keys each query attends to.
     public static func scaledDotProductAttention(
         queries: MLXArray, keys: MLXArray, values: MLXArray, scale: Float, mask: ScaledDotProductAttentionMaskMode,
         stream: StreamOrDevice = .default

@@ -1,7 +1,7 @@
 import CHostMLX
 import Foundation
 
-/// The memory that MLX has allocated, in bytes.
+/// MLX's use of memory, and its limits, in bytes.
 public enum Memory {
 
     private static let queue = DispatchQueue(label: "Memory")
@@ -13,10 +13,10 @@ public enum Memory {
         public var peakMemory: Int
     }
 
-    /// The memory of living arrays.
+    /// The memory that arrays use.
     public static var activeMemory: Int { host_active_memory() }
 
-    /// The memory in the cache of freed buffers. Without a GPU, HostMLX switches this cache off.
+    /// The memory in the cache of freed buffers.
     public static var cacheMemory: Int { host_cache_memory() }
 
     /// The peak of the active memory. Setting it to any value resets it.

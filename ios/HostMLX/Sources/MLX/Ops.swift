@@ -224,7 +224,7 @@ public func argSort(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLX
 
 // MARK: - Shapes
 
-/// Changes the shape. One length may be -1. It is inferred from the others.
+/// Changes the shape. One length may be -1, which stands for the length that the array's size and the other lengths imply.
 public func reshaped(_ array: MLXArray, _ newShape: some Collection<Int>, stream: StreamOrDevice = .default) -> MLXArray
 { call(host_reshape_list, array, newShape.asInt32, stream) }
 
@@ -232,7 +232,7 @@ public func reshaped(_ array: MLXArray, _ newShape: Int..., stream: StreamOrDevi
     reshaped(array, newShape, stream: stream)
 }
 
-/// Merges the axes from `start` to `end`.
+/// Merges the axes from `start` to `end`, inclusive.
 public func flattened(_ array: MLXArray, start: Int = 0, end: Int = -1, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_flatten_2, array, start, end, stream)
 }
@@ -323,7 +323,7 @@ public func split(_ array: MLXArray, axis: Int = 0, stream: StreamOrDevice = .de
     return (halves[0], halves[1])
 }
 
-/// Splits an array at `indices`.
+/// Splits an array at `indices` along `axis`.
 public func split(
     _ array: MLXArray, indices: some Collection<Int>, axis: Int = 0, stream: StreamOrDevice = .default
 ) -> [MLXArray] {
@@ -332,12 +332,12 @@ public func split(
     }
 }
 
-/// Returns `input`, which is computed only after the dependencies.
+/// Returns an array equal to `input`. Its evaluation also evaluates the dependencies.
 public func depends(input: MLXArray, dependencies: [MLXArray]) -> MLXArray {
     depends(inputs: [input], dependencies: dependencies)[0]
 }
 
-/// Returns the inputs, which are computed only after the dependencies.
+/// Returns arrays equal to the inputs. The evaluation of each also evaluates the dependencies.
 public func depends(inputs: [MLXArray], dependencies: [MLXArray]) -> [MLXArray] {
     withVector(inputs) { inputs in
         withVector(dependencies) { arrays(consuming: host_depends(inputs, $0)) }
@@ -379,7 +379,7 @@ public func matmul(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .defau
     call(host_matmul, a, b, stream)
 }
 
-/// Returns beta c + alpha a b.
+/// Returns `beta` c + `alpha` a b, where a b is a matrix product.
 public func addMM(
     _ c: some ScalarOrArray, _ a: some ScalarOrArray, _ b: some ScalarOrArray, alpha: Float = 1.0, beta: Float = 1.0,
     stream: StreamOrDevice = .default

@@ -1,7 +1,7 @@
 import CHostMLX
 import Foundation
 
-/// The version of the MLX library that the program runs with. mlx-swift has no such constant.
+/// The version of the MLX library that the program runs with.
 public let hostMLXVersion = String(cString: host_version())
 
 /// Guards evaluation and tracing, as in mlx-swift.
@@ -21,7 +21,7 @@ extension HostOptionalInt {
     }
 }
 
-/// Returns the non-negative index of `axis`.
+/// Returns the index of `axis`, where a negative `axis` counts from the end.
 func resolve(axis: Int, ndim: @autoclosure () -> Int) -> Int {
     axis < 0 ? axis + ndim() : axis
 }

@@ -82,7 +82,7 @@ private final class CompiledFunction: @unchecked Sendable {
     func callAsFunction(_ arguments: [MLXArray]) -> [MLXArray] {
         lock.withLock {
             let state = inputs.flatMap { $0.innerState() }
-            // During tracing, the state holds tracers.
+            // While MLX traces the function, the arrays of the state hold tracers.
             let closure = newClosure { [function, outputs] tracers in
                 let saved = state.map { $0.copyContext() }
                 update(state, tracers[arguments.count...])
@@ -112,7 +112,7 @@ private func first(_ results: [MLXArray]) -> MLXArray {
     results.first ?? MLXArray(0)
 }
 
-/// Returns a compiled `f`. Besides its arguments, `f` reads the arrays in `inputs` and changes the arrays in `outputs`.
+/// Returns a compiled `f`. Besides its arguments, `f` may read the arrays of `inputs`, and it may change the arrays of `outputs`.
 public func compile(
     inputs: [any Updatable] = [], outputs: [any Updatable] = [], shapeless: Bool = false,
     _ f: @escaping ([MLXArray]) -> [MLXArray]

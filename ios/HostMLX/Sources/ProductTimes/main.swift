@@ -1,4 +1,4 @@
-// Prints the times of products with quantized matrices in nanoseconds per weight, and their ratios to the times with 4 bits. If
+// Measures products with quantized matrices. Prints each time in nanoseconds per weight and, in parentheses, its ratio to the time with 4 bits. If
 // `OPENBLAS_NUM_THREADS` is 1, the times are processor times. Otherwise they are wall times.
 //
 //     OPENBLAS_NUM_THREADS=1 swift run -c release --package-path ios/HostMLX ProductTimes
@@ -48,7 +48,7 @@ print("| groups | bits | " + names.joined(separator: " | ") + " |")
 print("|---|---|" + names.map { _ in "---|" }.joined())
 for groupSize in [32, 64, 128] {
     let matrices = widths.map { Matrix(bits: $0, groupSize: groupSize) }
-    // Measures the products in turns, and takes each one's minimum, because the machine may have other work.
+    // Measures the products in turns, and takes the minimum time of each, because the machine may have other work.
     var least = Array(repeating: Array(repeating: Double.infinity, count: inputsOfProducts.count), count: widths.count)
     for round in 0..<20 {
         for (j, (transpose, x)) in inputsOfProducts.enumerated() where round < 5 || x.dim(0) < 256 {

@@ -5,7 +5,7 @@ import Testing
 /// Serializes the suites, because some tests measure the memory of the process.
 @Suite(.serialized) enum AllTests {}
 
-/// Expects equal shapes, and elements within a relative or absolute difference of 1e-5.
+/// Expects equal shapes, and elements within an absolute or relative difference of 1e-5.
 func expectClose(
     _ array: MLXArray, _ expected: [Float], _ shape: [Int]? = nil, sourceLocation: SourceLocation = #_sourceLocation
 ) {

@@ -14,7 +14,8 @@
         return try #require(Int(line.filter { $0.isNumber })) * 1024
     }
 
-    /// Maps a file of `count` float32 ones after an anonymous page. The last word of that page is `lengthWord`, by default the length in bytes.
+    /// Maps a file of `count` float32 ones after an anonymous page. The last word of that page is `lengthWord`, by default the length of the file in
+    /// bytes.
     private func mapOnes(_ count: Int, lengthWord: Int? = nil) throws -> UnsafeMutableRawPointer {
         let file = TemporaryFile("bin")
         let block = [Float](repeating: 1, count: 1 << 16).withUnsafeBytes { Data($0) }
@@ -70,7 +71,7 @@
             }
 
             @Test func anyMemoryWillDo() throws {
-                // The page before this one is not mapped.
+                // The page before `isolated` is not mapped.
                 let bytes = pageSize
                 let base = try #require(
                     mmap(nil, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))

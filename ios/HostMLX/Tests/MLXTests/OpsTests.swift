@@ -153,7 +153,7 @@ extension AllTests {
             }
         }
 
-        /// `x` may be a part of a wider matrix, transposed, or one broadcast row.
+        /// The operand may be a part of a wider matrix, a part of a transposed matrix, or one broadcast row.
         @Test(arguments: [2, 3, 4, 6]) func aQuantizedProductReadsItsOperandWhereItIs(bits: Int) {
             let q = quantized(MLXRandom.normal([96, 128], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
             let numbers = MLXRandom.normal([160, 192], key: MLXRandom.key(1))

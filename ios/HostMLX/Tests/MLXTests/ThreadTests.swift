@@ -41,7 +41,7 @@ extension AllTests {
                 box.value = vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1[0]
             }
             expectNoStream { eval(try #require(box.value)) }
-            // An evaluated derivative is an ordinary array.
+            // Other threads may read a derivative that is already evaluated.
             try onAnotherThread {
                 let a = MLXArray([1, 2] as [Float])
                 let gradient = vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1[0]
@@ -59,7 +59,7 @@ extension AllTests {
             try onAnotherThread { function.value = try importFunction(from: path) }
             let imported = try #require(function.value)
             expectNoStream { eval(try imported(MLXArray.ones([2]))) }
-            // Once one thread has read the arrays of an imported function, other threads may call the function.
+            // Once the thread that imported a function has evaluated a result, other threads may call the function.
             try onAnotherThread {
                 let imported = try importFunction(from: path)
                 eval(try imported(MLXArray.zeros([2])))

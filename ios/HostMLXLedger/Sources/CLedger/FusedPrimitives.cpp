@@ -13,7 +13,7 @@ namespace ledger {
 
 namespace {
 
-/// A writer of the `.mlxfn` format (MLX's export.cpp:843).
+/// A writer of the `.mlxfn` format, which MLX's export.cpp defines.
 struct FunctionFile {
     std::string bytes;
 

@@ -1,4 +1,4 @@
-// The rules of the ledger. For each primitive, a rule records the buffers and kernels of the primitive's `eval_gpu` on Metal.
+// The rules of the ledger. A rule records the buffers and kernels that a primitive's `eval_gpu` uses on Metal.
 //
 // Comments cite files and lines of MLX 0.32.2 (commit 846d176), below mlx/backend unless they name another folder.
 
@@ -50,7 +50,8 @@ struct Call {
 
 // MARK: Layouts
 
-/// Returns the common shape and the strides of several arrays after joining contiguous axes, as in MLX's common/utils.cpp:20.
+/// Joins contiguous axes, and drops axes of length 1, as in MLX's common/utils.cpp:20. Returns the joined shape, and the joined strides of each
+/// array.
 std::pair<mx::Shape, std::vector<mx::Strides>> collapse(
     const mx::Shape &shape, const std::vector<mx::Strides> &strides) {
     mx::Shape joined;
@@ -360,7 +361,7 @@ void random_bits(const Call &call) {
 
 enum class Reduction { all, rows, columns, general };
 
-/// The kind of a reduction, with the lengths and strides of its joined axes (MLX's common/reduce.cpp:29). The smallest stride is last.
+/// The kind of a reduction, with the lengths and strides of its joined axes (MLX's common/reduce.cpp:29). The smallest stride other than 0 is last.
 struct Plan {
     Reduction kind;
     mx::Shape shape;
@@ -497,7 +498,7 @@ void reduce(const Call &call) {
     }
     switch (plan.kind) {
     case Reduction::all:
-        // As in MLX's metal/reduce.cpp:330, one group of 1,024 threads reads 4 elements per thread. A larger input takes two passes.
+        // As in MLX's metal/reduce.cpp:330, one group of 1,024 threads reduces up to 4 elements per thread. A larger input takes two passes.
         if (in.size() <= 4 * 1024) {
             call.recorder.kernel("reduce", {in}, {out});
         } else {
@@ -524,9 +525,9 @@ void arg_reduce(const Call &call) {
     call.recorder.kernel("arg_reduce", {call.in()[0]}, {call.out()});
 }
 
-/// Allocates the output and returns the array that the kernel reads. The output takes over the memory of that array if possible.
+/// Gives the output its memory, and returns the array that the kernel reads. The output takes over the memory of that array if possible.
 ///
-/// The output gets the layout of `x` with `keeps_layout`, else the layout of a contiguous copy.
+/// With `keeps_layout`, the output gets the layout of `x`. Otherwise it gets the layout of a contiguous copy.
 mx::array in_place_or_like(const Call &call, const mx::array &x, bool keeps_layout) {
     auto &out = call.out();
     if (!keeps_layout) {
@@ -590,7 +591,7 @@ void scan(const Call &call) {
 
 // MARK: Indexing
 
-/// Follows MLX's metal/indexing.cpp:57 and :441. The kernel reads as many source bytes as it writes.
+/// Follows MLX's metal/indexing.cpp:57 and :441. The kernel reads the indices, and as many bytes of the source as it writes.
 void gather(const Call &call) {
     auto &out = call.out();
     call.allocate(out);
@@ -645,7 +646,7 @@ int next_power_of_2(int n) {
     return power;
 }
 
-/// Returns whether a product with few rows uses a matrix–vector kernel (MLX's metal/matmul.cpp:1299, on GPUs without neural accelerators).
+/// Returns whether a product with 2 to 15 rows uses a matrix–vector kernel, as in MLX's metal/matmul.cpp:1299 on GPUs without neural accelerators.
 bool is_wide_gemv(
     const Call &call, const mx::array &a, const mx::array &b, int64_t m, int64_t n, int64_t k,
     const std::vector<mx::Strides> &strides_of_batches) {
@@ -725,14 +726,14 @@ void matmul(const Call &call) {
     run("gemm", out);
 }
 
-/// Returns `x`, or a copy if its last two axes are not contiguous rows (MLX's metal/quantized.cpp:65).
+/// Returns `x` if its last two axes are row-contiguous, otherwise a contiguous copy (MLX's metal/quantized.cpp:65).
 mx::array contiguous_matrix(const Call &call, const mx::array &x) {
     const bool fits =
         x.ndim() < 2 ? x.strides()[0] == 1 : x.strides(-2) == x.shape(-1) && x.strides(-1) == 1;
     return fits ? x : temporary_copy(call, x);
 }
 
-/// Returns the number of rows from which MLX uses a matrix kernel (metal/quantized.cpp:85, except for Ultra chips).
+/// Returns the number of rows from which MLX uses a matrix kernel (metal/quantized.cpp:85). Ultra chips have other numbers.
 int rows_of_matrix(int generation, int64_t k, int64_t n) {
     const std::array<int, 3> rows = generation >= 17   ? std::array{33, 25, 13}
                                     : generation >= 15 ? std::array{13, 15, 13}
@@ -741,7 +742,8 @@ int rows_of_matrix(int generation, int64_t k, int64_t n) {
     return k <= 2048 && n <= 2048 ? rows[0] : k <= 4096 && n <= 4096 ? rows[1] : rows[2];
 }
 
-/// Returns the number of parts into which k is split, so that there are about 512 tiles of 32 × 32 (MLX's metal/quantized.cpp:1134).
+/// Returns the number of equal parts into which k is split (MLX's metal/quantized.cpp:1134). Few parts are enough for a product with many tiles of 32
+/// × 32, because MLX aims at 512 tiles in all parts together.
 int64_t parts_of_matrix(int64_t m, int64_t n, int64_t k, int group_size) {
     const int64_t tiles = ((m + 31) / 32) * ((n + 31) / 32);
     const int64_t group = std::max(group_size, 32);
@@ -799,7 +801,7 @@ void quantized_matmul(const Call &call) {
     run_in_parts("qvm", k > 8192 ? 32 : 8, static_cast<int>(shape.size()) - 2);  // :627
 }
 
-/// Quantizes or dequantizes, as in MLX's metal/quantized.cpp:231.
+/// Follows MLX's metal/quantized.cpp:231, for quantizing and for dequantizing.
 void quantize(const Call &call) {
     const bool dequantizes = std::get<4>(call.primitive<mx::fast::Quantize>().state());
     const auto contiguous = [&](const mx::array &x) { return x.flags().row_contiguous ? x : temporary_copy(call, x); };
@@ -929,7 +931,8 @@ void attention(const Call &call) {
         if (!(k.shape(1) < q.shape(1) && k.shape(2) >= 4096)) {
             return call.recorder.kernel("attention", {q, k, v, mask}, {out}, flop);
         }
-        // One pass reads 64 blocks of keys, or 32 blocks for fewer than 4 queries per key head. A second pass combines their results.
+        // The first pass reads the keys in 64 blocks, or in 32 blocks if there are fewer than 4 queries per key head. The second pass combines the
+        // results.
         const int blocks = q.shape(1) / k.shape(1) * q.shape(2) >= 4 ? 64 : 32;
         auto shape = out.shape();
         shape.back() = blocks;
@@ -1000,7 +1003,7 @@ const std::unordered_map<std::string, Rule> &rules() {
               "Remainder", "RightShift", "Subtract"}) {
             table[name] = binary;
         }
-        // MLX's primitives.h derives the names of these primitives from the computation.
+        // MLX names a reduction or a scan after its operation.
         for (const char *name : {"And", "Or", "Sum", "Prod", "Min", "Max"}) {
             table[name] = reduce;
         }

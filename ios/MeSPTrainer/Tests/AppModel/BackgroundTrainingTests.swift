@@ -151,7 +151,7 @@ import Testing
         #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
-    /// A step of a large model takes minutes, and the system ends background time without progress.
+    /// A step of a large model can take minutes, and the system ends background time if a task reports no progress.
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
         model.form.settings.gradAccumulationSteps = 60_000

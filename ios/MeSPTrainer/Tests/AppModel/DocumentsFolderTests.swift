@@ -214,7 +214,7 @@ import Testing
         let store = DocumentsFolder(
             documents: documents,
             applyPolicy: { url, policy in
-                // A folder gets its policy while it is empty, because new files inherit the policy.
+                // The folder of an import gets its policy while it is empty, because new files inherit the policy.
                 let inside = try? FileManager.default.contentsOfDirectory(atPath: url.path)
                 if url.path.contains("/.import") { #expect(inside?.isEmpty == true) }
                 kept.byName[url.lastPathComponent.replacing(/ing-.*/, with: "ing")] = policy

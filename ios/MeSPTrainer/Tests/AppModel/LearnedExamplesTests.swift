@@ -165,7 +165,7 @@ import Testing
 
     nonisolated private static func wait(_ semaphore: DispatchSemaphore) { semaphore.wait() }
 
-    /// A slow tokenizer, so that some time passes between two examples.
+    /// A tokenizer that calls `atText` before it decodes more than one token. By default this call takes 0.1 s.
     private struct SlowTokenizer: TextTokenizer {
         var atText: @Sendable () -> Void = { Thread.sleep(forTimeInterval: 0.1) }
         private let bytes = ByteTokenizer()

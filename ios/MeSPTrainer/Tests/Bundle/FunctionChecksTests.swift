@@ -137,7 +137,7 @@ import Testing
         refused(.node("AsType", [], type: .float32, [0], column), of: column)
         refused(.node("View", [], type: .float32, [0], column), of: column)
         refused(.node("Exp", [], [0], .array([0])), of: .array([0]), for: .node("Exp", [], [0], column), of: column)
-        // Attention divides by the number of key heads, which may be 0.
+        // Attention divides by the number of key heads, so a function with 0 key heads is refused. Heads of 256 features are refused too.
         let state = Data([0, 0, 128, 63, 1, 0, 0, 0])
         for (heads, size, isRefused) in [
             (1, 64, false), (1, 72, false), (1, 96, false), (0, 64, true), (1, 256, true),
@@ -149,7 +149,7 @@ import Testing
                 said.contains("do not match") == isRefused && (isRefused || said.isEmpty),
                 "\(heads) of \(size): \(said)")
         }
-        // These bytes are the flags for attention sinks, for the log-sum-exp output and for forced fused attention.
+        // These bytes are flags of attention besides the one for the causal mask. A function that sets one of them is refused.
         for index in 5...7 {
             var other = state
             other[index] = 1
@@ -227,7 +227,7 @@ import Testing
     }
 }
 
-/// A file with one function. The input has the id 0. By default the nodes have the ids 1, 2, …. The last node is the output.
+/// A file with one function. The input has the id 0. By default the nodes have the ids 1, 2, …. Every output of the function is the last node.
 private struct TestFunction {
     enum Element: Int32 {
         case uint8 = 1

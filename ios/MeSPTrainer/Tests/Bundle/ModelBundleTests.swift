@@ -172,7 +172,7 @@ import Testing
                 String(repeating: "a", count: 1_000_000),
                 "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"
             ),
-            // A file of several pieces.
+            // This file is hashed in several pieces.
             (
                 String(repeating: "a", count: 3_000_000),
                 "2a152c894398719c0570f83fac34ac03a0f6e8e474b995c2403aa5434f7b9dd4"

@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPBundle
 
-/// MLX on a CPU does not read the environment variable that these tests set.
+/// These tests set an environment variable of MLX. Other tests in the process are not affected, because MLX on a CPU does not read it.
 @Suite(.serialized) final class NeuralAcceleratorsTests {
     private let folder = temporaryFolder()
     private var record: URL { folder.appendingPathComponent("MeSP/neural-accelerators") }

@@ -122,7 +122,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try isWhole())
     }
 
-    /// After the app was terminated, the system continues the download. The app uses the files that have arrived.
+    /// The system continues transfers after the app was terminated. The restarted app does not request the files of these transfers again.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
         let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try HubDownload(

@@ -58,7 +58,7 @@ struct FlowerObjectsTests {
         #expect(try store.records(id, most: 1 << 26) == records)
     }
 
-    /// The objects equal Flower's except for spaces and the order of keys in JSON.
+    /// The chunks of arrays equal Flower's. Other objects may differ from Flower's in spaces and in the order of keys.
     @Test func writesWhatFlowerWrites() throws {
         var (store, flowers) = (FlowerObjectStore(), FlowerObjectStore())
         let tree = try store.add(records)
@@ -82,7 +82,7 @@ struct FlowerObjectsTests {
         #expect(try store.records(tree.id, most: 1 << 26).arrays["arrays"]?["a"] == array)
     }
 
-    /// An array may name the same chunk several times. Here it names a chunk of 1 MiB up to 100,000 times.
+    /// An array may name the same chunk several times. Here it names a chunk of 1 MiB once or 100,000 times.
     @Test(arguments: [1, 100_000])
     func aMessageTakesNoMoreMemoryThanItMay(times: Int) throws {
         var store = FlowerObjectStore()
@@ -101,7 +101,7 @@ struct FlowerObjectsTests {
         #expect(error?.sentence.english.contains("more than 67 MB") == (times > 1))
     }
 
-    /// A field of two bytes takes about thirty bytes of memory.
+    /// A field of two bytes takes about thirty bytes of memory, so a message with too many fields is refused.
     @Test func aMessageHasNoMoreFieldsThanFlowers() throws {
         #expect(throws: MeSPError.self) { try ProtobufMessage(Data(repeating: 8, count: 1 << 20)) }
         #expect(try ProtobufMessage(Data(repeating: 8, count: 1 << 16)).number(1) == 8)

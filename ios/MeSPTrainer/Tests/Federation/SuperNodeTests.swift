@@ -338,7 +338,7 @@ final class SuperNodeTests {
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
     }
 
-    /// The server also requests objects outside of the answer, and one object several times.
+    /// The server also requests objects outside of the answer, and one of them many times.
     @Test func sendsWhatIsItsAnswerOnce() async throws {
         try SuperLink.ask(host)
         let question = try #require(SuperLink.with(host) { $0.question?.tree })
