@@ -41,8 +41,8 @@ _QUANTIZATIONS = {
 def check_functions(file: bytes, device: str) -> list[Function]:
     """Returns the functions in a file, which must all be for `device`, "cpu" or "gpu".
 
-    Raises ValueError if the file is damaged, breaks a rule, or is not in the known file layout of
-    MLX.
+    Raises ValueError if the file is damaged, does not pass the check, or is not in the file layout
+    of MLX that `mlxfn` reads.
     """
     try:
         found = functions(file)

@@ -38,7 +38,9 @@ def decays(log_decay: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def forgetting(log_decay: mx.array, starts: mx.array | None) -> mx.array:
-    """Returns log decays [..., T] that reset the state at the first token of each record."""
+    """Returns the log decays [..., T], changed so that they reset the state at the first token of
+    each record. Unchanged if `starts` is None.
+    """
     if starts is None:
         return log_decay
     follows = mx.arange(starts.size) > starts

@@ -61,11 +61,11 @@ def block_function(
     """Returns the block function for `device` ("cpu" or "gpu"). On a CPU or with `plain`, the
     function has no fused primitives.
 
-    The function takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words]
-    uint32, the inputs in `Block.given_shapes` and, for packed records, starts [T] int32. T, the
-    LoRA rank and the dtype follow from the arguments. docs/formats.md has the outputs' shapes.
-    `fast` is the module with the fused primitives: `mx.fast`, or `mesp.block_function.fused` to
-    trace them on a CPU.
+    The function takes x [1, T, hidden], the flat LoRA matrices as float32, scale [] float32,
+    weights [layout.words] uint32, the inputs whose shapes `Block.given_shapes` returns and, for
+    packed records, starts [T] int32. T, the LoRA rank and the dtype follow from the arguments.
+    docs/formats.md has the outputs' shapes. `fast` is the module with the fused primitives:
+    `mx.fast`, or `mesp.block_function.fused` to trace them on a CPU.
     """
     plain = plain or device == "cpu"
 

@@ -46,7 +46,9 @@ def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
 def _recurrence(
     mixer: GatedDeltaNet, parts: Parts, qkv: mx.array, ba: mx.array, heads: slice
 ) -> mx.array:
-    """Returns o of the value heads of `heads` (key heads): float32 [1, T, values·value_dim]."""
+    """Returns the outputs o of the value heads that belong to the key heads `heads`, concatenated:
+    float32 [1, T, n·value_dim] for n value heads.
+    """
     Hk, Hv = mixer.num_key_heads, mixer.num_value_heads
     key_dim, value_dim = mixer.key_head_dim, mixer.value_head_dim
     values = slice(heads.start * Hv // Hk, heads.stop * Hv // Hk)
@@ -67,8 +69,7 @@ def _recurrence(
     A_log, dt_bias = (
         parts.vector(f"linear_attn.{name}")[values, None] for name in ("A_log", "dt_bias")
     )
-    # The logarithm of the decay. In float32, the decay may underflow to 0, whose logarithm is
-    # infinite.
+    # The logarithm of the decay, computed without the decay, which may underflow to 0 in float32.
     log_g = -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.array(0.0))
     o = delta_rule(q, k, v, forgetting(log_g, parts.starts), mx.sigmoid(b))
     return o.swapaxes(0, 1).reshape(1, o.shape[1], -1)
@@ -89,7 +90,8 @@ def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.
     """Returns O, of v's shape, for q, k [Hk, T, key_dim], v [Hv, T, value_dim], log g and β [Hv,
     T].
 
-    All arrays are float32. The terms without a state are computed for all chunks at once:
+    All arrays are float32. `decays` returns Γ, γ and δ of a chunk, and γ_C is the chunk's last γ.
+    The terms that do not depend on the state are computed for all chunks at once:
 
         A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
         U = M β V        W = M β γ K

@@ -82,7 +82,8 @@ def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> m
     [groups, T, N].
 
     All arrays are float32. Y is computed in chunks. `decays` returns Γ, γ and δ of a chunk, and γ'
-    is the chunk's last γ. S is the state before a chunk, and S₊ the state after the chunk:
+    is the chunk's last γ. U is the chunk's u, S the state before the chunk, and S₊ the state after
+    it:
 
         Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ' S + (δ ∘ U)ᵀ B
     """

@@ -46,6 +46,8 @@ def plain_mlp(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """Returns [plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32; x is [1, T, hidden]."""
+    """Returns [y, gate(x), up(x)] in float32, with y = down(act(gate(x)) ∘ up(x)), plus `plus` if
+    given. x is [1, T, hidden].
+    """
     gates, ups = gate(x), up(x)
     return [down(act(gates) * ups, plus), gates, ups]

@@ -137,7 +137,9 @@ class Primitive:
 
 @dataclass(frozen=True)
 class Function:
-    """A trace: inputs and constants by id, primitives in order of computation, and outputs' ids."""
+    """A trace: the names of its keyword inputs, the inputs and constants by id, the primitives in
+    order of computation, and the outputs' ids.
+    """
 
     keywords: list[str]
     inputs: dict[int, Array]

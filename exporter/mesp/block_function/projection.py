@@ -1,4 +1,4 @@
-"""A block's projections: a quantized matrix with its LoRA matrices."""
+"""The projections of a block. Each has a quantized matrix and its LoRA matrices."""
 
 from __future__ import annotations
 

@@ -213,6 +213,8 @@ def export(
 ) -> Bundle:
     """Quantizes a model, writes it as a bundle for fine-tuning, and returns the bundle.
 
+    A model that is already quantized keeps its quantization.
+
     Args:
         model: A short name such as ``Qwen2.5-0.5B``, a name on the Hugging Face Hub, a folder, a
             GGUF file, or ``demo``.
@@ -225,10 +227,11 @@ def export(
         seq_len: The sequence lengths to train with, in tokens.
         rank: The LoRA ranks to train with.
         mode: ``affine`` (the default), ``mxfp4``, ``nvfp4`` or ``mxfp8``.
-        bits: Bits a weight: 4 (the default), 5, 6 or 8.
-        group_size: The number of weights that share a scale: 32, 64 (the default) or 128.
-        head_bits: Bits of the output head, and of an embedding tied to it. The default is 6, or
-            `bits` if that is more.
+        bits: Bits per weight in the affine mode: 4 (the default), 5, 6 or 8.
+        group_size: The number of weights that share a scale in the affine mode: 32, 64 (the
+            default) or 128.
+        head_bits: Bits per weight of the output head, and of an embedding tied to it, in the affine
+            mode. The default is 6, or `bits` if that is more.
         quantize: ``least-squares``, which changes the outputs of matrices least, or ``nearest``.
         calibrate: Data for ``least-squares``; None for random tokens.
         dtype: The dtype of activations, ``float32`` or ``bfloat16``; the device's by default.
@@ -264,11 +267,12 @@ def rewrite(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Bundle:
-    """Rewrites a bundle with other functions and the same weights and data, and returns the new
+    """Writes a bundle again with other functions and the same weights and data, and returns the new
     bundle.
 
-    Arguments that are not given keep the bundle's values. With `overwrite`, `out` may be the bundle
-    itself. Raises MespError if the new bundle cannot be written. Then `bundle` is unchanged.
+    Arguments that are not given keep the bundle's values. `dtype="bfloat16"` rounds float32 scales,
+    biases and norms. By default, `out` is the bundle itself, which `overwrite` must allow. Raises
+    MespError if the new bundle cannot be written. Then `bundle` is unchanged.
     """
     old = Path(bundle)
     has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)

@@ -151,10 +151,10 @@ class Table:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The files of a split. The split's `tokens` ids are a packed stream or `count` examples.
+    """The files of a split. The split has `tokens` token ids, as one stream or as `count` examples.
 
-    `begin` replaces the first token of each window of a packed stream, unless it is None. With
-    `pack`, short examples share a sequence in training.
+    `begin` replaces the first token of each window of a stream, unless it is None. With `pack`,
+    short examples share a sequence in training.
     """
 
     file: str
@@ -325,10 +325,10 @@ def read_manifest(
 ) -> Manifest:
     """Returns the manifest of the bundle at `path`, after checks.
 
-    Raises MespError if the folder is not a bundle, has a format that is not in `formats`, has a
-    damaged manifest, or lacks a file or a part of a file. With `to_run`, also raises MespError if
-    the installed MLX does not read the bundle's functions, or if the bundle needs a missing GPU.
-    `Bundle.verify` checks the contents.
+    Raises MespError if the folder is not a bundle, has a format that is not in `formats`, or has a
+    damaged manifest, or if a file in the manifest is missing, has another size or is outside of the
+    folder. With `to_run`, also raises MespError if the installed MLX does not read the bundle's
+    functions, or if the bundle needs a missing GPU. `Bundle.verify` checks the contents.
     """
     try:
         entries = read_object(path / "manifest.json")

@@ -16,7 +16,8 @@ from mesp.source_model.copied_files import copy_files
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:
-    """Returns a model card's YAML front matter, with `others` first. Empty if nothing is known."""
+    """Returns a model card's YAML front matter, with `others` first. Empty if there are no
+    entries."""
     model = manifest.model
     entries: dict[str, Any] = {**others}
     if model.revision:
@@ -32,9 +33,10 @@ def front_matter(manifest: Manifest, **others: str) -> str:
 
 
 def write_card(manifest: Manifest, folder: Path) -> None:
-    """Writes a README.md with the model and its licence.
+    """Writes a README.md with the model's name and licence.
 
-    Writes nothing if a README.md exists, or if neither the model nor its licence is known.
+    Writes nothing if a README.md exists, or if the model is not from the Hugging Face Hub and its
+    licence is not known.
     """
     path, head = folder / "README.md", front_matter(manifest)
     if not head or os.path.lexists(path):
@@ -51,8 +53,7 @@ Made with MeSP. The terms of {manifest.name} apply to it too.
 def write_terms(bundle: Path, manifest: Manifest, folder: Path) -> None:
     """Copies a bundle's licence files into `folder`, and writes a model card there.
 
-    Raises MespError if a file is a link that leads out of the bundle, and OSError if a file cannot
-    be written.
+    Raises what `copy_files` raises, and OSError if the model card cannot be written.
     """
     copy_files(bundle, filter(is_terms, (file.path for file in manifest.files)), folder)
     write_card(manifest, folder)

@@ -187,7 +187,7 @@ class Bundle:
 
     def head(self) -> dict[str, mx.array]:
         """Returns the head's arrays, named as in `embedding`, and ``norm``, the final RMSNorm's
-        weight.
+        weight divided by the architecture's `logits_scaling`.
         """
         return self._table(self.manifest.head)
 
@@ -250,10 +250,11 @@ class Bundle:
         return model
 
     def checkpoint(self) -> dict[str, mx.array]:
-        """Returns the weights with the names and shapes of Hugging Face's checkpoints.
+        """Returns the weights with the names of Hugging Face's checkpoints.
 
         Matrices stay quantized. Where a checkpoint has one matrix that joins several projections,
-        the projections are returned separately.
+        the projections are returned separately. Experts' matrices are stacked, as in mlx-lm, and
+        have mlx-lm's names.
         """
         arch = self.architecture
         head = self.head()
@@ -314,12 +315,13 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Returns the block function of block `index`. With `plain`, returns its plain function
-        and, with `packed`, its function for packed records.
+        """Returns the block function of block `index`, with `plain` its plain function, or with
+        `packed` its function for packed records.
 
-        The function takes (x, lora, scale, weights), the inputs in `Block.given_shapes` and, if
-        `packed`, starts. `mesp.block_function.forward_pass` lists its outputs. Raises MespError if
-        the bundle lacks this function or `check_block_functions` refuses its file.
+        The function takes (x, lora, scale, weights), the inputs whose shapes `Block.given_shapes`
+        returns and, if `packed`, starts. `mesp.block_function.forward_pass` lists its outputs.
+        Raises MespError if the bundle lacks this function or `check_block_functions` refuses its
+        file. Also raises what `read_bytes` raises.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -362,7 +364,7 @@ class Bundle:
     def examples(self, split: str) -> np.ndarray | None:
         """Returns the range of each example in `tokens`: uint32 [M, 2], memory-mapped.
 
-        A row is (start, length). The result is None for a packed stream.
+        A row is (start, length). The result is None if the split is one stream.
         """
         file = self._data(split).examples
         return None if file is None else self._map(file).reshape(-1, 2)
@@ -372,9 +374,8 @@ class Bundle:
         return self._data(split).pack
 
     def begin(self, split: str) -> int | None:
-        """Returns the token that replaces the first token of each window of a packed stream.
-
-        None: the first token stays.
+        """Returns the token that replaces the first token of each window of a stream, or None if
+        the first token stays.
         """
         return self._data(split).begin
 

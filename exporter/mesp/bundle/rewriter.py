@@ -1,4 +1,4 @@
-"""Rewrites an existing bundle with the same weights and data."""
+"""Rewrites an existing bundle with other functions, and the same weights and data."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def rewrite_bundle(
 
 
 def check_data(bundle: Bundle, seq_len: int) -> None:
-    """Raises MespError if a split that is one packed stream has fewer than `seq_len` + 1 tokens."""
+    """Raises MespError if a split that is one stream has fewer than `seq_len` + 1 tokens."""
     for split, entry in bundle.manifest.data.items():
         if entry.examples is None and entry.tokens < seq_len + 1:
             raise MespError(

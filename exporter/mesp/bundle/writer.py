@@ -45,7 +45,7 @@ from mesp.source_model.random_weights import RandomWeights
 
 log = logging.getLogger(__name__)
 
-# Other files that may hold chat templates.
+# Files that may hold chat templates, but are not read.
 OTHER_TEMPLATES = ("additional_chat_templates", "chat_template.json")
 
 
@@ -175,8 +175,8 @@ def find_moments(
 def write_config_and_tokenizer(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
-    """Writes a config.json for the bundle's weights, and copies the tokenizer and the licence
-    files."""
+    """Writes a config.json for the bundle's weights. Also copies the files that `files_to_copy`
+    chooses, if the source has a folder."""
     family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
         "num_hidden_layers": arch.num_hidden_layers,

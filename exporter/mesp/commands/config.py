@@ -16,7 +16,8 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
     file.
 
     A key is the name of an option or argument, with `_` or `-`. The value `null` keeps the default.
-    Raises MespError naming the file and the key.
+    Raises MespError if the file cannot be read, is not valid YAML, or has a key or a value that
+    cannot be used.
     """
     if path is None:
         return

@@ -11,12 +11,12 @@ public struct StoragePolicy: Sendable, Equatable {
     static let bundle = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// The policy of a run's tokens, log and adapters, which overnight runs access.
     static let run = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: false)
-    /// The policy of a run's saved state, which is large and useful only on this phone.
+    /// The policy of saved states and of the federation's files. They are useful only on this phone.
     static let state = StoragePolicy(isInBackup: false, isUnreadableWhileLocked: false)
     /// The policy of chats and choices, which overnight runs do not read.
     static let chat = StoragePolicy(isInBackup: true, isUnreadableWhileLocked: true)
 
-    /// Sets this policy on a file, or on a folder and the files created in it later. Has no effect on Linux.
+    /// Sets this policy on a file, or on a folder and the files created in it later. Outside iOS it sets at most whether backups include the file.
     public func apply(to url: URL) {
         var (url, values) = (url, URLResourceValues())
         values.isExcludedFromBackup = !isInBackup

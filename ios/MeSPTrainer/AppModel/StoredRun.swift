@@ -56,7 +56,7 @@ public struct StoredRun: Identifiable, Sendable {
         }
     }
 
-    /// Copies the log and the adapters into `folder`, whose old contents are deleted. Training data is not copied.
+    /// Copies the log, the last adapters and the best adapters into `folder`, whose old contents are deleted. Training data is not copied.
     public func export(to folder: URL) throws {
         do {
             try? FileManager.default.removeItem(at: folder)

@@ -64,7 +64,7 @@ import Observation
             settings.projections = names == standard ? nil : names
         }
     }
-    /// Typed text that is not a number, by field.
+    /// Typed text that is not a valid number, by field.
     private var unreadable = [NumberField: String]()
     /// The typed text, shown while it still equals the setting's value.
     private var typed = [NumberField: String]()

@@ -117,7 +117,8 @@ extension Architecture {
         mixers.contains { if case .attention = $0 { false } else { true } }
     }
 
-    /// Whether all sizes are within bounds and every block is complete. The bounds prevent integer overflow in products of sizes.
+    /// Whether the architecture is valid: for example, all sizes are within bounds and every block is complete. The bounds prevent integer overflow
+    /// in products of sizes.
     package var isConsistent: Bool {
         let widths = [hiddenSize, vocabSize]
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }

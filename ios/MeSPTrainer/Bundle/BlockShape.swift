@@ -84,7 +84,7 @@ package struct BlockShape: Sendable, Equatable {
         return ofModules(modules) + mlpGate + [router] + ofModules(experts.modules)
     }
 
-    /// Whether the block's modules compute each projection exactly once and the joined layers are complete.
+    /// Whether the block is consistent: for example, its modules compute each projection exactly once.
     var isWhole: Bool {
         let parts = modules.flatMap(\.projections)
         let all = Projection.allCases.filter { known($0) != nil }

@@ -45,8 +45,8 @@ extension ModelBundle {
         }
     }
 
-    /// Throws unless MLX can read the functions in `file` and their inputs and outputs fit the blocks of a kind. There must be one function for each
-    /// rank.
+    /// Throws unless the functions in `file` pass `checkFunctions(_:onGPU:)`, and their inputs and outputs fit the blocks of a kind. There must be
+    /// one function for each rank.
     ///
     /// - Parameters:
     ///   - kind: an index of the manifest's `blocks`.

@@ -89,10 +89,11 @@ package enum MLXErrors {
 
     /// Calls `body`. On a GPU, confirms the results, and calls `body` again if MLX fails.
     ///
-    /// All arrays that `body` reads must be confirmed before, and `body` must not change them. A nested call is part of the outer repeated work.
+    /// Before the call, all arrays that `body` reads must be confirmed. `body` must not change them. A nested call is part of the outer repeated
+    /// work.
     ///
     /// - Parameter beforeRetry: called before `body` is called again. It may wait or throw.
-    /// - Throws: `MLXFailure` if earlier work failed. `MLXFailure` with `isFinal` set after the last failure on a GPU. The errors of `body` and
+    /// - Throws: `MLXFailure` if earlier work failed, `MLXFailure` with `isFinal` set if MLX has failed too often, or the error of `body` or
     ///   `beforeRetry`.
     package static func repeating<R>(beforeRetry: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
         guard let work, let stream = work.stream, !work.isRepeated else { return try body() }
@@ -131,7 +132,7 @@ package enum MLXErrors {
 
 /// An error of MLX.
 package struct MLXFailure: SentenceError {
-    /// MLX's message without its final full stop.
+    /// MLX's message without the place in MLX's source code and without the final full stop.
     package let message: String
     /// Whether the work failed too often to be repeated again.
     package fileprivate(set) var isFinal = false
@@ -191,7 +192,8 @@ extension MLXArray {
     }
 }
 
-/// Calls `body`, and converts its errors into a sentence with the reason. Rethrows `MLXFailure` unchanged, because the failed work may be repeated.
+/// Calls `body`. If it throws an error, throws a `MeSPError` with the sentence that `sentence` returns for the reason. Rethrows `MLXFailure`
+/// unchanged, because the failed work may be repeated.
 package func explaining<R>(_ body: () throws -> R, as sentence: (_ reason: Sentence) -> Sentence) throws -> R {
     do {
         return try body()

@@ -6,9 +6,10 @@ import MeSPSentences
     import Metal
 #endif
 
-/// The devices that MLX can use here.
+/// Whether and how MLX can run on this device.
 ///
-/// The answers come from the system. Asking MLX would start Metal, which takes memory and terminates the process if MLX cannot use the GPU.
+/// The properties ask the system instead of MLX. Asking MLX would start Metal, which takes memory and terminates the process if MLX cannot use the
+/// GPU.
 public enum MLXSupport {
     #if MESP_HOST_MLX
         package static let version = hostMLXVersion

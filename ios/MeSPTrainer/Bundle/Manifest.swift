@@ -37,8 +37,8 @@ public struct Manifest: Decodable, Sendable {
         /// The function files for packed sequences on a GPU, or nil if the bundle has none.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
-        /// Whether a GPU calls functions for these blocks. Otherwise it computes the formulas, as for blocks with experts and in bundles made on a
-        /// device.
+        /// Whether the bundle has functions for these blocks. Without them a GPU computes the formulas one by one, as for blocks with experts and in
+        /// bundles made on a device.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]
@@ -95,7 +95,7 @@ public struct Manifest: Decodable, Sendable {
     package let perLayerEmbedding: PackedFile?
     package let perLayerProjection: PackedFile?
     package let data: [String: Tokens]?
-    /// The end tokens in addition to those in config.json, if any.
+    /// Token ids at which generation stops, or nil if the manifest lists none.
     package let endTokens: [Int]?
     /// The digest of the source model and the options, for a bundle made on a device.
     package let source: String?

@@ -123,7 +123,7 @@ extension Manifest {
     }
 }
 
-/// Returns whether a path is relative, without empty parts, parts `.` or `..`, and null characters. Symbolic links are not resolved.
+/// Returns whether a path is relative and has no empty part, no part `.` or `..`, and no null character. Symbolic links are not resolved.
 package func leadsDown(_ path: String) -> Bool {
     let parts = path.split(separator: "/", omittingEmptySubsequences: false)
     return !parts.contains { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }

@@ -23,7 +23,7 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     /// The factor `scale` of `q̂ k̂ᵀ`.
     package let attentionScale: Float
     package let attnLogitSoftcapping: Float?
-    /// RoPE's angle per position for each pair of dimensions, in radians. 0 leaves a pair unchanged. The list is empty without RoPE.
+    /// RoPE's angle per position for each pair of dimensions, in radians. A pair with angle 0 is not rotated. The list is empty without RoPE.
     package let frequencies: [Float]
     /// The factor that multiplies the rotated dimensions.
     package let ropeScale: Float
@@ -42,7 +42,8 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     package var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
-/// The gated delta rule ([Yang et al.](https://arxiv.org/abs/2412.06464)). q and k are normalized per head, and each head has its own S and o:
+/// The gated delta rule ([Yang et al.](https://arxiv.org/abs/2412.06464)). After the convolution, q and k are normalized per head, and q is divided
+/// by √keyHeadDim. Each value head has its own S and o:
 ///
 ///     q, k, v = silu(conv(qkv))
 ///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ    g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
@@ -160,7 +161,7 @@ extension Mixer {
         }
     }
 
-    /// Returns whether the sizes are within bounds and fit together.
+    /// Returns whether the values are within bounds and fit together.
     func isConsistent(hidden: Int) -> Bool {
         func areCounts(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 12)).contains($0) } }
         func areWidths(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 20)).contains($0) } }

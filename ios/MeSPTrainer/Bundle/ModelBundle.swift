@@ -17,7 +17,7 @@ package struct ModelBundle {
     private let dataFolder: URL
     /// The modification times of the weight files when they were checked.
     private var modified = [String: Duration]()
-    /// The manifest's device. Tests set `gpu` to run the GPU's code path on a CPU.
+    /// The manifest's device, unless it is replaced. Tests and self-checks replace it to choose the code path.
     package var backend: Backend
     /// For each block, the index of its kind in the manifest's `blocks`.
     package let kinds: [Int]
@@ -143,7 +143,7 @@ package struct ModelBundle {
         var ropeScaling: RoPE?
     }
 
-    /// The context length stated in config.json, extended by YaRN's factor if present, or nil.
+    /// The context length stated in config.json, extended by YaRN's factor if present, or nil if it is not stated.
     private var positions: Int? {
         guard let json = regularFile(url.appendingPathComponent("config.json")),
             let config = try? JSONDecoder.snakeCase.decode(Config.self, from: json),
@@ -185,7 +185,7 @@ package struct ModelBundle {
         try TokenFolder.entries(in: folder)["train"].map { try digest($0, in: folder) }
     }
 
-    /// - Parameter sums: known SHA-256 digests by path. These files are not read.
+    /// - Parameter sums: known SHA-256 digests by path. A file whose digest is known is not read.
     private func digest(_ entry: Manifest.Tokens, in folder: URL, sums: [String: String] = [:]) throws -> String {
         let files = [
             ("tokens", entry.file), ("examples", entry.examples?.file), ("mask", entry.mask), ("labels", entry.labels),

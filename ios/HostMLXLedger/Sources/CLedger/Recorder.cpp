@@ -2,7 +2,7 @@
 //
 // The evaluated graphs are MLX's own. While a ledger records, an evaluation visits the graph's primitives in MLX's order. For each primitive, a rule
 // reproduces the effects of its `eval_gpu` on Metal: the allocated buffers, the overwritten input and the encoded kernels. Outputs have the layout
-// and the buffer length that they would have on Metal. They hold zeros, unless the values are also computed.
+// that they would have on Metal. They hold zeros, unless the values are also computed.
 //
 // Comments cite files and lines of MLX 0.32.2 (commit 846d176).
 
@@ -36,7 +36,7 @@ namespace {
 std::recursive_mutex mutex;
 std::shared_ptr<Recorder> current;
 
-/// The size of memory that an array uses but that MLX's allocator did not allocate.
+/// Memory that an array uses but that MLX's allocator did not allocate.
 struct Adopted {
     size_t bytes;
     bool is_wired = false;
@@ -91,7 +91,8 @@ struct Block {
     size_t length;
 };
 
-/// Reproduces the buffer sizes, the cache and the limits of MLX's metal/allocator.cpp.
+/// With `metal`, reproduces the buffer sizes, the cache and the limits of MLX's metal/allocator.cpp. Otherwise sizes are exact, and there is no
+/// cache.
 class Recorder::Allocator {
    public:
     explicit Allocator(bool metal) : metal_(metal) {}
@@ -145,7 +146,7 @@ Recorder::Recorder(HostLedgerRules rules) : rules(rules), allocator_(new Allocat
 
 Recorder::~Recorder() = default;
 
-/// Returns the bytes of arrays that MLX itself allocated on this machine, for example before the recording.
+/// Returns the bytes of arrays that MLX itself allocated on this machine and that the ledger does not track, for example from before the recording.
 size_t Recorder::foreign() const {
     const size_t active = foreign_override_.value_or(mx::get_active_memory());
     return active > tracked_ ? active - tracked_ : 0;
@@ -377,7 +378,8 @@ void Recorder::run_handlers(size_t late) {
     }
 }
 
-/// Marks the command buffers up to `serial` as finished. Handlers run on another thread, so the last `late_handlers` have not run yet.
+/// Marks the command buffers up to `serial` as finished. Handlers run on another thread, so those of the last `late_handlers` buffers have not run
+/// yet.
 void Recorder::finish(size_t serial) {
     finished_ = std::max(finished_, serial);
     run_handlers(rules.late_handlers);
@@ -406,7 +408,7 @@ void Recorder::complete_one() {
 
 namespace {
 
-/// Follows MLX's transforms.cpp:51.
+/// The primitive that ends an evaluation, as in MLX's transforms.cpp:51.
 class Synchronizer : public mx::Primitive {
    public:
     using Primitive::Primitive;
@@ -582,7 +584,7 @@ void Recorder::hold(mx::array &arr) {
             encoding_.held.insert(s.data_shared_ptr());
         }
     }
-    // The limits are those of MLX's metal/device.cpp:511.
+    // A command buffer is committed above the same two limits as in MLX's metal/device.cpp:511.
     if (encoding_.operations > static_cast<size_t>(rules.operations_per_buffer) ||
         (encoding_.elements >> 20) > static_cast<size_t>(rules.mega_elements_per_buffer)) {
         commit(true);
@@ -681,7 +683,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
     }
 }
 
-/// Waits for an array, and with it for all command buffers of the array's `async_eval` (array.cpp:145).
+/// Evaluates an unscheduled array. For another array, waits for all command buffers of the array's `async_eval` (array.cpp:145).
 void Recorder::wait(mx::array &a) {
     if (is_unscheduled(a)) {
         return evaluate({a}, false);

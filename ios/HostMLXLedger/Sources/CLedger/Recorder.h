@@ -43,7 +43,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         double gathered = 0);
     /// Keeps an array until the command buffer is complete (device.cpp:471).
     void temporary(mlx::core::array a);
-    /// Sets the name of the kernels recorded next.
+    /// Sets the name for the kernels of the primitive being evaluated.
     void fused(std::string name) { encoded_ = std::move(name); }
 
     // MARK: For the hooks

@@ -46,7 +46,7 @@ public struct Ledger: Codable, Sendable, Equatable {
 
     /// The number of times that `eval` polls for free memory, which keeps a CPU core busy.
     public var spins = 0
-    /// The work that the GPU still has to do when `eval` polls for free memory.
+    /// The work that the GPU still has to do when `eval` polls for free memory. `readBytes` includes the bytes to be written.
     public var spinning = Kind()
 
     /// The number of kernels used for the first time, each of which Metal must compile.
@@ -95,7 +95,7 @@ extension Ledger {
             + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
     }
 
-    /// Returns an upper bound of the time in seconds during which `eval` polls.
+    /// Returns the modelled time in seconds of the GPU's work in `spinning`.
     public func secondsSpinning(_ time: LedgerTime = LedgerTime()) -> Double {
         Double(spinning.kernels) * time.secondsPerKernel + spinning.readBytes / time.bytesPerSecond
             + spinning.flop / time.flopPerSecond
@@ -155,7 +155,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     /// The rules of a Mac with a Max or an Ultra chip (MLX's metal/device.cpp:612).
     public static var strictMac: LedgerRules { inEnvironment(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
 
-    /// Returns rules with MLX's command buffer sizes. The environment variable `MLX_MAX_OPS_PER_BUFFER` overrides `operationsPerBuffer`, as in MLX.
+    /// Returns rules in which the environment variable `MLX_MAX_OPS_PER_BUFFER` overrides `operationsPerBuffer`, as in MLX.
     private static func inEnvironment(
         operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int = 10, lateHandlers: Int = 1
     ) -> LedgerRules {
@@ -191,8 +191,8 @@ extension Ledger {
     /// Records the costs of the evaluations in `body`. Only one recording can run at a time.
     ///
     /// - Parameters:
-    ///   - compute: whether to compute the values too, on the CPU's stream. Otherwise evaluated arrays are zeros, and a graph on the GPU's stream
-    ///     needs no GPU.
+    ///   - compute: whether to compute the values too. The graph must then be on the CPU's stream. Otherwise evaluated arrays are zeros, and a graph
+    ///     on the GPU's stream needs no GPU.
     ///   - device: the default device in `body`. If it is the CPU, the rules also apply to work on the CPU's stream.
     ///   - trace: called for each primitive in the order of evaluation, with the number of elements in its output.
     public static func record(
@@ -209,7 +209,7 @@ extension Ledger {
         return try recording.end()
     }
 
-    /// Whether this system can record. Recording replaces MLX's allocator, which works on Linux only.
+    /// Whether this system can record. Recording must replace MLX's allocator, and this is possible only on Linux.
     public static var isAvailable: Bool {
         #if os(Linux)
             true

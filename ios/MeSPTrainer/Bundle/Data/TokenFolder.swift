@@ -12,7 +12,7 @@ package enum TokenFolder {
         return entries
     }
 
-    /// Writes the folder completely or not at all.
+    /// Writes the folder completely, or throws. Replaces an existing folder.
     package static func write(_ splits: [String: TokenStream], to folder: URL) throws {
         let partial = folder.deletingLastPathComponent().appendingPathComponent(".partial-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }

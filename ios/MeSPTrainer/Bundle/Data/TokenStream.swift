@@ -3,9 +3,9 @@ import MeSPSentences
 
 /// A sequence of T inputs. Token i + 1 is the target of token i.
 package struct Example: Sendable, Equatable {
-    /// The T + 1 token ids, with padding at the end.
+    /// The T + 1 token ids. If padding is needed, it is at the end.
     package let tokens: [Int32]
-    /// The positions in `0 ..< T` whose targets are in the loss, ascending; not empty.
+    /// The positions in `0 ..< T` whose targets are in the loss, ascending.
     package let counted: [Int]
     /// The input ranges of the records, or nil if the sequence is not packed. Records do not attend to each other, and positions begin at 0 in each.
     package let records: [Range<Int>]?
@@ -36,7 +36,7 @@ package struct Example: Sendable, Equatable {
 /// Token ids on disk, from which training and evaluation take sequences of T inputs.
 ///
 /// - A stream without examples is split into windows: window `w` has the tokens `wT ... wT + T`. `begin` replaces the first token of each window.
-/// - A stream with examples has one sequence per example, cut to T + 1 tokens. With `packsExamples`, several examples share a sequence without
+/// - A stream with examples has one sequence per example, cut to T + 1 tokens. With `packsExamples`, several examples can share a sequence without
 ///   attending to each other.
 ///
 /// The first token of an example is never a target.
@@ -49,7 +49,7 @@ package struct TokenStream: Sendable {
     let mask: Data?
     /// One `Label` per example, or nil without preference data.
     let labels: Data?
-    /// The token that replaces the first token of each window, if any.
+    /// The token that replaces the first token of each window or of each of the `pieces(of:)`, if any.
     private(set) var begin: Int?
     /// Whether several examples may share a sequence.
     package let packsExamples: Bool
@@ -132,7 +132,7 @@ package struct TokenStream: Sendable {
     ///
     /// - Parameters:
     ///   - lengths: the possible sequence lengths, ascending and not empty.
-    ///   - packed: whether several examples share a sequence of the longest length.
+    ///   - packed: whether several examples can share a sequence.
     package func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount

@@ -1,6 +1,6 @@
 import MLX
 
-/// The element types in a bundle's files and functions. Raw values are the names in the files.
+/// The element types in a bundle's files and functions. The raw values are the names in `manifest.json`.
 package enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
     case bool, uint8, uint32, uint64, int32, float32, bfloat16
 

@@ -16,7 +16,7 @@ extension FunctionSignature {
     ///   - packed: whether the function takes packed sequences of several records.
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
-        // The number of LoRA parameters A and B of all linear layers.
+        // The number of LoRA parameters of all linear layers of the block.
         let lora = block.modules.map(block.dimensions).reduce(0) { $0 + rank * ($1.inputs + $1.outputs) }
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,

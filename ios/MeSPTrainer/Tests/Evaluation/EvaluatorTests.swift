@@ -26,7 +26,7 @@ import Testing
         }
     }
 
-    /// Chunks of 256 tokens use dequantized tiles. Chunks of 3 tokens use `quantizedMM`.
+    /// A CPU may dequantize the weights for chunks of 256 tokens. For chunks of 3 tokens it uses `quantizedMM`.
     @Test(arguments: cases, [3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
         throws
     {
