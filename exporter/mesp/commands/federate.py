@@ -158,8 +158,8 @@ def read_resumed(
     """Returns the bundle, the federation's settings and the training settings of the federation in
     `output`.
 
-    Given options replace recorded settings. Raises MespError if a given option would change the
-    results.
+    Given options replace recorded settings. Raises MespError if `output` has no federation's
+    settings, or if a given option would change the results.
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")

@@ -13,7 +13,9 @@ Command = Callable[..., Any]
 
 
 def fine_tune_type_option(command: Command) -> Command:
-    """Adds --fine-tune-type to a command that can train DoRA. The value `full` is refused."""
+    """Adds --fine-tune-type to a command that can train DoRA. Values other than `lora` and `dora`
+    are refused.
+    """
     return click.option("--fine-tune-type", hidden=True, callback=_check)(command)
 
 

@@ -1,4 +1,5 @@
-"""`mesp fuse`: writes a bundle's model with fused adapters, for mlx-lm and llama.cpp."""
+"""`mesp fuse`: writes a bundle's model with fused adapters, for mlx-lm, Transformers and
+llama.cpp."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def main(
 def resume_command(job: TrainingJob) -> str:
     """Returns the command that continues a stopped run.
 
-    The command names the reward function again, because code that only the run's folder names is
-    not imported.
+    The command includes --reward, because a reward function is imported only if it is given on the
+    command line.
     """
     command = ["mesp", "train", "--resume", "--out", str(job.folder)]
     if job.settings.reward is not None:

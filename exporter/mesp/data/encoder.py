@@ -74,7 +74,7 @@ class Encoder:
     def joined(self, prompt: str, answer: str) -> Encoded:
         """Returns an encoded prompt, followed by the answer and the end-of-text token.
 
-        Raises MespError if the answer is empty or contains an end token.
+        Raises MespError if the answer is empty, or contains an end token that is not at its end.
         """
         check_answers(Conversation([{"role": "assistant", "content": answer}]))
         ids, context = encode_joined(self.tokenizer, prompt, answer, self.split_special)
@@ -147,8 +147,8 @@ def _normal(text: str) -> str:
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """Returns the ids of a text to be continued.
 
-    The begin token is added if it is missing. No end token is added. With `split_special`, special
-    tokens in the text are encoded as ordinary text.
+    The begin token is added if the tokenizer uses one and the text lacks it. No end token is added.
+    With `split_special`, special tokens in the text are encoded as ordinary text.
     """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:

@@ -1,4 +1,4 @@
-"""Makes splits for training from token ids: one stream, or an example for each sequence."""
+"""Makes splits for training from token ids: one stream, or separate examples."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def read_dataset(
     configuration. `splits` maps MeSP's names to expressions of `datasets`, such as
     ``train[:1000]``. If `splits` is empty, splits with known names are read.
 
-    Raises MespError if the library is missing or fails, if one of the files `names` is in no split,
-    or if a split has an unknown name.
+    Raises MespError if the library is missing, too old or fails, if one of the files `names` is in
+    no split, or if the subset, a split or a file cannot be used.
     """
     try:
         import datasets

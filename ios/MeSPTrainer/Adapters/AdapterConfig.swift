@@ -97,8 +97,10 @@ struct AdapterConfig {
         }
     }
 
-    /// Returns whether the configuration gives a layer adapters. Regular expressions are not evaluated: one in `target_modules` counts as a match,
-    /// one in `exclude_modules` does not.
+    /// Returns whether the configuration gives a layer adapters.
+    ///
+    /// Regular expressions are not evaluated. A string in `target_modules`, instead of a list, counts as a match for every linear layer. A string in
+    /// `exclude_modules` excludes no layer.
     ///
     /// - Parameter prefix: the part of the layers' full names before `.layers`.
     func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {
@@ -118,9 +120,10 @@ struct AdapterConfig {
 }
 
 extension AdapterConfig.Fields {
-    /// Returns whether `rank_pattern` and `alpha_pattern` give each layer that concatenates n modules n times the rank and α.
+    /// Returns whether `rank_pattern` and `alpha_pattern` give each layer that concatenates n modules n times the rank and α. Returns false if both
+    /// are empty.
     ///
-    /// - Throws: an error if the patterns are not empty and set anything else, or if rsLoRA is used with them.
+    /// - Throws: `MeSPError` if the patterns set anything else, or if rsLoRA is used with them.
     fileprivate func joins(_ rank: Int, _ alpha: Float, of architecture: Architecture) throws -> Bool {
         let (ranks, alphas) = (rankPattern ?? [:], alphaPattern ?? [:])
         guard !ranks.isEmpty || !alphas.isEmpty else { return false }

@@ -2,7 +2,8 @@ import Foundation
 import MeSPFiles
 import MeSPSentences
 
-/// The fields that an adapter_config.json may have. exporter/mesp/adapters/fields.json lists and explains them; `json` is generated from it.
+/// The fields that an adapter_config.json may have. exporter/mesp/adapters/fields.json lists and explains them. `json` in AdapterFieldsTable.swift is
+/// generated from it.
 struct AdapterFields: Decodable {
     let used: Set<String>
     let ignored: Set<String>

@@ -154,7 +154,7 @@ package enum AdapterFormat {
     }
 }
 
-/// A layer that can have adapters in the model of another library.
+/// A layer that can have adapters, as another library's code for the model defines it.
 ///
 /// It is one module, or a linear layer that concatenates the outputs of several modules, or a parameter of experts.
 package struct AdaptedLayer {
@@ -174,7 +174,7 @@ package struct AdaptedLayer {
         return name[..<end] + (isNested && modules.contains { $0.projections == [.expertGate] } ? ".base_layer" : "")
     }
 
-    /// Returns the matrices of the layer from those of its modules. The A are concatenated, and the B form a block diagonal.
+    /// Returns the matrices of the layer from those of its modules. The A and the m are concatenated. The B form a block-diagonal matrix.
     func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
         guard parts.count > 1 else { return parts[0] }
         let magnitudes = parts.compactMap(\.m)

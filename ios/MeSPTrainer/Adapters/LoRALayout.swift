@@ -42,7 +42,7 @@ package struct LoRALayout {
         hasMagnitudes && !module.isStacked ? block.dimensions(module).outputs : 0
     }
 
-    /// The number of DoRA magnitudes of the block.
+    /// The number of DoRA magnitudes in the layout.
     package var magnitudes: Int { modules.reduce(0) { $0 + magnitudes(of: $1) } }
 
     /// Returns a module's magnitudes from the block's magnitudes `[magnitudes]`, or nil if the module has none.
@@ -165,7 +165,8 @@ package struct LoRALayout {
         return packed(modules.map { other.matrices($0, in: vector) })
     }
 
-    /// Returns parameters `[P]` that leave the base model unchanged: A and B are zero, and m is taken from `magnitudes`.
+    /// Returns parameters `[P]` with zeros for A and B, and with m from `magnitudes`. They leave the base model unchanged if `magnitudes` are the
+    /// norms of W's rows.
     package func base(_ magnitudes: MLXArray) -> MLXArray {
         packed(
             modules.map { module in

@@ -56,7 +56,7 @@ package struct Safetensors {
         "F32": .float32, "F16": .float16, "BF16": .bfloat16, "U32": .uint32, "U8": .uint8, "I32": .int32, "I64": .int64,
     ]
 
-    /// - Throws: `MeSPError` if the file does not exist or is damaged.
+    /// - Throws: `MeSPError` if the file is missing, is not a regular file, or is damaged.
     package init(_ url: URL) throws {
         let name = url.lastPathComponent
         guard let file = regularFile(url, followsLinks: true) else { throw MeSPError("it has no \(name)") }

@@ -9,8 +9,9 @@ import MeSPSentences
 ///
 ///     y = x Wᵀ + Σ wᵢ sᵢ (x Aᵢ) Bᵢ + b
 ///
-/// where adapter i has the weight wᵢ and the scale sᵢ. A DoRA adapter alone computes g ∘ (x Wᵀ + s (x A) B) + b. In the sum, its Bᵢ is replaced by Bᵢ
-/// ∘ gᵢ, and the term wᵢ (gᵢ − 1) ∘ (x Wᵀ) is added.
+/// where adapter i has the weight wᵢ and the scale sᵢ. A DoRA adapter alone, with weight 1, computes g ∘ (x Wᵀ + s (x A) B) + b, where g is m divided
+/// by the norms of the rows of W + s (A B)ᵀ. In the sum over several adapters, a DoRA adapter has Bᵢ ∘ gᵢ in place of Bᵢ, and adds the term wᵢ (gᵢ −
+/// 1) ∘ (x Wᵀ).
 package struct WeightedAdapters: Sendable, Equatable {
     package let folder: URL
     /// The weight, from 0 to 10. Adapters with weight 0 are left out.
@@ -31,7 +32,7 @@ package typealias DoRAReading = (
 /// Reads several folders of adapters as one set.
 ///
 /// - Returns: the adapters, or nil if no weight is above 0. With one folder, the scale includes the weight. With several folders, the rank is the sum
-///   of their ranks, B includes weight and scale, and the scale is 1. With DoRA, m holds the factor of x Wᵀ.
+///   of their ranks, B includes weight and scale, and the scale is 1. With DoRA, m holds the factor by which x Wᵀ is multiplied.
 /// - Throws: `MeSPError` if a folder cannot be read or does not fit the model, or if a weight is out of range.
 package func loadAdapters(
     _ adapters: [WeightedAdapters], architecture: Architecture, dora: DoRAReading
@@ -84,7 +85,7 @@ struct WeightedVector {
     /// The LoRA parameters `[P]`, with the factors g in place of m.
     let vector: MLXArray
     let weight: Float
-    /// The factor of B: weight · scale, or 1 for a single folder, whose weight is part of the scale.
+    /// The factor of B. It is weight · scale, or 1 for a single folder, whose weight is part of `LoadedAdapters.scale`.
     let factorOfB: Float
 
     /// Returns A, `factorOfB` · B and, with DoRA, weight · (g − 1) as m. A module without matrices gets zeros.
@@ -99,7 +100,7 @@ struct WeightedVector {
 }
 
 extension LoRALayout {
-    /// Returns the concatenation of all `parts`. Its rank is the sum of their ranks.
+    /// Joins the A and the B of all `parts` along their rank axis, and adds the m to 1. The rank of the result is the sum of the parts' ranks.
     func joined(_ parts: [WeightedVector]) -> MLXArray {
         packed(
             modules.map { module in

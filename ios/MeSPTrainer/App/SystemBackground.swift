@@ -24,7 +24,7 @@
         /// Whether a handler for the overnight task is registered. A request without a handler crashes the app.
         private var hasOvernight = false
 
-        /// Registers the overnight task. Must run before the app has launched, because the system may launch the app for this task.
+        /// Registers the overnight task. This must happen before the app has launched, because the system may launch the app for this task.
         init() {
             hasOvernight = register(overnight, for: .overnight)
             Self.current = self

@@ -167,12 +167,13 @@ extension Mixer {
         func areWidths(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 20)).contains($0) } }
         switch self {
         case .attention(let mixer):
-            let factors = [mixer.attentionScale, mixer.attnLogitSoftcapping].compactMap { $0 }
+            let factors = [mixer.attentionScale, mixer.ropeScale, mixer.attnLogitSoftcapping].compactMap { $0 }
             return areCounts([mixer.numAttentionHeads, mixer.numKeyValueHeads, mixer.headDim])
                 && areWidths([mixer.queryWidth * (mixer.outputGate ? 2 : 1), mixer.keyValueWidth])
                 && !(mixer.outputGate && mixer.headGate)
                 && mixer.numAttentionHeads % mixer.numKeyValueHeads == 0
                 && factors.allSatisfy { $0.isFinite && $0 > 0 }
+                && mixer.frequencies.allSatisfy { $0.isFinite && $0 >= 0 }
                 && mixer.frequencies.count * 2 <= mixer.headDim && (1...(1 << 30)).contains(mixer.slidingWindow ?? 1)
         case .gatedDeltaNet(let mixer):
             return areCounts([mixer.numKeyHeads, mixer.numValueHeads, mixer.keyHeadDim, mixer.valueHeadDim])

@@ -12,7 +12,8 @@ struct StepCount: Encodable {
     let evals, kernels, readBytes, writtenBytes, newBuffers, newBufferBytes: Int
     let tflop: Double
     let modelledSeconds: Double
-    /// The counted peak memory of MLX's arrays and cache, and the planner's prediction of it, in bytes. Both exclude mapped weights.
+    /// The peak memory of MLX's arrays and cache in bytes, as the ledger counts it and as the planner predicts it. Both numbers exclude mapped
+    /// weights.
     let ledgerPeakBytes, predictedPeakBytes: Int
     let commandBuffers, spins: Int
     let spinningSeconds: Double

@@ -3,7 +3,7 @@
 //     mesp-count SETTINGS.json  # prints the costs of a step on a phone's GPU as one line of JSON
 //     mesp-count --version  # prints its version and MLX's version
 //
-// `mesp train --dry-run` and tools/bench.py run it.
+// `mesp train --dry-run` runs it.
 
 import Foundation
 

@@ -82,7 +82,6 @@ final class StepTests {
         #expect(planners[1].peak(plan) < planners[0].peak(plan))
     }
 
-    /// With MLX's default command buffer sizes, `eval` would poll for most of the step.
     @Test func waitsForMemorySleep() throws {
         let (ledger, _, _) = try step(settings(256))
         #expect(ledger.secondsSpinning() < 0.01 * ledger.seconds())

@@ -3,7 +3,7 @@ import SwiftUI
 
 struct RunsView: View {
     @Environment(AppModel.self) private var model
-    /// The opened run, or empty while the list is shown.
+    /// The identifier of the opened run. The array is empty while the list is shown.
     @State private var path: [StoredRun.ID] = []
 
     var body: some View {

@@ -20,7 +20,7 @@ ProbeArray probe_source(ProbeVector inputs, int32_t size);
 /// Returns a probe whose evaluation chooses the output's buffer as `Add` does: a new one, or that of an input.
 ProbeArray probe_add(ProbeArray a, ProbeArray b);
 
-/// Copies the sizes of the probes evaluated since the last call into `sizes`, in order. Returns their number, at most `capacity`.
+/// Copies the sizes of the probes evaluated since the last call into `sizes`, in order. Returns the number of copied sizes, at most `capacity`.
 size_t probe_log(size_t *sizes, size_t capacity);
 
 const char *probe_mlx_version(void);
