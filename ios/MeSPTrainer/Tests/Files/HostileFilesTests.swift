@@ -158,7 +158,7 @@ import Testing
     /// A run is planned from the manifest of a bundle on the Hub, before the bundle's other files are downloaded.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
-        "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",
+        "a length of zero", "a rank of 2⁶²", "a size of 2⁶²", "a factor of RoPE", "a frequency",
     ]) func whatIsLookedUpIsChecked(_ damage: String) throws {
         func offer(_ json: Data) throws {
             let offer = try HubDownload.Offer(repository: "a/b", json: json, commit: nil)
@@ -185,6 +185,8 @@ import Testing
                 blocks[0]["layers"] = [Int]()
                 architecture["layers"] = [Int]()
             case "a window": mixers[0]["sliding_window"] = 1 << 31
+            case "a factor of RoPE": mixers[0]["rope_scale"] = -1
+            case "a frequency": mixers[0]["frequencies"] = [-1]
             case "no ranks": $0["ranks"] = [Int]()
             case "a length of zero": $0["seq_lens"] = [0]
             case "a rank of 2⁶²": $0["ranks"] = [1 << 62]
