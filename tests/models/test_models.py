@@ -108,7 +108,7 @@ def test_numbers_of_gemma():
     gemma2, gemma3 = (Architecture.from_config(FAMILIES[n]) for n in ("gemma2", "gemma3_text"))
     assert {mixer.attention_scale for mixer in gemma2.mixers + gemma3.mixers} == {24**-0.5}
     assert gemma2.embedding_scale == gemma3.embedding_scale == 8
-    # √1152 is 33.94, and rounds to 34 in bfloat16 as in Gemma 3.
+    # √1152 is 33.94. For Gemma 3, it is rounded to bfloat16, which gives 34.
     scales = [
         Architecture.from_config({**FAMILIES[name], "hidden_size": 1152}).embedding_scale
         for name in ("gemma2", "gemma3_text")
@@ -269,8 +269,8 @@ def test_layers_and_rope_of_lfm3():
 
 
 def test_gemma4():
-    """Some blocks use the keys and values of the last earlier block that has the same kind of
-    attention and its own keys and values.
+    """Some blocks have no keys and values of their own. They use those of the last block before
+    them that has the same kind of attention and its own keys and values.
     """
     arch = Architecture.from_config(KNOWN["Gemma-4-E2B"][2])
     sliding, full, after_sliding, after_full = arch.mixers

@@ -137,7 +137,8 @@ def test_what_cannot_be_planned_is_said(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(mx.metal.is_available(), reason="the documented list is of a CPU")
 def test_the_documents_have_the_list(monkeypatch):
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as docs/models.md says
+    # the peaks in docs/models.md are with one thread
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     page = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")
     table = page.partition("<!-- models -->")[2].partition("<!-- /models -->")[0]
     engine = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))

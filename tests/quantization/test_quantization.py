@@ -127,7 +127,9 @@ def correlated(tokens: int, width: int) -> mx.array:
 
 
 def test_codes_make_up_for_each_others_errors():
-    """The calibrated codes also lower the error on other inputs of the same distribution."""
+    """Codes chosen with all products of the inputs have a lower error than codes chosen with the
+    products' diagonal alone. The error is measured on other inputs of the same distribution.
+    """
     matrix = mx.random.normal((96, 256), key=mx.random.key(1))
     inputs, quantization = correlated(1024, 256), Quantization()
     seen, others = inputs[:512], inputs[512:]
@@ -177,7 +179,8 @@ def test_independent_inputs_leave_the_codes_as_they_are():
 def test_weights_on_a_grid_are_exact(bits):
     rng = np.random.default_rng(0)
     levels = 2**bits - 1
-    used = rng.integers(max(levels - 3, 1), levels + 1, size=(64, 4, 1))  # the largest code
+    # the largest code of each group
+    used = rng.integers(max(levels - 3, 1), levels + 1, size=(64, 4, 1))
     codes = np.minimum(rng.integers(0, levels + 1, size=(64, 4, 64)), used)
     codes[..., 0], codes[..., 1:2] = 0, used
     scale = rng.uniform(0.01, 0.1, size=(64, 4, 1))

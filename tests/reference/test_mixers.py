@@ -58,8 +58,7 @@ CASES = [(*small, decay) for small in SMALL for decay in ("strong", "weak", "mix
     ("T", "heads", "sizes", "decay"), [*CASES, (1024, (1, 2), (8, 8), "mixed")]
 )
 def test_gated_delta_rule(T, heads, sizes, decay):
-    """Computation by chunks agrees with computation token by token, for decays near 0 and near
-    1."""
+    """Computation by chunks agrees with computation token by token."""
     inputs = rule_inputs(T, heads, sizes, decay)
     check(
         reference.gated_delta_rule,
