@@ -49,7 +49,7 @@ def name_arguments(sentence: str) -> str:
 
 
 class EngineError(MespError):
-    """A failure of mesp-engine, such as a crash. A command exits with code 1."""
+    """A failure of mesp-engine, or of a check that it made. A command exits with code 1."""
 
 
 class Interrupted(MespError):

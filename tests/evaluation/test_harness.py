@@ -116,7 +116,7 @@ class MlxModel(MLXLM):
         return scores
 
     def generate_until(self, requests: list) -> list[str]:
-        """Sets the task's number of tokens, which mlx-lm reads under another name."""
+        """Limits each answer to `MAX_TOKENS` tokens."""
         self._max_tokens = MAX_TOKENS
         try:
             return super().generate_until(requests)

@@ -393,7 +393,7 @@ def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[
         yield path, made
     except BaseException:
         if not (home / LOG_NAME).exists():
-            # `.lock` is the engine's lock, which no process holds any more.
+            # `.lock` is the engine's lock.
             for file in (path, home / ".lock"):
                 with suppress(OSError):
                     file.unlink()

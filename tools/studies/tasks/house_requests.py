@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 WHERE = ["kitchen", "bedroom", "garage", "garden", "office", "hall", "library", "cellar"]
-# For each thing, the wordings of its actions, with the actions.
+# For each thing, the action that each wording asks for.
 DO = {
     "light": {"turn on": "on", "turn off": "off"},
     "heating": {"turn up": "up", "turn down": "down"},

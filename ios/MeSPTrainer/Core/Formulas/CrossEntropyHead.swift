@@ -122,7 +122,7 @@ package struct CrossEntropyHead {
     private struct Sums: Arrays {
         /// m, s and the target's logit of some tokens, `[t, 1]` each.
         var m, expSum, zTarget: MLXArray
-        /// a `[t, hidden]`; nil before the first tile, and if no gradient is wanted.
+        /// The running sum a, `[t, hidden]`. It is nil before the first tile, and if no gradient is wanted.
         var weighted: MLXArray?
 
         var arrays: [MLXArray] { [m, expSum, zTarget] + weighted.arrays }

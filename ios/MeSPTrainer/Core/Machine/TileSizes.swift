@@ -18,7 +18,7 @@ extension Machine {
         return tokens < chunk ? tokens : (tokens + chunk - 1) / chunk * chunk
     }
 
-    /// Returns the length of equal parts of `count`, at most `size` each.
+    /// Returns a length of at most `size` that splits `count` into parts of nearly equal length.
     private static func evenly(_ count: Int, _ size: Int) -> Int {
         let parts = (count + size - 1) / size
         return (count + parts - 1) / parts
