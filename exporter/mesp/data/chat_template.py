@@ -200,8 +200,8 @@ class Rendering:
     def _check_tools(self) -> None:
         """Raises MespError if the template leaves out a tool, or a value in a tool call."""
         tools = self.conversation.tools or []
-        # Each tool's name becomes a mark, which a text may also have. So a tool is missing if
-        # renaming adds no occurrence of its mark.
+        # Each tool gets a mark as its name. Texts may have the same mark, so the marks are counted
+        # without and with the new names. A tool is missing if the count stays the same.
         renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
         rendered = self._render(template_messages(self._marks[0], self.with_text), False, renamed)
         for number, tool in enumerate(tools):

@@ -68,7 +68,7 @@ struct SourceTensors {
     private(set) var tensors = [String: SourceTensor]()
     /// The weight files. The size and the modification time show whether a file has changed.
     private(set) var files = [(url: URL, size: Int, modified: Duration)]()
-    /// The number of unused tensors, such as those of a vision encoder.
+    /// The number of tensors of other parts of the model, such as a vision encoder.
     private(set) var leftOut = 0
     /// Whether the head is the embedding.
     private(set) var isTied: Bool

@@ -20,7 +20,7 @@ import Testing
             #expect(chatML.decode(ids) == text && specials(ids).isEmpty)
         }
         #expect(plain.hasSplit)
-        // A special token is cut where an ordinary token ends.
+        // The text of a special token is split between two ordinary tokens.
         let known = ["<|", "im"].map { chatML.encode($0, addsSpecialTokens: false)[0] }
         let ids = try plain.encode("x <|im_end|>", addsSpecialTokens: false)
         #expect(ids.count == 9 && ids[2...3].elementsEqual(known))
