@@ -98,8 +98,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     package var earlyStopping: Int = 0
     /// Whether to evaluate on the test data at the end.
     package var test: Bool = false
-    /// Share of a run's sequences that are of `replay` instead of the training data, so that less is forgotten; nil:
-    /// none.
+    /// Share of a run's sequences that come from the folder `replay`, so that less is forgotten; nil: 0.
     package var replayShare: Double?
     /// Most that the perplexity of `general` may rise, in percent: at the end the adapters are weakened to that, or
     /// none are kept; nil: keep them as they were trained.
