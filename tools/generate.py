@@ -61,8 +61,8 @@ DOCS = {
     "steps": "Updates of the adapters; 0: evaluate and save the adapters that the run starts from.",
     "group_size": "Answers that are sampled to each prompt, to be rewarded (GRPO, "
     "arXiv:2402.03300); nil: train on the data's answers.",
-    "replay_share": "Share of a run's sequences that come from the folder `replay`, so that less is "
-    "forgotten; nil: 0.",
+    "replay_share": "Share of a run's sequences that come from the folder `replay`, so that less "
+    "is forgotten; nil: 0.",
     "max_forgetting": "Most that the perplexity of `general` may rise, in percent: at the end the "
     "adapters are weakened to that, or none are kept; nil: keep them as they were trained.",
 }
