@@ -1,6 +1,6 @@
 """Adds files to the distributions that pyproject.toml describes.
 
-- Wheels and sdists get the Swift sources of the programs.
+- Wheels and sdists get the sources of the programs.
 - The wheel of a platform also gets the built programs.
 - All of them get the README in the form for PyPI.
 """

@@ -65,7 +65,7 @@ def test_training_lowers_the_held_out_loss(trained: Path):
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
-    """The default settings lower the loss clearly in 60 steps, unlike the paper's."""
+    """The default settings lower the loss clearly in 60 steps. The paper's settings do not."""
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
@@ -87,7 +87,7 @@ def quantized_demo_model() -> nn.Module:
 def held_out_loss(model: nn.Module, bundle: Path) -> float:
     tokens = mx.array(Bundle(bundle).tokens("valid"))
     windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(VAL_BATCHES)]
-    # default_loss counts targets by their position in the padded sequence, from 1.
+    # `default_loss` takes a range of target positions, which are counted from 1.
     lengths = mx.array([[0, SEQ_LEN]])
     losses = [default_loss(model, w[None].astype(mx.int32), lengths)[0] for w in windows]
     return mx.mean(mx.stack(losses)).item()
@@ -204,7 +204,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path
     figures = re.findall(r"([\d.]+) MB with", done.stdout.splitlines()[-1])
     adamw, adamw8bit, sgd = map(float, figures)
     parameters = sum(block.lora_size(8) for block in Bundle(bundle).architecture.blocks)
-    # both figures are rounded to 0.1 MB
+    # the figures are rounded to 0.1 MB
     assert adamw - sgd == pytest.approx(8 * parameters / 1e6, abs=0.15)
     assert adamw8bit - sgd == pytest.approx(2 * parameters / 1e6, abs=0.15)
 

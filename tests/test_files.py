@@ -52,8 +52,8 @@ def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
 def test_a_folder_that_cannot_be_synchronized_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Some network file systems cannot synchronize a folder, which is then skipped. The file is
-    still synchronized.
+    """Some network file systems cannot synchronize a folder, and this is ignored. A write fails if
+    the file itself cannot be synchronized.
     """
     fsync = os.fsync
 

@@ -388,7 +388,7 @@ def test_models(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
-    """Damaged tokenizers are read or refused. config.json has the end tokens and is damaged too."""
+    """tokenizer_config.json and config.json, which has the end tokens, are damaged."""
     for name in ("tokenizer_config.json", "config.json"):
         (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
     with contextlib.suppress(MespError):

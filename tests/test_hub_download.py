@@ -25,7 +25,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = self.path.split("?")[0]
-        # /api/models/org/model/revision/main, /datasets/org/data/resolve/REVISION/train.jsonl
+        # For example: /api/models/org/model/revision/main,
+        # /datasets/org/data/resolve/REVISION/train.jsonl
         asked = re.fullmatch(r"(/api)?/(?:(models|datasets)/)?(org/\w+)(/.*)?", path)
         api, kind, name, rest = asked.groups() if asked else (None, None, None, None)
         files = self.repositories.get(f"{kind or 'models'}/{name}")

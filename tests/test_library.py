@@ -99,7 +99,7 @@ def test_every_option_in_an_error_is_an_argument():
     functions = (mesp.export, mesp.rewrite, mesp.train, mesp.generate, mesp.evaluate)
     known = {each.name for kind in classes for each in dataclasses.fields(kind)}
     known |= {name for each in functions for name in inspect.signature(each).parameters}
-    # Options of commands only, and fields of `Tasks`.
+    # More names, such as options of commands and fields of `Tasks`.
     known |= {"measure", "source", "gguf", "gguf_base", "ignore", "include_path"}
     for path in PACKAGE.rglob("*.py"):
         if not {"commands", "federate", "sources"} & {*path.parts}:

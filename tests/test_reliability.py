@@ -68,7 +68,7 @@ def export_command(*arguments: object) -> list[str]:
 def export_process(*arguments: object) -> BaseProcess:
     """Starts an export in a process forked from a server that has imported the export's modules.
 
-    Do not preload mlx_lm. It starts one of MLX's threads, which a forked process would lack.
+    Do not preload mlx_lm. Its import starts a thread of MLX, which a forked process would lack.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mesp.commands.export", "transformers"])
@@ -87,7 +87,8 @@ def bundle(model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Returns the settings of a short run with AdamW, as mesp-train writes them."""
+    """Returns the settings that mesp-train writes for a run with AdamW, with `STEPS` and
+    `EVAL_EVERY`."""
     output = tmp_path_factory.mktemp("settings") / "run"
     options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
     call("train", bundle, *options, "--out", output)
@@ -493,8 +494,8 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str
 ):
-    """A run can be continued after a failed system call that writes to its folder. For each kind of
-    failure, 20 calls spread over the run are tested.
+    """A run can be continued after a failure at a system call that writes to its folder. For each
+    kind of failure, 20 calls spread over the run are tested.
     """
     steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
 
@@ -506,7 +507,7 @@ def test_a_run_goes_on_from_whichever_call_failed(
     count = tmp_path / "count"
     assert whole.finish(env=environment(whole, FAULTS_COUNT=count)).returncode == 0
     calls = int(count.read_text())
-    first = ("full", "crash", "power").index(kind)  # tests each kind at other calls
+    first = ("full", "crash", "power").index(kind)  # the calls differ between the kinds
     for number in (1 + (3 * each + first) * (calls - 1) // 60 for each in range(20)):
         engine = Engine(tmp_path / f"{kind}-{number}", steps)
         done = engine.finish(env=environment(engine, FAULTS_KIND=kind, FAULTS_AT=number))
@@ -663,7 +664,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a limit that can be set")
 def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: Path):
-    """RLIMIT_DATA also counts reserved memory such as stacks."""
+    """RLIMIT_DATA also counts reserved memory such as stacks, so its size is found first."""
     changes = {"bundle": str(large), "seq_len": 64, "steps": 2, "val_batches": 0, "eval_every": 0}
 
     def limited(name: str, limit: int, **more: object) -> subprocess.CompletedProcess:

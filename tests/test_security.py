@@ -176,7 +176,7 @@ def test_what_a_tokenizer_reads_lies_in_the_bundle(
 
 
 def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
-    """All of the model's tokens but one contain an escape character."""
+    """All entries of the vocabulary but `a` contain an escape character."""
     file = bundle / "tokenizer.json"
     value = json.loads(file.read_text())
     escape = chr(256 + 27)  # the escape character in byte-level BPE's alphabet
@@ -376,7 +376,7 @@ def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: 
 
 
 def loop(path: Path) -> Path:
-    """Makes and returns a symbolic link to itself."""
+    """Makes a symbolic link that points to itself, and returns its path."""
     path.symlink_to(path.name)
     return path
 
@@ -540,7 +540,9 @@ def test_a_file_names_no_code_to_run(bundle: Path, tmp_path: Path, file: str, op
 
 
 def test_a_resumed_run_reads_no_text_that_its_settings_name(bundle: Path, tmp_path: Path):
-    """The run's folder has the general text's tokens, so a resumed run does not read the text."""
+    """A resumed run uses the general text's tokens from its folder. If they are missing, it does
+    not read the text that its settings name.
+    """
     output, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text(TEXT)
     options = ("--steps", 1, "--seq-len", 8, "--max-forgetting", 3, "--out", output)
@@ -732,7 +734,7 @@ def test_the_engine_saves_no_adapters_through_a_link(bundle: Path, tmp_path: Pat
 
 
 def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):
-    """Reading a device or a pipe would never end."""
+    """Reading a pipe that nothing writes to would never end."""
     (bundle / "manifest.json").unlink()
     os.mkfifo(bundle / "manifest.json")
     assert "cannot be read" in refused("generate", bundle, "--prompt", "a")

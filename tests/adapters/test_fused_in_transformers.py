@@ -32,8 +32,8 @@ VL = {
 
 @pytest.mark.parametrize("family", [*READ, *VL])
 def test_transformers_reads_what_mlx_lm_reads(family: str, tmp_path: Path):
-    """transformers loads a fused model without missing or unused tensors. Its logits equal
-    mlx-lm's."""
+    """transformers loads a fused model without missing or unused tensors, and computes the logits
+    of mlx-lm."""
     transformers.utils.logging.set_verbosity_error()
     config = {**FAMILIES, **VL}[family] | {"pad_token_id": 0}
     config = {key: value for key, value in config.items() if value is not None}

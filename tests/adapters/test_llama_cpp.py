@@ -64,8 +64,8 @@ END = 0  # the token that ends a text, in the models of each `Case`
 TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
 # Weights in bfloat16 have 8 bits of mantissa, which changes a log-probability by about 0.04.
 BFLOAT16 = 0.1
-# Changes to each family's config.json in FAMILIES. RoPE is not scaled, because `write_base` writes
-# no scaling. Windows are longer than the text, because mlx-lm ignores some windows. The other keys
+# Changes to the config.json of these families. RoPE is not scaled, because `write_base` writes no
+# scaling. Windows are longer than the text, because mlx-lm ignores some windows. The other keys
 # have the values that llama.cpp assumes.
 _GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64}
 TINY = {
@@ -212,7 +212,7 @@ def check(
     with those of mesp generate.
 
     After a tie the tokens may differ. In a tie, the log-probabilities of the two likeliest tokens
-    differ by at most the tolerance or the `rounding` of the weights.
+    differ by at most the larger of the tolerance and `rounding`.
     """
     tolerance = TOLERANCE[Bundle(case.bundle).architecture.hidden_act]
     expected = log_probabilities(model, case.prompt, [step["id"] for step in steps])

@@ -243,7 +243,7 @@ REFUSED = {
 @pytest.mark.parametrize("command", ["generate", "evaluate", "fuse"])
 def test_weights_that_fit_no_adapters_are_refused(bundle: Path, asked, command: str, typed: str):
     if command == "fuse" and "--adapters" not in typed:
-        return  # click reports it
+        return  # click reports the missing --adapters
     others = {"generate": ("--prompt", "a"), "evaluate": ("d.txt",), "fuse": ("--out", "fused")}
     Path("d.txt").write_text("My fellow citizens")
     assert refused(run(command, bundle, *others[command], *typed.split())) == REFUSED[typed]

@@ -615,7 +615,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         assert_catalog_has(set().union(*said))
         compile("MeSPWidget", *WIDGET.glob("*.swift"))
     else:
-        views = modules.pop("MeSPTrainer")  # SwiftPM does not compile it
+        views = modules.pop("MeSPTrainer")  # SwiftPM does not compile the app
         for name, sources in modules.items():
             done = compiler.compile_what_differs(name, *sources)
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
@@ -630,7 +630,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
     if system == "macOS":
         sil = compile("engine", *sorted((HOME / "Engine").glob("*.swift")))
         # A closure in main.swift is isolated to the main actor unless it is declared otherwise. If
-        # the system calls one on its own threads, Swift's check ends the process.
+        # the system calls such a closure on its own threads, Swift's check ends the process.
         assert "setEventHandler" in sil and "_checkExpectedExecutor" not in sil
 
     fault = tmp_path / "Fault.swift"

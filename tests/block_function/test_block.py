@@ -233,7 +233,8 @@ def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("length", [63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "sizes"), [((2, 2), (8, 16)), ((1, 3), (16, 8))])
 def test_the_delta_rule_equals_the_reference(heads, sizes, length):
-    """The lengths lie around the chunk size of 64; some decays are near 0 and some near 1."""
+    """The lengths include those next to the chunk size of 64. Some decays are near 0, and some
+    near 1."""
     (Hk, Hv), (dk, dv) = heads, sizes
     q, k = (mx.random.normal((Hk, length, dk)) * dk**-0.5 for _ in range(2))
     log_g = -mx.exp(3 * mx.random.normal((Hv, length)) - 2)
@@ -245,7 +246,8 @@ def test_the_delta_rule_equals_the_reference(heads, sizes, length):
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 1)])
 def test_the_state_space_equals_the_reference(heads, groups, length):
-    """The lengths lie around the chunk size of 64; some decays are near 0 and some near 1."""
+    """The lengths include those next to the chunk size of 64. Some decays are near 0, and some
+    near 1."""
     x, D = mx.random.normal((heads, length, 8)), mx.random.normal((heads,))
     A = -mx.exp(3 * mx.random.normal((heads,)) - 2)
     dt = mx.random.uniform(shape=(heads, length))
@@ -332,7 +334,7 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
 
 
 # "fused" has fused attention. "tiled" has sizes that cut these small shapes into many tiles. "one
-# tile" has the default sizes.
+# tile" has the default sizes. "plain" is the GPU's function of plain operations.
 @pytest.mark.parametrize("how", ["fused", "tiled", "one tile", "plain"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
@@ -379,7 +381,9 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
     beside = case.beside(30)
 
     def more(start: int, end: int) -> list[mx.array]:
-        """Returns the other inputs for some tokens, with positions from 0 on."""
+        """Returns the block's inputs besides x for the tokens from `start` to before `end`. Given
+        keys have positions from 0 on.
+        """
         given = [beside["per_layer"][:, start:end]] if beside else []
         if case.described.keys_of is not None:
             keys, values = (each[:, :, start:end] for each in beside["shared"])
@@ -443,8 +447,8 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     assert on_cpu == on_gpu + plain
 
 
-# Blocks with head size 64, which Metal's fused attention supports, and blocks with other head
-# sizes.
+# The first blocks of these models have head size 64, which Metal's fused attention supports, or
+# other head sizes. Those of lfm2 and qwen3_5 have no attention.
 GPU_BLOCKS = {name: {**FAMILIES[name], **HEADS_64} for name in ("qwen2", "qwen3", "mistral")}
 GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3", "lfm2")}
 GPU_BLOCKS |= {"qwen3_5": FAMILIES["qwen3_5"]}
@@ -603,7 +607,8 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
 
 @pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4", "qwen3_5", "lfm2"])
 def test_bfloat16(tmp_path, name):
-    """The input x and the outputs are bfloat16. The arithmetic is float32."""
+    """The input x and the outputs are bfloat16. The outputs are near those of the float32
+    function."""
     case = Case(name)
     wide = case.layout.unpack(case.weights)
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}

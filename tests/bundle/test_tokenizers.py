@@ -1,4 +1,4 @@
-"""Tests of the tokenizer in a bundle: its vocabulary is in tokenizer.json, and it decodes texts."""
+"""Tests of the tokenizer in a bundle."""
 
 import base64
 import json

@@ -1,5 +1,5 @@
-"""Tests that an export that is interrupted or killed, or for which the disk is full, leaves no
-bundle."""
+"""Tests that an export writes a whole bundle or none, also if it is interrupted or killed, or if
+the disk is full."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Tests of `mesp.reference` against automatic differentiation, MLX and mlx-lm."""
+"""Tests of `mesp.reference`."""
 
 import itertools
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_linear(T, out_size, rank, quantization, bias, p):
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_with_dora(bias, p):
-    """A, B and m are trained. The norm of W + s A B is treated as a constant."""
+    """`A`, `B` and `m` are trained. The row norms of W + s (A B)ᵀ are treated as constants."""
     T, in_size, out_size, rank = 7, 128, 40, 4
     layer = nn.Linear(in_size, out_size, bias).to_quantized(32, 4)
     weights = {f"p.{name}": array for name, array in layer.parameters().items()}
@@ -254,7 +254,7 @@ SMALL = {
 
 
 def architecture(**changes) -> Architecture:
-    """Returns a small architecture: two blocks with 4 query heads and 2 key heads."""
+    """Returns the architecture of `SMALL` with these changes."""
     return Architecture.from_config(SMALL | changes)
 
 
@@ -269,7 +269,8 @@ def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
 
 
 def random_dora(flat: mx.array, weights: reference.Weights, block: Block) -> mx.array:
-    """Returns the parameters `flat` with DoRA's magnitudes, changed from their initial values."""
+    """Returns the parameters `flat` with DoRA's magnitudes, which are scaled by random factors
+    near 1."""
     matrices = reference.unpack_lora(reference.add_magnitudes(flat, weights, block), block)
     for name in block.modules:
         A, B, m = matrices[name]
@@ -323,7 +324,7 @@ def test_init_lora():
     assert mx.array_equal(A, mx.random.uniform(-(128**-0.5), 128**-0.5, (128, rank), key=key))
 
 
-# The block and the model, compared with mlx-lm
+# A block and the model, compared with mlx-lm
 
 
 def quantized(config: dict, group_size: int = 32) -> nn.Module:
@@ -335,7 +336,7 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     embedding = dict(model.model.embed_tokens.parameters())
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = list(map(arrays_of, model.layers, arch.blocks))
-    # mlx-lm adds Qwen3.5's offset on loading
+    # mlx-lm's norm weights of Qwen3.5 include the offset.
     offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset
     norm = model.model[name_there("model.norm", arch.model_type)[6:]].weight + offset
     norm = norm / arch.logits_scaling
@@ -347,7 +348,7 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
 
 
 def flat_gradient(grads: dict, block: Block) -> mx.array:
-    """Returns mlx-lm's gradients of a block's LoRA modules as one flat vector."""
+    """Returns mlx-lm's arrays of a block's LoRA modules, such as gradients, as one flat vector."""
     arrays = dict(tree_flatten(grads))
     matrices = {}
     for name, shape in block.adapted().items():
@@ -361,8 +362,9 @@ def flat_gradient(grads: dict, block: Block) -> mx.array:
 def without_gradient(block: Block) -> tuple[str, ...]:
     """Returns the modules whose gradient is zero, within rounding, for a sequence of one token.
 
-    A single token attends only to itself, whatever q and k are. It follows no state that could
-    decay.
+    A single token attends only to itself, whatever its query and key are. With an output gate,
+    `q_proj` also computes the gate, so its gradient is not zero. The state before the first token
+    is zero, so its decay has no effect.
     """
     if getattr(block.mixer, "output_gate", False):
         return ("self_attn.k_proj",)
@@ -456,7 +458,7 @@ def test_block(T, rank, group_size, config, p, dora, monkeypatch):
         assert_close("dx (vjp)", dx, dx_vjp)
         assert_same_gradient(d_lora, d_lora_vjp, described, T)
         if by_shared:
-            if T > 1:  # one token has no other keys to attend to
+            if T > 1:
                 assert_close("the gradient by another block's keys", by_shared[0], by_shared_vjp[0])
             assert_close("the gradient by another block's values", by_shared[1], by_shared_vjp[1])
 
@@ -480,7 +482,7 @@ def test_the_gradient_by_shared_keys_and_values_is_a_sum():
     """Some blocks use the keys and values of earlier blocks. The earlier blocks' gradients include
     the contributions of all blocks that use their keys and values.
     """
-    T, config = 12, FAMILIES["gemma4"]  # longer than the windows
+    T, config = 12, FAMILIES["gemma4"]  # `T` exceeds the sliding window.
     arch = Architecture.from_config(config)
     assert arch.owners == {1, 2}
     ours, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
@@ -549,8 +551,8 @@ def test_model(T, rank, group_size, config):
         assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
 
 
-# Packed records are tested with each family. The slower automatic differentiation is tested once
-# per mixer.
+# Packed records are tested with each family. The slower automatic differentiation is tested with
+# four families, which cover the kinds of mixer.
 PACKED = {"small": SMALL, **FAMILIES}
 BY_MEBP = ("small", "qwen3_5", "granite-mamba", "lfm2")
 
@@ -594,8 +596,8 @@ def test_packed_records_train_as_a_batch(config, block_gradient):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("config", [pytest.param(c, id=n) for n, c in PACKED.items()])
 def test_a_step_with_dropout(config, dora):
-    """Gradients agree with automatic differentiation with the same masks. The sequence has two
-    records.
+    """The gradients of two packed records agree with automatic differentiation that uses the same
+    dropout masks.
     """
     arch = Architecture.from_config(config).training_experts()
     model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
@@ -641,8 +643,8 @@ def rows(given, record: slice):
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
 def test_gradients_by_activations(config):
-    """`gradients` returns the input of each block and the output of the last one, each with the
-    gradient of the loss by it.
+    """`gradients` returns each block's input and the last block's output. For each of these, it
+    returns the gradient of the loss.
     """
     arch = Architecture.from_config(config | {"num_hidden_layers": 3})
     model = reference_model(quantized(config | {"num_hidden_layers": 3}), arch)
@@ -848,8 +850,8 @@ PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens in the sequence and in its prompt
 
 @pytest.fixture
 def preferring():
-    """Returns the architecture, mlx-lm's model with LoRA, the reference's model, its adapters,
-    those of the frozen policy, and two token sequences."""
+    """Returns the architecture, mlx-lm's model with LoRA, the reference's model, the trained
+    adapters, the adapters of the frozen policy, and two token sequences."""
     arch = architecture()
     model = quantized(SMALL)
     ours, lora = reference_model(model, arch), random_lora(arch, 4)
@@ -862,7 +864,7 @@ def preferring():
 
 
 def answer_mask(window: mx.array, prompt: int) -> mx.array:
-    """Returns 1 for targets in the answer and 0 for others, with shape [T]."""
+    """Returns one number per target: 1 if the target is in the answer, else 0."""
     return (mx.arange(1, window.size) >= prompt).astype(mx.float32)
 
 
@@ -884,7 +886,9 @@ def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
 
 
 def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, weights):
-    """Compares `loss` and the weighted sum of the windows' gradients with mlx-lm's model."""
+    """Compares `loss`, and the sum of the windows' weighted gradients, with `expected_loss` and its
+    gradient in mlx-lm's model.
+    """
     value, grads = nn.value_and_grad(model, expected_loss)(model)
     assert loss == pytest.approx(value.item(), rel=TOLERANCE)
     gradients = [
@@ -1014,8 +1018,8 @@ def test_adamw8bit_is_that_of_bitsandbytes():
         assert_close("w", w, mx.array(p))
         for moment, signed in ((m, True), (v, False)):
             assert_close("scales", moment.scales, mx.array(theirs.absmax[signed]))
-            # Some numbers of bitsandbytes' map differ in the last bit, so a nearest code may differ
-            # by one.
+            # Some numbers of bitsandbytes' map differ from the reference's in the last bit, so the
+            # nearest codes may differ by one.
             far = np.array(moment.codes).astype(int) - theirs.codes[signed]
             assert np.abs(far).max() <= 1 and (far != 0).mean() < 5e-3
             theirs.codes[signed] = np.array(moment.codes)

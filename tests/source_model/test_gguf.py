@@ -1,5 +1,4 @@
-"""Tests of GGUF files: exporting them, fusing adapters into them, and refusing what is not
-supported."""
+"""Tests of GGUF files."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def export(model: Path, out: Path, *options: object) -> Bundle:
 
 
 def in_8_bits(tensors: dict[str, mx.array], is_matrix) -> dict[str, mx.array]:
-    """Quantizes the matrices to Q8_0 and returns them in MLX's form.
+    """Quantizes the matrices to Q8_0. Returns all tensors in MLX's form.
 
     A weight d · q of Q8_0 is scale · (q + 128) + bias, with scale d and bias -128 · d.
     """
@@ -181,8 +180,8 @@ def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
 
 
 def test_a_ternary_file_keeps_its_types_beside_others(tmp_path: Path):
-    """As in a published file, the blocks are TQ2_0, and the embedding, which is also the head, is
-    Q6_K.
+    """As in a published file, the transformer blocks' matrices are TQ2_0, and the embedding, which
+    is also the head, is Q6_K.
     """
 
     def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
@@ -202,7 +201,7 @@ def test_a_rotated_basis_is_refused_by_name(tmp_path: Path):
 
 
 def test_blocks_of_q2_0_that_fit_neither_size_are_refused(tmp_path: Path):
-    """Type number 42 has one of two block sizes. Each tensor's size in bytes tells which."""
+    """Type number 42 has one of two block sizes. The tensors' sizes in bytes tell which."""
     with mock.patch.dict(UNKNOWN, {"Q2_0": (42, 64, 24)}):
         file = write_blocks(tmp_path / "tiny.gguf", Blocks("Q2_0"))
     assert "fit neither or both sizes of Q2_0 blocks" in refused(file, tmp_path / "out.mesp")
@@ -351,8 +350,8 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
 
 
 def test_pieces_that_are_made_in_many_ways_take_no_memory(tmp_path: Path):
-    """A token of n equal letters can be merged from n - 1 pairs of shorter tokens, so the number of
-    merges grows quadratically.
+    """A token of k equal letters can be merged from k - 1 pairs of shorter tokens. Tokens of 1 to n
+    equal letters thus have n (n - 1) / 2 merges.
     """
     tokens = ["<unk>", *(letter * n for letter in "abcd" for n in range(1, 1025))]
     types, scores = np.array([2] + [1] * (len(tokens) - 1)), np.zeros(len(tokens), np.float32)

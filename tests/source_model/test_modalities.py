@@ -1,4 +1,4 @@
-"""Tests of the language models in multimodal models, and of hybrid models that mlx-lm converted."""
+"""Tests of exporting the language models of multimodal and hybrid models."""
 
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
 def test_a_hybrid_model_that_mlx_lm_has_converted(family):
-    """mlx-lm's conversion changes the layout of convolutions, and adds 1 to the norm weights of
+    """mlx-lm's conversion changes the layout of convolutions, and adds 1 to most norm weights of
     Qwen3.5.
     """
     if family == "qwen3_5":

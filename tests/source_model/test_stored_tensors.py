@@ -30,8 +30,8 @@ def table(weights: SafetensorsWeights, name: str) -> mx.array:
 
 
 def test_a_head_is_used_where_the_config_says_nothing():
-    """If config.json lacks `tie_word_embeddings`, the family's default applies. Llama's head is not
-    tied.
+    """If config.json lacks `tie_word_embeddings`, the family's default applies: Llama's head is not
+    tied to the embedding, and Gemma 2's is.
     """
     config = {key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"}
     tensors = random_tensors(LLAMA) | {"lm_head.weight": HEAD}

@@ -1,4 +1,4 @@
-"""Tests of the command tools/bench.py on tiny models."""
+"""Tests of the command tools/bench.py."""
 
 import json
 import os
@@ -19,13 +19,13 @@ from mesp.engine.build import CHECKOUT, built_program
 from studies.benchmarks import bits, paper_page, tables
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_program(CHECKOUT))
-# With one thread, timings depend less on other processes.
+# With one OpenBLAS thread, timings depend less on other processes.
 ENVIRONMENT = {
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE),
     "OPENBLAS_NUM_THREADS": "1",
 }
-# Upper bounds on a step's counts on a phone's GPU, by sequence length. Lower them if a change
-# lowers the counts.
+# Upper bounds on a step's evals and kernels on a phone's GPU, by sequence length. Lower them if a
+# change lowers the counts.
 MOST_EVALS = {256: 138, 1024: 138}
 MOST_KERNELS = {256: 2803, 1024: 6626}
 needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")

@@ -98,8 +98,8 @@ def record(kind: str, fields: dict) -> dict:
 
 
 def row(page: Page, name: str) -> list[str]:
-    """Returns the cells of a row. `Page` adds the text below a table to the last cell, so it is cut
-    off.
+    """Returns the first line of each cell of a row. `Page` adds the text below a table to the last
+    cell.
     """
     return [cell.split("\n")[0] for cell in page.row(name)]
 

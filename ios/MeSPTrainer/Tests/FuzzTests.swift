@@ -190,7 +190,7 @@ import Testing
         }
     }
 
-    /// Some words of the function files are changed, such as sizes, shapes or indices. MLX runs the functions that pass the checks.
+    /// Some bytes of a function file are changed, which may belong to sizes, shapes or indices. MLX runs the functions that pass the checks.
     @Test func functions() throws {
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }

@@ -21,8 +21,8 @@ import MeSPSentences
         private static let families = folders(
             "tied-gpu", "qwen3_5-gpu", "gemma4-gpu", "lfm2_moe-gpu", "granite-mamba-gpu")
 
-        /// Returns rules under which `count` command buffers fail, beginning with number `buffer`. This number also selects when the error is thrown
-        /// and what the failed buffer's arrays contain.
+        /// Returns rules under which `count` command buffers fail, beginning with number `buffer`. This number also selects what the failed buffers'
+        /// arrays contain and, if `count` is 1, when the error is thrown.
         private func failure(_ buffer: Int, count: Int = 1) -> MetalRules {
             var failing = FailingCommandBuffers(first: buffer)
             failing.count = count

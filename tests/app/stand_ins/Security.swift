@@ -2,7 +2,7 @@
 
 import Foundation
 
-// CoreFoundation/CFBase.h, MacTypes.h
+// CoreFoundation/CFBase.h, CoreFoundation/CFDictionary.h, MacTypes.h
 public typealias CFString = String
 public typealias CFDictionary = NSDictionary
 public typealias CFTypeRef = AnyObject

@@ -391,7 +391,7 @@ extension Axis {
         public static let horizontal = Set(rawValue: 1), vertical = Set(rawValue: 2)
     }
 }
-// developer.apple.com/documentation/swiftui/toolbaritemgroup, …/toolbaritemplacement/keyboard: iOS 15, macOS 12.
+// developer.apple.com/documentation/swiftui/toolbaritemgroup: iOS 14, macOS 11. …/toolbaritemplacement/keyboard: iOS 15, macOS 12.
 public struct ToolbarItemGroup<C: View>: Prim {
     public init(placement: ToolbarItemPlacement, @ViewBuilder content: () -> C) {}
 }

@@ -1,4 +1,4 @@
-"""Tests of tools/studies/parity.py, which compares MeSP with mlx-lm's trainer."""
+"""Tests of tools/studies/parity.py, which compares MeSP with other trainers."""
 
 import dataclasses
 import json
@@ -138,7 +138,7 @@ def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
 
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Returns a function that runs the study on few held-out windows and returns its output."""
+    """Returns a function that runs the study with little held-out data and returns its output."""
     for owner, name in ((nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(mx, "set_default_device", lambda device: None)

@@ -199,7 +199,7 @@ import Testing
         #expect(sentence.hasPrefix("a/b: the manifest"), "\(sentence)")
     }
 
-    /// Decoding takes much more memory than the manifest's size, so a manifest of 20 MB is refused before it is decoded.
+    /// Decoding takes much more memory than the manifest's size, so a manifest above `Manifest.largestSize` is refused before it is decoded.
     @Test func aLongManifestTakesLittleMemory() throws {
         let entry = #"{"path":"x","size":0,"sha256":""}"#
         let short = String(decoding: try manifest { $0["files"] = [Any]() }, as: UTF8.self)

@@ -23,7 +23,8 @@ import Testing
         }
     }
 
-    /// After the norm, the input is proportional to a row of W. The token of this row has by far the largest logit, so the loss is close to 0.
+    /// After the norm, each row of the input is proportional to the target's row of W. The target's logit is then the largest, so the loss is close
+    /// to 0.
     @Test(arguments: Fixture.cases + Fixture.roundedCases) func aConfidentTokensLossIsNotNegative(_ folder: URL) throws
     {
         let targets = MLXArray([0, 1, 7, 8, 100, 200, 319] as [Int32])

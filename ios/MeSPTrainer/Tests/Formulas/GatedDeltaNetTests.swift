@@ -53,7 +53,7 @@ import Testing
         let g = exp(-exp(net.aLog) * logAddExp(a + net.dtBias, Float(0)))
         let beta = sigmoid(b)
 
-        // The arrays of a token get the axes of S. Then k and q are columns, and v is a row.
+        // For each head, the state `s` is a matrix `[key_dim, value_dim]`, k and q are columns, v is a row, and g and beta are numbers.
         func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }
         func row(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -2) }
         func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }
@@ -69,7 +69,7 @@ import Testing
         return normed.reshaped(z.shape) * z * sigmoid(z)
     }
 
-    /// Returns a machine whose tile has this number of key heads for `length` tokens.
+    /// Returns a machine whose tiles have up to `heads` key heads of `length` tokens.
     private func machine(_ net: GatedDeltaNet, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
         Machine(processor, bytes: heads * net.bytesOfHead(length))
     }
@@ -119,7 +119,7 @@ import Testing
         expectEqual(net, inputs, tile: 1)
     }
 
-    /// All keys are almost equal.
+    /// From the fourth token on, all keys of a head are almost equal.
     @Test func keysNearEachOther() {
         let net = net(keyHeads: 2, valueHeads: 2)
         var inputs = Inputs(net, length: 130)
@@ -209,7 +209,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient, the derivative takes about 25 arrays, each a third of a tile's bytes.
+    /// Besides the gradient, the derivative takes about 25 arrays, each of at most a third of `bytes`.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
         let inputs = Inputs(net, length: 128)

@@ -3,7 +3,6 @@ import Testing
 
 @testable import MeSPCore
 
-/// Compares the formulas with the recurrence, token by token, and with its automatic differentiation.
 @Suite(.serialized) struct Mamba2Tests {
     /// The parts of the mixer's input projection, and dy, the gradient with respect to y.
     private struct Inputs {
@@ -53,7 +52,7 @@ import Testing
         let step = logAddExp(dt + mamba.dtBias, Float(0))
         let decay = exp(-exp(mamba.aLog) * step)
 
-        // The arrays of a token get the axes of S. Then x is a column, and b and c are rows.
+        // For each head, the state `s` is a matrix `[headDim, stateSize]`, x is a column, b and c are rows, and the decay and the step are numbers.
         func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }
         var s = MLXArray.zeros([heads, mamba.headDim, mamba.stateSize])
         let o = stacked(
@@ -68,7 +67,7 @@ import Testing
         return gated * rsqrt(gated.square().mean(axis: -1, keepDims: true) + mamba.norm.eps) * mamba.norm.weight
     }
 
-    /// Returns a machine whose tile has this number of heads for `length` tokens.
+    /// Returns a machine whose tiles have up to `heads` heads of `length` tokens.
     private func machine(_ mamba: Mamba2, _ heads: Int, _ length: Int, _ processor: Processor = .cpu) -> Machine {
         Machine(processor, bytes: heads * mamba.bytesOfHead(length))
     }
@@ -177,7 +176,7 @@ import Testing
         }
     }
 
-    /// Besides the gradient and its parts, the derivative takes about 13 arrays, each half of a tile's bytes.
+    /// Besides the gradient and its parts, the derivative takes about 13 arrays, each of at most half of `bytes`.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
         let inputs = Inputs(mamba, length: 128)

@@ -29,7 +29,7 @@ import Testing
         }
     }
 
-    /// The memory is at most twice that of 8 bits.
+    /// Taking rows needs at most twice the memory that it needs with 8 bits.
     @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 64, 128]) func rowsAreDequantizedAsMLXDoes(_ bits: Int, _ groupSize: Int)
         throws
     {

@@ -23,7 +23,7 @@ import Testing
         #expect(relativeError(experts.weightsBackward(z, dw: dw), expected[0]) < 1e-5)
     }
 
-    /// Of equal scores, the first is chosen.
+    /// Of experts with equal scores, the first are chosen.
     @Test(arguments: scores) func tiesGoToTheFirst(_ scores: Experts.Scores) {
         let z = MLXArray([1, 2, 2, 2, 0, 0, 0, 0] as [Float], [2, 4])
         #expect(experts(scores).chosen(z, bias: nil).asType(.int32).asArray(Int32.self) == [1, 2, 0, 1])

@@ -37,8 +37,8 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text. The test runs with
-    /// HostMLX's operations, and again with plain operations.
+    /// Two texts are decoded together, one token of each per step. The outputs equal those of a forward pass over each whole text. The comparison is
+    /// repeated with plain operations.
     @Test(arguments: cases) func decodingInFewerOperationsIsTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let lengths = [3, 7]
@@ -55,7 +55,7 @@ import Testing
                 for (i, length) in lengths.enumerated() {
                     var (cache, all) = (PromptCache(), [MLXArray]())
                     try model.forward((Array(1...length) + next.map { $0[i] })[...], &cache, {}) { all.append($1) }
-                    // Reading two texts together changes the order of float32 sums.
+                    // Decoding two texts together changes the order of float32 sums.
                     let rows = concatenated(found.map { $0[i..<i + 1] })
                     #expect(relativeError(rows, concatenated(all)[length...]) < 1e-5)
                 }
@@ -70,7 +70,7 @@ import Testing
         private final class LastFile: @unchecked Sendable {
             let bundle: ModelBundle
             var asked = 0
-            /// The numbers of maps at the refusal and later.
+            /// The number of the bundle's maps when the last file is to be mapped, and at each later map.
             var held = [Int]()
             init(_ bundle: ModelBundle) { self.bundle = bundle }
             var isRefused: Bool {
@@ -150,8 +150,8 @@ import Testing
         }
     }
 
-    /// Each turn gives the same text as without a cache, and reads only new tokens. A recurrent model reads the whole text again if the cache must be
-    /// shortened.
+    /// Each turn gives the same text as without a cache, and reads only new tokens. A recurrent model reads these short texts from the beginning if
+    /// the cache must be shortened.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // With chunks of one token, each token takes one call of each block.
@@ -189,7 +189,7 @@ import Testing
         try check(said, known: 0)
         try check(said + tokens[5..<8], known: said.count - 1)
         try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
-        // The first prompt again. If the cache can be shortened, only the last token of the prompt is read again.
+        // The first prompt is read again. If the cache can be shortened, only the last token of the prompt is new.
         try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
         _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)

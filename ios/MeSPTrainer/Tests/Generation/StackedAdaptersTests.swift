@@ -16,7 +16,7 @@ import Testing
     /// Writes random adapters to a folder with this name.
     ///
     /// - Parameters:
-    ///   - modules: the modules with adapters; nil for all linear layers.
+    ///   - modules: the modules with adapters; nil for `architecture.modules`.
     ///   - last: the number of last blocks with adapters; nil for all blocks.
     private func adapters(
         _ name: String, of fixture: Fixture, rank: Int, scale: Float = 2, modules: [Module]? = nil, last: Int? = nil
@@ -77,7 +77,7 @@ import Testing
         #expect(relativeError(base, expected) > 1e-3)
     }
 
-    /// Returns adapters whose A is the identity and whose B is Σ weight · scale · A B.
+    /// Returns adapters whose A is the identity and whose B is Σ weight · scale · A B of the parts, both padded with zeros to a common rank.
     private func fused(_ parts: [(weight: Float, LoadedAdapters)], _ architecture: Architecture) -> LoadedAdapters {
         let blocks = architecture.layers.indices.map { architecture.block($0) }
         let rank = blocks.flatMap { block in block.trainable.map { block.dimensions($0).inputs } }.max() ?? 0

@@ -1,4 +1,4 @@
-// The examples of the library's documentation (MeSP/MeSP.docc), as they stand there, to be run by ExampleTests.
+// These are the examples of the library's documentation (MeSP/MeSP.docc), except the views. ExampleTests runs them.
 import Foundation
 import MeSP
 import Observation

@@ -573,7 +573,7 @@ import Testing
     }
 
     @Test func itSetsNoVariableOfTheProcess() async throws {
-        // A library must not change the environment variables of the app's process.
+        // Only `prepareProcess` may change the environment variables of the app's process.
         let names = ["MLX_ENABLE_TF32", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"]
         let before = names.map { getenv($0).map { String(cString: $0) } }
         for name in names { unsetenv(name) }

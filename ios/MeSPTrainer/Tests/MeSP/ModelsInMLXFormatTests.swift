@@ -52,7 +52,7 @@ import Testing
         let fractions = Collected<Double>()
         _ = try await tuner { fractions.append($0) }
         #expect(fractions.values.isEmpty)
-        // The bundle of one model is not used for another model with the same name.
+        // A model whose files have changed counts as another model, so the bundle is not used for it.
         let file = model.appendingPathComponent("model-00001-of-00002.safetensors")
         try FileManager.default.setAttributes(
             [.modificationDate: Date(timeIntervalSince1970: 0)], ofItemAtPath: file.path)

@@ -31,7 +31,7 @@ import Testing
         process.takes(50)
         process.takes(20)
         #expect(sampler.takePeak() == 50)
-        // An earlier peak of the process does not count.
+        // A peak before the previous call of `takePeak` does not count.
         process.takes(30)
         #expect(sampler.takePeak() == 30)
         process.takes(51)

@@ -48,7 +48,7 @@ import Testing
             ($0.skipBadSteps, $0.momentum, $0.batchSize) = (skip, 0.9, sequences)
         }
         let start = try SavedState.vectors(of: trainer)
-        // Per sequence: each block's forward pass, the head, and each block's backward pass.
+        // Each sequence has a boundary for each block's forward pass, one for the head, and one for each block's backward pass.
         var boundaries = sequences * (2 * fixture.layers + 1)
         trainer.clock.atBlock = {
             boundaries -= 1
@@ -225,7 +225,7 @@ import Testing
         }
         #expect(try order() == nil, "of one sequence there is no order")
 
-        // The order `.sequences` keeps a sum of all gradients. The order `.blocks` keeps the block inputs of all sequences.
+        // The order `.sequences` keeps the accumulated gradients of all blocks. The order `.blocks` keeps the block inputs of all sequences.
         settings.batchSize = 256
         #expect(try order() == .sequences && peak(.blocks) > peak(.sequences))
         settings.batchSize = 2

@@ -433,7 +433,8 @@ import Testing
         #expect(try run.resume().message.isEmpty)
     }
 
-    /// A state is refused if any of its bytes is changed. The test changes all header bytes, the last 40 bytes and some between them.
+    /// A state is refused if any of its bytes is changed. The test changes one byte at a time: each byte of the header, each of the last 40 bytes,
+    /// and some between them.
     @Test func aStateWithAChangedByteIsRefused() throws {
         let run = try Changing()
         try Run.run(run.settings)

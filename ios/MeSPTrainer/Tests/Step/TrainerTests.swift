@@ -6,8 +6,8 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares the trainer with `mesp.reference`. `tests/fixtures/make_fixtures.py` writes bundles and the reference's results on them. `make test`
-/// names their folder in `MESP_FIXTURES`.
+/// Compares the trainer with `mesp.reference`. `tests/fixtures/make_cases.py` writes bundles and the reference's results on them. `make test` passes
+/// their folder in `MESP_FIXTURES`.
 @Suite(.serialized) struct TrainerTests {
     @Test func fixturesAreThere() {
         #expect(!Fixture.cases.isEmpty, "run the tests with `make test`, which makes the fixtures")
@@ -54,8 +54,9 @@ import Testing
         }
     }
 
-    /// Computing in bfloat16 adds little to the error of storing arrays in bfloat16, which is the fixture's `floor`. The wide fixtures have the width
-    /// of Qwen2.5-0.5B. In the other, tiny models the rounding of norms and products adds more error, so their bound is larger.
+    /// Computing in bfloat16 adds little to the error of storing arrays in bfloat16. The fixture's `floor` holds the gradients with this storage and
+    /// with arithmetic in float32. The wide fixtures have the width of Qwen2.5-0.5B. In the other, tiny models the rounding of norms and products
+    /// adds more error, so their bound is larger.
     @Test(arguments: Fixture.roundedCases)
     func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -506,7 +507,7 @@ import Testing
         let updates = try Fixture(try #require(Fixture.tied), "gradients").trainer(.mesp).updates
         #expect(try updates.computeClipping(to: 1) { _ in MLXArray([3, 4] as [Float]) }.factor < 1)
         #expect(throws: NotFinite.self) {
-            // The square of 10²⁰ is no float32 number.
+            // The square of 10²⁰ is above the largest float32 number.
             try updates.computeClipping(to: 1) { _ in MLXArray([1e20] as [Float]) }
         }
     }

@@ -11,9 +11,9 @@ func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
     ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
 }
 
-/// A bundle and the Python reference's results on it, written by `tests/fixtures/make_fixtures.py` to the folder MESP_FIXTURES.
+/// A bundle and the Python reference's results on it, written by `tests/fixtures/make_cases.py` to the folder `MESP_FIXTURES`.
 struct Fixture {
-    /// The folders of the cases, each with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
+    /// The folders of the float32 cases, each with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
     static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
 
     /// The cases with activations in bfloat16.

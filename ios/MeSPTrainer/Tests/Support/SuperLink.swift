@@ -11,7 +11,7 @@ import Testing
 final class SuperLink: URLProtocol {
     struct State {
         var calls = [String]()
-        /// Faulty responses by the name of the call, in order. The status 0 means no connection, and −1 means no response.
+        /// Faulty responses by the name of the call, in order. The status 0 means a lost connection, and −1 means no response.
         var faults = [String: [(status: Int, body: String)]]()
         /// Delays of responses by the name of the call, in seconds.
         var delays = [String: Double]()
@@ -20,7 +20,7 @@ final class SuperLink: URLProtocol {
         var wanted = Set<String>()
         var answer: (metadata: Metadata, tree: FlowerObjectTree)?
         var received = [String: Data]()
-        /// Objects that the server requests besides missing ones.
+        /// The ids of objects that the server requests besides the missing ones.
         var alsoWanted = [String]()
         var node = SuperLink.node
     }

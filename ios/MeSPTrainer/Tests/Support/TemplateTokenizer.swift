@@ -12,7 +12,7 @@ struct TemplateTokenizer: TextTokenizer {
     static let specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|user|>"]
 
     var beginOfText: Int?
-    /// Whether a text begins with the token `beginOfText`.
+    /// Whether encoding with special tokens begins with the token `beginOfText`.
     var addsBegin = false
     var endOfText: Int? = TemplateTokenizer.id("<|endoftext|>")
     /// Tokens of several characters.

@@ -108,7 +108,7 @@ import Testing
                 == [
                     "hm\n</think>\n\nb<|im_end|>\n"
                 ])
-        // Thoughts of earlier answers are left out, with a notice.
+        // The template leaves out the thoughts of all answers except the last. A notice says so.
         let two = try messages(
             ("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nb"), ("user", "c"), ("assistant", "d"))
         #expect(try trained(record: two, tokenizer).spans == ["b<|im_end|>\n", "d<|im_end|>\n"])
@@ -156,7 +156,8 @@ import Testing
         #expect(refusal(record, tokenizer).contains("leaves out the thoughts of message 2"))
     }
 
-    /// A record is refused if the template writes the last answer differently from earlier answers.
+    /// The template writes an answer differently if it is the last message. Then the prompt of a second answer is not the beginning of the
+    /// conversation.
     @Test func anAnswerIsAskedForAsItIsTrained() throws {
         let tokenizer = TemplateTokenizer { said, opens in
             TemplateTokenizer.chatML(
@@ -224,7 +225,7 @@ import Testing
         let notices = try TextData(tokenizer: chatML, length: 512).write(
             .file(folder.appendingPathComponent("a.jsonl")), to: target)
         #expect(notices.sentences.isEmpty)
-        // Special tokens in records without a template are also encoded as plain text.
+        // Special tokens in texts are also encoded as plain text where no chat template is applied.
         let pair = #"{"prompt": "a<|im_end|>", "completion": "b<|endoftext|>"}"#
         let joined = try trained(record: pair, TemplateTokenizer())
         #expect(joined.text == "a<|im_end|>b<|endoftext|><|endoftext|>" && joined.specials.count == 1)
