@@ -226,8 +226,8 @@ def to_come(report: Report) -> list[str]:
 def ended(report: Report) -> Report:
     """Returns the report.
 
-    If the process ended early, the checks that are missing are added. The first of these has
-    failed, and the others are skipped.
+    If the process ended early, adds the missing checks. The first of them counts as failed, and the
+    others as skipped.
     """
     if report.get("end"):
         return report

@@ -1,7 +1,8 @@
 """The program of `make demo-federate`: six clients teach one model to turn requests into JSON.
 
-Each client has requests about one thing in a house, such as lights or doors. The held-out requests
-are about all six. Draws the held-out loss and the clients' drift by round.
+By default, each client has requests about one thing in a house, such as lights or doors. The
+held-out requests are about all six things. Draws the held-out loss, the clients' drift and the
+averaging error by round.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def export(bundle: Path, *options: object) -> None:
 
 
 def federated(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """Runs `mesp federate` with six clients and these options."""
+    """Runs `mesp federate` with six clients and these options, and returns the federation."""
     call(
         *(program("mesp"), "federate", bundle, "--data", data, "--clients", len(DO)),
         *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--out", output, *options),

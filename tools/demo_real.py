@@ -31,7 +31,7 @@ SEQ_LENS = (112, 128)
 TRAINING_CASES = STEPS
 HELD_OUT_CASES = 20
 SHOWN = 8
-MAX_TOKENS = 64  # the longest entry has 51
+MAX_TOKENS = 64  # the longest entry has 51 tokens
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OUT = TOOLS.parent / "build" / "demo-real"

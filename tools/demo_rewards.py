@@ -26,7 +26,7 @@ STEPS = 48
 PROMPTS = 2  # per step
 GROUP_SIZE = 8  # answers to each prompt
 SEQ_LEN = 96  # A prompt in the chat template fits with its answer.
-MAX_TOKENS = 32  # the longest right answer has 24
+MAX_TOKENS = 32  # the longest right answer has 24 tokens
 # The initial learning rate. With 2e-4, answers end too early after about 12 steps.
 LEARNING_RATE = 1e-4
 HELD_OUT_CASES = 200

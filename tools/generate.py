@@ -1,4 +1,4 @@
-"""Writes the Swift files that are generated from declarations in Python (`make generated`)."""
+"""Writes the app's files that are generated from the Python package (`make generated`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NOT_READ = ("reward", "replay_text", "general_text", "dp_delta")
 DEFAULTS = {"steps": 100, "seq_len": 256, "rank": 8}
 # Minimum values that differ from the declared ones. The engine accepts a run without steps.
 LEAST = {"steps": 0}
-# Settings without a range check.
+# Settings whose declared range is not checked.
 UNBOUNDED = ("seed",)
 # Documentation of settings that mesp-engine reads differently from a command.
 DOCS = {
@@ -302,7 +302,7 @@ NOT_PLAIN = (
 
 
 def write_plain_families() -> str:
-    """Returns the Swift table for the app's importer, for example with the plain families and the
+    """Returns the Swift table for the app's importer. It includes the plain families and the
     defaults of a config.json.
     """
 

@@ -1,7 +1,8 @@
-"""Reads and writes the app's files on a phone, with `xcrun devicectl` or `pymobiledevice3`.
+"""Reads and writes the app's files on a phone, with `xcrun devicectl` or `pymobiledevice3`. Starts
+the app, only with devicectl.
 
-devicectl needs Xcode 15 and iOS 17 or later. pymobiledevice3 is licensed under the GPL, so it is
-only run as a program.
+devicectl needs Xcode 15 or later and iOS 17 or later. pymobiledevice3 is licensed under the GPL, so
+it is only run as a program.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def connect(device: str | None, app: str, otherwise: str) -> Phone:
 
 
 def copying(what: str):
-    """Shows on a terminal that something is being copied."""
+    """Returns a context manager that shows on a terminal what is being copied."""
     # A phone's name may contain rich's markup or control characters. Text and printable make them
     # harmless.
     return Console(stderr=True).status(Text(printable(f"Copying {what}")))

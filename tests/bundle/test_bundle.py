@@ -160,7 +160,7 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             per_layer = reference.layer_input(ours, tokens, x0, i)
             given = [] if per_layer is None else [per_layer]
             given += shared.get(block.keys_of, ())
-            if block.mlp.experts:  # a mixture has no function
+            if block.mlp.experts:  # a block with experts has no function
                 with pytest.raises(MespError, match="mixes experts and has no function"):
                     bundle.function(length, i)
                 x = to_source_model(bundle).block(i, x, SideInputs(tokens.tolist(), x0))

@@ -18,7 +18,7 @@ extension FineTuner {
     ///   - model: the folder, with `config.json`, the tokenizer's files, and the weights in one or more files `model*.safetensors`.
     ///   - bundle: the folder of the bundle. nil: a folder with the model's name, in `MeSP/Models` in the Application Support folder.
     ///   - folder: the folder for runs. nil: a folder with the bundle's name, in `MeSP` in the Application Support folder.
-    ///   - progress: receives the written fraction of the bundle, from 0 to 1, on any thread.
+    ///   - progress: receives the written fraction of the weights, from 0 to 1, on any thread.
     /// - Throws: `FineTuningError` if the tokenizer cannot be read, or if no bundle can be made of the model; `CancellationError` if the task is
     ///   cancelled.
     public convenience init(
