@@ -36,7 +36,7 @@ extension CheckSuite {
                 + effects.map { Measurement("TF32: \($0.name)", $0.value ?? .nan) })
     }
 
-    /// The threshold of relative errors between float32 (below 10⁻⁶) and TF32 (about 10⁻⁴).
+    /// A relative error below this value is of float32 (below 10⁻⁶), and a larger one of TF32 (about 10⁻⁴).
     private static let roundedFrom = 1e-5
 
     /// Returns the relative errors of products with a diagonal matrix. Their exact results are known, because each element is one product of two

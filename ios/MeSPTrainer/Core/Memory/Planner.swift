@@ -45,8 +45,8 @@ package struct Planner: Sendable {
     let magnitudes: Int
     /// The number of projections with adapters among gate, up and down. If it differs between the MLP and the experts, the larger number.
     let adaptedInMLP: Int
-    /// Numbers of bytes that are computed once. `process` counts the process, `vectors` counts the parameters and the optimizer's state, and
-    /// `kept[n]` counts the intermediates of the last n blocks.
+    /// Sizes in bytes, computed once: of the process, of the parameters with the optimizer's state, and in `kept[n]` of the intermediates of the last n
+    /// blocks.
     private(set) var (process, vectors, kept) = (0, 0, [0])
     /// The memory that the system allows the process, in bytes; nil without a limit.
     private let systemLimit: Int?
