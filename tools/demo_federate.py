@@ -38,7 +38,7 @@ KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 @click.option("--learning-rate", type=float, default=RATE, help="As mesp federate's.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT)
 def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, out: Path) -> None:
-    """Simulate six people and draw their rounds."""
+    """Simulate six people and draw the loss of each round."""
     began = time.monotonic()
     bundle, data = out / "demo.mesp", out / "requests"
     write_data(data, HELD_OUT_CASES)

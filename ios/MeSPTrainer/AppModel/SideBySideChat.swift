@@ -73,7 +73,7 @@ import Observation
     @ObservationIgnored private var gate = BoundaryGate()
     @ObservationIgnored private var read = Read()
 
-    /// The model and its prompt caches. Only the generating thread uses this object.
+    /// The model and its prompt caches. Only the generating thread changes this object.
     private final class Read: @unchecked Sendable {
         /// The maximum size of one side's prompt cache, in bytes: about 2,700 tokens of Qwen2.5-0.5B in float32.
         static let limit = 1 << 26

@@ -6,7 +6,7 @@ struct RMSNorm {
     let weight: MLXArray
     let eps: Float
 
-    /// Returns y for x `[…, D]`, computed in float32 and stored in x's dtype.
+    /// Returns y for x `[…, D]`, in x's dtype. The mean square is computed in float32.
     func callAsFunction(_ x: MLXArray) -> MLXArray {
         MLXFast.rmsNorm(x, weight: weight.asType(x.dtype), eps: eps)
     }

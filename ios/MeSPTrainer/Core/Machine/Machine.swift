@@ -37,7 +37,7 @@ package struct Machine {
         evaluatesParts = evaluatesTiles
     }
 
-    /// The machine of a forward pass. It evaluates the parts of a phase together.
+    /// The machine of a forward pass.
     var forForwardPass: Machine {
         var machine = self
         machine.evaluatesParts = false

@@ -146,8 +146,8 @@ extension Planner {
         (isCut ? 2 : 4) * hidden + normed + largest(forwardBytes(of:)) + 3 * weight(256) + 3 * perLayer
     }
 
-    /// Returns the bytes of the loss: the arrays of all tokens, such as y, those of the tokens that are processed at a time, and those of a tile of
-    /// the vocabulary.
+    /// Returns the bytes of the loss. Some arrays have all tokens, some have the tokens that are processed at a time, and some have a tile of the
+    /// vocabulary.
     private func loss(_ machine: Machine) -> Int {
         let (rows, tokens) = (min(machine.vocabularyRows, architecture.vocabSize), machine.mlpTokens)
         return 4 * (2 * length + 3 * tokens) * architecture.hiddenSize + 3 * weight(rows) + 4 * 4 * tokens * rows
