@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures and marks for all tests."""
 
 import os
 import re
@@ -62,8 +62,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle of the demo model for 64 tokens. All other options have their defaults.
-    Tests must not change the bundle.
+    """Returns a bundle of the demo model with sequences of 64 tokens. All other options have their
+    defaults. Tests must not change the bundle.
     """
     out = tmp_path_factory.mktemp("demo") / "demo.mesp"
     call("export", "--model", "demo", "--out", out, "--seq-len", 64)
@@ -124,7 +124,9 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def clock_set_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Returns an environment in which helpers/clock.c makes a process's clock run backwards."""
+    """Returns an environment in which helpers/clock.c makes the date and time of a process run
+    backwards.
+    """
     return os.environ | {"LD_PRELOAD": str(_library("clock", tmp_path_factory))}
 
 

@@ -1,4 +1,4 @@
-"""Tests of options and data that mesp-export refuses."""
+"""Tests of options and data that `mesp export` refuses."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Tests the token ids and examples of all kinds of data against mlx-lm, and tests `mesp data`."""
+"""Tests of the data that `mesp export` reads, in part against mlx-lm's datasets, and of `mesp
+data`."""
 
 import json
 import os
@@ -203,7 +204,7 @@ def test_pieces_add_up():
     assert all(a.endswith("\n") and not b[:2].isspace() for a, b in pairwise(pieces))
 
 
-# Records, compared with mlx-lm's datasets
+# Records
 
 # A template like Qwen2.5's, with tools, tool calls, and a generation prompt.
 TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -488,7 +489,8 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
             total += log_sum[target - 1] - logits[target - 1, ids[target]]
             count += 1
 
-    # mlx-lm's batch of the records that have a target within their first `seq_len` + 1 tokens.
+    # The records that have a target within their first `seq_len` + 1 tokens, as one batch of
+    # mlx-lm.
     dataset = mlx_lm_dataset(RECORDS["chat"], chat_tokenizer, mask_prompt=True)
     usable = [
         record
@@ -731,15 +733,15 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
-    """A process is killed at the beginning of `replace_data`, and after each change of a file or
-    folder.
+    """The test kills one process at the beginning of `replace_data`, and one after each change of a
+    file or folder.
     """
     old = assert_whole(bundle)
     new = make_random_data(VOCABULARY, 24, 0)
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
-    # Functions that run for each entry of the manifest. They change no file and are not traced.
+    # These functions change no file, and are not traced.
     reading = {"of", "to_json", "fits", "_is_line", "_is_split", "sizes", "<genexpr>", "<listcomp>"}
 
     def state() -> list[tuple]:
@@ -783,7 +785,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
 
 
-# Records that are refused, because training would lose a part of them or has nothing to learn
+# Records that are refused, tables, and ends of answers
 
 
 @pytest.mark.parametrize(

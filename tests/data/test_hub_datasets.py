@@ -1,4 +1,6 @@
-"""Tests of the Hugging Face Hub's data: parquet, configurations, splits, columns of other names."""
+"""Tests of datasets in the form of the Hugging Face Hub: parquet files, subsets, splits, and
+columns of other names.
+"""
 
 import builtins
 import json

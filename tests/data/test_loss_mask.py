@@ -1,4 +1,4 @@
-"""Tests which tokens of a conversation are answers, compared with TRL's `assistant_only_loss`.
+"""Tests which tokens of a conversation MeSP takes for answers.
 
 Each template has one variant with TRL's `{% generation %}` marks, and one without them. The marks
 give the expected answers. Without the marks, MeSP must find the same answers.
@@ -84,7 +84,7 @@ def cases() -> list[tuple[str, str]]:
             if "tools" in name and template not in WITH_TOOLS:
                 continue
             if name == "thoughts and tools" and template == "llama":
-                continue  # the template takes one call at a time
+                continue  # Llama's template writes only the first call of a message
             if name in ("system", "first", "in a row") and template not in TAKES_ANY_ORDER:
                 continue
             found.append((template, name))
@@ -99,7 +99,7 @@ def encode_answers(tokenizer, messages: list[dict], tools: list | None):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Returns the demo model's tokenizer, with the tokens that the templates end answers with."""
+    """Returns the demo model's tokenizer with the templates' special tokens."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     tokenizer._tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer._tokenizer.bos_token = "<|endoftext|>"
@@ -142,12 +142,12 @@ def test_each_answer_counts_with_its_end(tokenizer):
     )
     assert counted(tokenizer, QWEN, "tools") == call + "Paris.<|im_end|>\nc<|im_end|>\n"
     assert counted(tokenizer, PHI, "same") == "a<|end|>\na<|end|>\n<|endoftext|>"
-    # The template leaves thoughts out of earlier answers, and writes the last answer's.
+    # The template writes only the last answer's thoughts.
     text = "b<|im_end|>\n<think>\nso\n</think>\n\nd<|im_end|>\n"
     assert counted(tokenizer, QWEN3, "thoughts") == text
 
 
-# A template that writes an answer differently if another message follows.
+# This template reverses the content of each message except the last.
 REVERSED = CHATML.replace("m.content +", "(m.content if loop.last else m.content | reverse) +")
 UNMARKED = (
     "{% for m in messages %}{{ m.content + '\\n' if loop.last else m.content + ' ' }}{% endfor %}"
@@ -188,7 +188,7 @@ def test_the_demo_model_takes_conversations():
     assert text == " b b<|endoftext|>\n  d\n<|endoftext|>\n f<|endoftext|>\n"
 
 
-# Conversations in invented templates
+# Further templates
 
 PLAIN = CHATML.replace("⟦", "").replace("⟧", "")
 WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"day": 3}}}]
@@ -301,7 +301,7 @@ def test_tools_that_a_template_leaves_out_are_refused(tokenizer):
     assert encoded(tokenizer, QWEN.replace("⟦", "").replace("⟧", ""), record).mask.any()
 
 
-# This template writes a call as in Python, in single quotes.
+# This template writes a call as Python does, with the argument in single quotes.
 IN_PYTHON = CALLS_BY_NAME.replace(
     "c.function.name }}",
     """c.function.name + "('" }}{{- c.function.arguments.of | replace("'", "\\\\'") }}"""
@@ -354,8 +354,8 @@ MARKED = CHATML.replace(
 
 
 def test_marked_answers_that_touch_are_two(tokenizer):
-    """Two marked answers stay separate even if no text is between them, as with marks that include
-    the header.
+    """These marks include the header of an answer, so there is no text between two marked answers
+    in a row. They are still two answers.
     """
     said = [user("a"), assistant("b"), assistant("c", weight=0), user("d"), assistant("e")]
     answer = "<|im_start|>assistant\n{}<|im_end|>\n"

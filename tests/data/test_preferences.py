@@ -248,8 +248,8 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def independent(bundle: Path, objective: str, steps: int) -> list[float]:
     """Returns the losses of training by TRL's formulas.
 
-    The training uses mlx-lm's model with LoRA, mlx.nn's `value_and_grad` and SGD. A batch has two
-    pairs, or for kto two answers.
+    The training uses mlx-lm's model with LoRA, `mlx.nn.value_and_grad`, and the SGD of
+    `mlx.optimizers`. A batch has two pairs, or for kto two answers.
     """
     opened = Bundle(bundle)
     arch, model = opened.architecture, opened.to_mlx_lm()
@@ -287,7 +287,7 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
         [mismatched(sequences[i], sequences[j]) for i, j in zip(b, b[-1:] + b[:-1], strict=True)]
         for b in batches
     ]
-    # π₀ is the model before the first step.
+    # The reference is the model before the first step.
     first = [of_batch([sequences[i] for i in batch]) for batch in batches]
     first_others = [of_batch(each) for each in others] if objective == "kto" else []
     mx.eval(first, first_others)
@@ -351,7 +351,7 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
     call("train", "--resume", "--out", parts, "--steps", 6)
     assert RunLog.load(parts).losses == RunLog.load(whole).losses
-    # π₀ is the model with the initial adapters, so the loss begins at log 2 again.
+    # The reference is the model with the initial adapters, so the loss of the first step is log 2.
     call(
         "train",
         bundle,

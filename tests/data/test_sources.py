@@ -333,8 +333,8 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path):
 
 
 def bomb(path: Path, kind: str) -> Path:
-    """Writes and returns a file of less than 300 kB. Its content is 100 MB or more of text, or 20
-    million nulls.
+    """Writes a file of less than 300 kB, and returns its path. Its content is 100 MB or more of
+    text, or 20 million nulls.
     """
     if kind == "gzip":
         with gzip.open(path, "wb", compresslevel=9) as file:

@@ -4,11 +4,11 @@ TRL marks the answers by `{% generation %}` in its copies of many templates. Hyp
 conversations. Each is read as a record with each template. The tests check the ids and the mask:
 
 - each trained span is one or more whole answers, without text of another message, and ends in a
-  token at which generation stops;
+  token at which generation stops, or in white space after it;
 - every message is among the ids, except for reasoning that a note says is left out;
-- the tokens before the first trained token begin the template's prompt for the answer;
-- the ids and the mask are those of transformers with TRL's copy, except for `BEGINS`, `ENDS` and
-  `NOT_ENDED`.
+- if only the last answer is trained, the tokens before it begin the template's prompt for it;
+- if the template has marks and all answers are trained, the ids and the mask are those of
+  transformers with TRL's copy, except for `BEGINS`, `ENDS` and `NOT_ENDED`.
 
 The tests limit how many records are refused.
 """
@@ -48,11 +48,13 @@ TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja
 if not TEMPLATES:
     pytest.skip("it takes TRL's wheel: see the Makefile", allow_module_level=True)
 
-EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))  # conversations for each template
+# conversations for each template, and as many for its marked variant
+EXAMPLES = int(os.environ.get("MESP_FUZZ_CASES", 12))
 SEED = int(os.environ.get("MESP_TRL_SEED", 1))
-# The least share of generated records that a template must accept.
+# The least share of the generated records that must be accepted with each template
 ACCEPTED = 0.2
-# The largest share of refused records among those that the template renders as a whole
+# The largest share of the generated records that may be refused although the template renders them
+# as a whole
 REFUSED_WRONGLY = 0.02
 MARK = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 WORD = re.compile(r"Wq\d{3}z")

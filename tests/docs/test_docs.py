@@ -20,7 +20,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
 ]
-# Maps the first part of a path in a document to the folder that has the path.
+# Maps the first part of a path in a document to the folder that the path starts from.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
@@ -32,8 +32,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[list[str], list[str]]:
-    """Returns the lines of a page in code fences, and all other lines. A command in a fence is
-    joined into one line.
+    """Returns the lines inside the code fences of a page, and the lines outside. A command over
+    several lines in a fence becomes one line.
     """
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"^```.*\n", text, flags=re.M)
@@ -100,8 +100,8 @@ def not_terms() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def spelled_out(text: str) -> str:
-    """Returns the words and the punctuation of a text in lower case, with spaces around each. Names
-    are split into words."""
+    """Returns the words of a text and its commas, semicolons, colons and periods, in lower case,
+    with spaces around each. Names are split into words."""
     return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
 
 

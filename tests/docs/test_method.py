@@ -1,6 +1,4 @@
-"""Tests that the examples of docs/method.md print the documented output, and that its links name
-existing things.
-"""
+"""Tests of the examples, sections and links of docs/method.md."""
 
 import doctest
 import re

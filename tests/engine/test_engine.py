@@ -35,7 +35,9 @@ mkdir -p "$out/release" && cp "$FAKES/engine" "$out/release/$name"
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns a folder with a fake compiler, the engine that it makes, and a log of its calls."""
+    """Returns a folder with a fake compiler and the engine that it makes. The compiler logs its
+    calls in this folder.
+    """
     folder = tmp_path / "fakes"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "engine")
@@ -60,7 +62,7 @@ def checkout(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(fakes: Path, tmp_path: Path) -> Path:
-    """Returns the folder of the Swift sources in a wheel."""
+    """Returns a folder like that of the Swift sources in a wheel."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "Package.swift").write_text("// a package")
@@ -69,7 +71,7 @@ def installed(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def carried(fakes: Path, tmp_path: Path) -> Path:
-    """Returns the folder of the built engine in a platform wheel."""
+    """Returns a folder like that of the built engine in a platform wheel."""
     folder = tmp_path / "programs"
     folder.mkdir()
     shutil.copy(FAKE_ENGINE, folder / "mesp-engine")

@@ -135,7 +135,9 @@ def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, k
 
 
 def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
-    """bfloat16 rounds to 8 bits between operations, so texts begin alike and may differ later."""
+    """bfloat16 rounds to 8 significant bits between operations, so the texts begin alike and may
+    differ later.
+    """
     # By default, codes are fitted to the stored scales, so the two bundles would have different
     # codes.
     options = ("--quantize", "nearest", "--head-bits", 4)

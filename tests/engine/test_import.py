@@ -1,4 +1,5 @@
-"""Tests that the engine's bundles of models in MLX's format equal the exporter's."""
+"""Tests of the engine's import of models in MLX's format, for the most part against the
+exporter."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def described(bundle: Path) -> dict[str, Any]:
 
 
 def others(bundle: Path) -> dict[str, Any]:
-    """Returns the files except weights, functions and the manifest.
+    """Returns the files at the top of a bundle, except weights, functions and the manifest.
 
     Configurations are read as JSON, and other files as bytes.
     """
@@ -214,7 +215,7 @@ def test_an_import_is_the_export(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_variation_is_imported_as_exported(family: str, tmp_path: Path):
-    """Heads, types, bits, groups, modes, RoPE, files and additional tensors vary."""
+    """The seeds vary the model's configuration, quantization, tensors and files."""
     accepted = 0
     for seed in range(SEEDS):
         model = write_variation(tmp_path / f"model-{seed}", family, seed)
@@ -597,7 +598,7 @@ VALUES: tuple[Any, ...] = (
 def test_one_value_is_refused_in_the_same_words(key: str, victims: dict[str, Path], tmp_path: Path):
     refused = 0
     for number, (family, value) in enumerate(product(victims, (..., *VALUES))):
-        if (number + KEYS.index(key)) % 11:  # an eleventh of all pairs
+        if (number + KEYS.index(key)) % 11:  # tries an eleventh of all pairs
             continue
         model = shutil.copytree(victims[family], tmp_path / str(number))
         config = config_of(model)
@@ -675,8 +676,8 @@ def calls(model: Path, faults: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_an_import_goes_on_where_it_was_interrupted(
     kind: str, model: Path, whole: Path, faults: Path, calls: int, tmp_path: Path
 ):
-    """An import is interrupted before a system call that changes a file. The next import keeps
-    whole files.
+    """An import is interrupted at a system call that writes or changes files or folders. The next
+    import keeps whole files.
     """
     before = state(model)
     some = 0

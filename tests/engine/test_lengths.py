@@ -25,7 +25,7 @@ def test_steps_of_a_long_sequence(family: str, tmp_path: Path):
 
 @pytest.mark.parametrize("family", ["lfm3", "gemma3", "granite-mamba"])
 def test_steps_of_one_token(family: str, tmp_path: Path):
-    """The families have attention with a gate or a window, and Mamba-2."""
+    """The families have attention with a gate and with a window, convolutions, and Mamba-2."""
     steps_are_those_of_automatic_differentiation(family, 1, tmp_path)
 
 

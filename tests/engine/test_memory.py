@@ -1,4 +1,6 @@
-"""Compares the engine's predicted and counted memory with that of a run."""
+"""Tests of the engine's predictions of memory, compared with runs, and of its counts of a GPU's
+kernels.
+"""
 
 import json
 import sys
@@ -40,7 +42,6 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     options = ("--random-weights", "--layers", 4, "--device", "cpu", "--quantize", "nearest")
     bundle = exported(tmp_path, "--model", model, *options, "--seq-len", f"{LENGTH},1024")
     kinds = [("--seq-len", LENGTH, "--offload", "all" if model == "Gemma-3-270m" else "none")]
-    # Gemma's attention takes the most memory with these options.
     if model == "Gemma-3-270m":
         kinds += [("--seq-len", 1024, "--projections", "q,v")]
     # Further options are tested with this model alone, whose steps take the least time.

@@ -139,7 +139,7 @@ def agree(
     1e-5, and so do the changes of parameters, relative to their size. These differences grow from
     step to step. A moment that is half-way between two codes of 8 bits may become either code. So
     up to `ties` parameters may differ by up to a step. AdamW's longest step, without bias
-    correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3 with β₂ = 0.999.
+    correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3 with a rate of 1e-3, β₁ = 0.9 and β₂ = 0.999.
     """
     assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
     way = distance(expected.start, expected.end)
@@ -295,7 +295,7 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
 
 @pytest.fixture(scope="module")
 def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a bundle with the same examples that also has shorter sequence lengths."""
+    """Returns the bundle of examples, exported again with two shorter sequence lengths besides."""
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
     lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
     call(
@@ -414,8 +414,8 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
 def bundle_of_packed_examples(
     bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Returns the bundle with the same examples, packed. Each is cut to a third of the sequence
-    length.
+    """Returns the bundle of examples with the examples packed. Those that are longer than a third
+    of the sequence length are cut to a third.
     """
     path = shutil.copytree(bundle_of_examples, tmp_path_factory.mktemp("packed") / "demo.mesp")
     bundle = Bundle(path)

@@ -159,8 +159,9 @@ class Private:
 SGD = {"optimizer": "sgd", "learning_rate": 0.1}
 ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3}
 CASES = {
-    # Without noise, the result is the mean of clipped gradients. In other cases the noise has about
-    # the norm of this mean, so that neither hides an error of the other.
+    # Without noise, the result is the sum of the clipped gradients, divided by the expected number
+    # of examples. In the other cases the noise has about the norm of this result, so that neither
+    # hides an error of the other.
     "clipping": ((0.5, 0.0, 27), SGD, Recipe(optim.SGD(0.1))),
     "clipping that need not": ((1e4, 0.0, 9), SGD, Recipe(optim.SGD(0.1))),
     "noise": ((0.5, 0.002, 4), SGD, Recipe(optim.SGD(0.1))),

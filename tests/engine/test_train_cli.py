@@ -779,8 +779,8 @@ def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
 
 
 def test_a_signal_that_is_ignored_stays_so(bundle: Path, tmp_path: Path):
-    """A signal that the command ignores at its start stays ignored. nohup starts commands in this
-    way, and so does a script's background job.
+    """A signal that the command ignores at its start stays ignored. nohup starts a command in this
+    way, and a shell script starts its background jobs in this way.
     """
     run = tmp_path / "run"
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
