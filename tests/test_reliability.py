@@ -664,7 +664,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a limit that can be set")
 def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: Path):
-    """RLIMIT_DATA also counts reserved memory such as stacks, so its size is found first."""
+    """RLIMIT_DATA also counts reserved memory such as stacks, which the test measures first."""
     changes = {"bundle": str(large), "seq_len": 64, "steps": 2, "val_batches": 0, "eval_every": 0}
 
     def limited(name: str, limit: int, **more: object) -> subprocess.CompletedProcess:

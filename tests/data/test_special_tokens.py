@@ -1,4 +1,4 @@
-"""Tests that special tokens in texts are split into ordinary text, as in transformers."""
+"""Tests that special tokens in texts are encoded as ordinary text."""
 
 import json
 import string

@@ -153,7 +153,7 @@ extension DocumentsFolder {
         case rewritten(Int)
     }
 
-    /// Downloads an offer into Documents, or continues an earlier download. A model is then converted, and its own files are deleted.
+    /// Downloads an offer into Documents, or continues an earlier download. If the offer is a model and not a bundle, the model is then converted, and its files are deleted.
     ///
     /// - Returns: the bundle, and notices about the model.
     func download(

@@ -26,7 +26,7 @@ package final class FolderLock: Sendable {
             )
         }
         #if os(iOS)
-            // On iOS only this app can write to the folder, so the holder is another run of this app.
+            // On iOS only this app locks the folder, so the holder is another run of this app.
             let holder = ("Another run of this app" as Sentence).english
         #else
             // `ProcessInfo.hostName` uses the network and could make the system ask for permission.

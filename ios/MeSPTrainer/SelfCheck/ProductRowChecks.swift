@@ -29,7 +29,7 @@ extension CheckSuite {
         let errors = try bundle.withBlock(0) { weights in
             let all = weights.matrix(architecture.block(0).wideProjection)
             let w = all.rows(0..<min(all.rows, max(1, Self.mostElements / inputs)))
-            // Only affine quantization has floating-point scales.
+            // Only the scales of affine quantization are stored in a floating-point type.
             let isAffine = w.biases != nil
             let scales = isAffine ? w.scales.asType(.bfloat16) : w.scales
             let biases = w.biases?.asType(.bfloat16)

@@ -41,7 +41,7 @@ package final class TrialSteps {
         return sequences.count > 0 ? sequences[0] : nil
     }
 
-    /// Whether the bundle's functions are for a GPU.
+    /// Whether the bundle is for a GPU.
     package var isForGPU: Bool { trainer.model.bundle.manifest.device == .gpu }
 
     /// Whether the model has experts.
