@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mesp.errors import MespError
 from mesp.models.config_json import check_numbers, complete, unsupported
-from mesp.models.families import EXPERTS, FAMILIES, VARIANTS, short
+from mesp.models.families import ACTIVATIONS, EXPERTS, FAMILIES, VARIANTS, short
 from mesp.models.mixers import (
     AttentionMixer,
     Mixer,
@@ -91,9 +91,12 @@ class Architecture:
         for key, neutral in sorted(VARIANTS.items()):
             if key not in family.takes and config.get(key) not in (None, neutral):
                 raise unsupported(key, config[key])
-        activation = config.get("hidden_activation") or config.get("hidden_act")
-        if activation not in (None, family.activation):
-            raise unsupported("hidden_act", activation)
+        for key in ("hidden_activation", "hidden_act"):
+            if (
+                ACTIVATIONS.get(config.get(key, family.activation))
+                != ACTIVATIONS[family.activation]
+            ):
+                raise unsupported(key, config[key])
         check_numbers(config)
         by_layer = mixers_by_layer(config)
         # Some models scale a block's outputs by a residual multiplier c: x + c·out(…). This code
@@ -117,7 +120,7 @@ class Architecture:
             vocab_size=config["vocab_size"],
             rms_norm_eps=config["rms_norm_eps"] / residual**2,
             tie_word_embeddings=config["tie_word_embeddings"],
-            hidden_act="gelu" if family.activation.startswith("gelu") else "silu",
+            hidden_act=ACTIVATIONS[family.activation],
             post_norms=family.post_norms,
             final_logit_softcapping=config.get("final_logit_softcapping"),
             embedding_scale=embedding_scale / residual,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mesp.errors import MespError
-from mesp.models.families import FAMILIES, LACKING
+from mesp.models.families import CLASSES, FAMILIES, LACKING
 from mesp.models.mixers import is_positive, refuse_unsound
 from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 
@@ -21,12 +21,21 @@ _POSITIVE = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
     "sliding_window_pattern", "full_attention_interval",
 )  # fmt: skip
-DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
+_TYPES: dict[str, tuple[type, ...]] = {
+    key: {bool: (bool,), int: (int,), float: (int, float)}[type(default)]
+    for keys in CLASSES.values()
+    for key, default in keys.items()
+    if type(default) in (bool, int, float)
+}
+_KNOWN = frozenset(key for keys in CLASSES.values() for key in keys)
+_ROPE = ("rope_theta", "partial_rotary_factor")
+_KINDS = ("full_attention", "sliding_attention")
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config.json with defaults for missing keys, and with RoPE in mlx-lm's keys.
+    """Returns a config.json with only the keys that transformers reads for its class, and with the
+    class's defaults. RoPE is in the keys of transformers and of mlx-lm.
 
     Raises MespError if the architecture, or a value of a key, is not supported. Raises KeyError,
     ValueError or other errors if the config.json is invalid.
@@ -48,54 +57,118 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
             f"supported are {', '.join(FAMILIES)}."
         )
     family = FAMILIES[model_type]
-    if family.texts:
-        text = config.get("text_config") or {}
-        if text.get("model_type", family.texts[0]) not in family.texts:
-            raise unsupported("text_config's model_type", text["model_type"])
-        # Some keys for the text model, such as the quantization, are outside of text_config.
-        whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
-        config = {**whole, **text, "model_type": model_type}
-        if "tie_word_embeddings" in whole:
-            config["tie_word_embeddings"] = whole["tie_word_embeddings"]
-    config = {**DEFAULTS, **family.defaults, **config}
+    config, keys = _read_keys(config, model_type)
     for key, most in MOST.items():
         if type(config.get(key)) in (int, float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
-    refuse_unsound({"num_hidden_layers": type(config.get("num_hidden_layers", 1)) is int})
-    if family.experts and config.get("num_local_experts"):  # the key in transformers 5
-        config.setdefault("num_experts", config["num_local_experts"])
-        if config["num_experts"] != config["num_local_experts"]:
-            raise unsupported("num_local_experts", config["num_local_experts"])
-    config |= family.read(config) if family.read else {}
-    rope = by_type = config.pop("rope_parameters", None) or {}
-    if not isinstance(rope, dict):
-        raise ValueError("its rope_parameters cannot be used")
-    if "full_attention" in rope:
-        sliding, rope = rope.get("sliding_attention"), rope["full_attention"]
-        if sliding:
-            _check_scaling(sliding, "rope_parameters")
-            if type_of(sliding) != "default" or sliding.get("partial_rotary_factor") not in (
-                None,
-                1.0,
-            ):
-                raise unsupported("rope_parameters", sliding)
-            config["rope_local_base_freq"] = sliding["rope_theta"]
-    config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    scaling = config.get("rope_scaling") or rope
-    _check_scaling(scaling, key)
-    kind = type_of(scaling)
-    named = {**scaling, "type": kind, "rope_type": kind}
-    config["rope_scaling"] = None if kind == "default" else complete_scaling(named, config)
-    if family.rope_by_type:
-        config["rope_parameters"] = by_type
-    # For some families, mlx-lm reads RoPE's keys only in `rope_parameters`. Models with two RoPE
-    # bases have `rope_local_base_freq` instead.
-    if (rope or family.texts) and "rope_local_base_freq" not in config:
-        keys = ("rope_theta", "partial_rotary_factor")
-        turning = {key: config[key] for key in keys if key in config}
-        config["rope_parameters"] = {**(config["rope_scaling"] or {"rope_type": kind}), **turning}
-    return config
+    refuse_unsound(
+        {
+            key: value is None or type(value) in _TYPES.get(key, (type(value),))
+            for key, value in config.items()
+        }
+        | {"num_hidden_layers": config.get("num_hidden_layers") is not None}
+    )
+    config |= family.fixed | (family.read(config) if family.read else {})
+    return _complete_rope(config, keys)
+
+
+def _read_keys(config: dict[str, Any], model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values of a config.json that transformers reads, and the keys of the class with
+    their defaults.
+
+    The class of a multimodal model is that of its text model, with its keys in `text_config`. Keys
+    that no class has, such as the quantization, are kept from both places.
+    """
+    texts, text, name = FAMILIES[model_type].texts, config, model_type
+    if texts and model_type not in texts:
+        text = config.get("text_config")
+        if text is None and "hidden_size" not in config:
+            raise KeyError("text_config")
+        text = config if text is None else text  # Qwen2.5-VL's text keys may be at the top
+        name = texts[0] if text is config else text.get("model_type", texts[0])
+        if name not in texts:
+            raise unsupported("text_config's model_type", name)
+    keys = CLASSES[name]
+    read = {key: value for key, value in config.items() if key not in _KNOWN}
+    read |= {key: value for key, value in text.items() if key in keys or key not in _KNOWN}
+    for key, default in keys.items():
+        if isinstance(default, str) and default.startswith("="):
+            read |= {default[1:]: read.pop(key)} if key in read else {}
+        elif default is not None:
+            read.setdefault(key, default)
+    if name != model_type:
+        tied = CLASSES[model_type]["tie_word_embeddings"]
+        read["tie_word_embeddings"] = config.get("tie_word_embeddings", tied)
+        if model_type == "qwen2_5_vl" and text.get("tie_word_embeddings"):
+            read["tie_word_embeddings"] = True
+    for key in ("text_config", "vision_config"):
+        read.pop(key, None)
+    return read | {"model_type": model_type}, keys
+
+
+def _complete_rope(config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with complete `rope_parameters`, for each layer type if the class has
+    them so, and with RoPE in mlx-lm's keys.
+
+    `rope_scaling` replaces `rope_parameters`. A value in these dictionaries comes before the same
+    key outside of them.
+    """
+    scaling, rope = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
+    rope = keys["rope_parameters"] if rope is None else rope
+    refuse_unsound(
+        {
+            "rope_parameters": isinstance(rope or {}, dict),
+            "rope_scaling": isinstance(scaling or {}, dict),
+        }
+    )
+    source = "rope_scaling" if scaling else "rope_parameters"
+    beside = {key: config.pop(key) for key in _ROPE if key in config}
+    if "rope_local_base_freq" in keys:  # Gemma 3
+        kinds = {kind: (rope or {}).get(kind) or {"rope_type": "default"} for kind in _KINDS}
+        kinds["full_attention"] = {**kinds["full_attention"], **(scaling or {})}
+        local = {"rope_theta": config["rope_local_base_freq"]}
+    elif "full_attention" in (keys["rope_parameters"] or {}):
+        kinds, local = {kind: (scaling or rope)[kind] for kind in _KINDS}, beside
+    else:
+        found = _complete_rope_of(scaling or rope or {}, beside, config, source)
+        return config | _for_mlx_lm(found) | {"rope_parameters": found}
+    inner = {key: config[key] for key in config if key != "original_max_position_embeddings"}
+    full, sliding = (
+        _complete_rope_of(kinds[kind], its, inner, source)
+        for kind, its in zip(_KINDS, (beside, local), strict=True)
+    )
+    if sliding["rope_type"] != "default":
+        raise unsupported(source, kinds["sliding_attention"])
+    if "rope_local_base_freq" in keys:
+        config |= _for_mlx_lm(full) | {"rope_local_base_freq": sliding["rope_theta"]}
+    return config | {"rope_parameters": dict(zip(_KINDS, (full, sliding), strict=True))}
+
+
+def _for_mlx_lm(rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys beside `rope_parameters` with the same RoPE."""
+    scaling = None if rope["rope_type"] == "default" else rope
+    return {"rope_scaling": scaling} | {key: rope[key] for key in _ROPE if key in rope}
+
+
+def _complete_rope_of(
+    rope: dict[str, Any], beside: dict[str, Any], config: dict[str, Any], source: str
+) -> dict[str, Any]:
+    """Returns the complete RoPE of a layer type, with values of `beside` for missing ones.
+
+    A default RoPE rotates whole heads in most classes, whatever `partial_rotary_factor` is.
+    """
+    _check_scaling(rope, source)
+    kind = type_of(rope)
+    rope = {**beside, **rope, "type": kind, "rope_type": kind}
+    share = rope.get("partial_rotary_factor")
+    if (
+        "partial_rotary_factor" not in FAMILIES[config["model_type"]].takes
+        and kind != "proportional"
+    ):
+        if kind not in ("default", "mrope") and share not in (None, 1):
+            raise unsupported("partial_rotary_factor", share)
+        rope.pop("partial_rotary_factor", None)
+    return complete_scaling(rope, config)
 
 
 def _plain(value: Any) -> Any:

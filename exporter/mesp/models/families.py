@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -71,6 +73,12 @@ TRAINABLE = (
 # The factor of the embedding: 1, √hidden_size, or √hidden_size rounded to bfloat16.
 EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
+# transformers' names of activations -> MeSP's names. Several names have the same formula.
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu"),
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -85,7 +93,6 @@ class Family:
     beside_experts: Modules = ()  # the linear layers of an MLP that runs beside the experts
     per_layer: Modules = ()  # the linear layers of per-layer embeddings
     output_gate: bool = False
-    rope_by_type: bool = False  # whether mlx-lm reads `rope_parameters` for each layer type
     post_norms: bool = False
     # the number to add to a norm's weight in a checkpoint, except for Gated DeltaNet's norm
     norm_offset: int = 0
@@ -108,8 +115,10 @@ class Family:
     other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
     has_no_rope_layers: bool = False
     embedding_factor: EmbeddingFactor = "one"
-    takes: tuple[str, ...] = ()  # keys of VARIANTS that the family supports
-    defaults: dict[str, Any] = field(default_factory=dict)
+    # keys of VARIANTS that the family supports, or `partial_rotary_factor` in every RoPE
+    takes: tuple[str, ...] = ()
+    # values that the class sets, whatever config.json says
+    fixed: dict[str, Any] = field(default_factory=dict)
     # converts other keys to the standard keys
     read: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
@@ -132,15 +141,13 @@ class Family:
 
 def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
     found = {"rms_norm_eps": config["norm_eps"], "block_dim": config["hidden_size"]}
-    if config.get("tie_embedding") is not None:
-        found["tie_word_embeddings"] = config["tie_embedding"]
     if not config.get("layer_types"):
-        attention = config["full_attn_idxs"]
+        layers = range(config["num_hidden_layers"])
+        attention = config.get("full_attn_idxs")
         found["layer_types"] = [
-            "full_attention" if i in attention else "conv"
-            for i in range(config["num_hidden_layers"])
+            "full_attention" if attention is None or i in attention else "conv" for i in layers
         ]
-    width = found["block_ff_dim"] = config["block_ff_dim"] or config["intermediate_size"]
+    width = found["block_ff_dim"] = config["intermediate_size"]
     if config["block_auto_adjust_ff_dim"]:
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
         width = math.ceil(width / config["block_multiple_of"]) * config["block_multiple_of"]
@@ -148,8 +155,9 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
-    width = {"block_ff_dim": config["intermediate_size"], "block_auto_adjust_ff_dim": False}
-    return _read_lfm2({**config, **width})
+    if not config.get("layer_types"):
+        raise KeyError("layer_types")
+    return _read_lfm2({**config, "block_auto_adjust_ff_dim": False})
 
 
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
@@ -165,14 +173,13 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
             "conv" if i % 2 or not i else "sliding_attention" if i % 4 == 0 else "full_attention"
             for i in range(config["num_hidden_layers"])
         ]
-    rope = config.get("rope_parameters")
-    if rope:
-        full = {"partial_rotary_factor": 1.0, **rope["full_attention"]}
-        if full.get("rope_type", "default") == "default":
-            full = {**full, "rope_type": "proportional"}
-        found["rope_parameters"] = {**rope, "full_attention": full}
-    elif not config.get("rope_scaling"):
-        found["rope_scaling"] = {"rope_type": "proportional"}
+    rope = config["rope_parameters"]
+    full = rope["full_attention"]
+    if full.get("rope_type", "default") == "default":
+        found["rope_parameters"] = {
+            **rope,
+            "full_attention": {**full, "rope_type": "proportional"},
+        }
     return found
 
 
@@ -182,10 +189,9 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
     transformers uses RoPE only if `position_embedding_type` is "rope". mlx-lm uses RoPE unless the
     value is "nope".
     """
-    if not config.get("layer_types"):
-        raise KeyError("layer_types")
     names = {"full_attention": "attention", "linear_attention": "mamba"}
-    rotates = config["position_embedding_type"] == "rope"
+    rotates = config.get("position_embedding_type") == "rope"
+    types = config.get("layer_types") or ["mamba"] * config["num_hidden_layers"]
     experts = config["num_local_experts"] or 0
     mlx_width = config["intermediate_size" if experts else "shared_intermediate_size"]
     limits = [*(config.get("time_step_limit") or (0.0, math.inf))]
@@ -195,7 +201,7 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
         "num_experts": experts,
         "moe_intermediate_size": config["intermediate_size"],
         "intermediate_size": mlx_width,
-        "layer_types": [names.get(each, each) for each in config["layer_types"]],
+        "layer_types": [names.get(each, each) for each in types],
         "position_embedding_type": "rope" if rotates else "nope",
     }
 
@@ -220,6 +226,8 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
         if same and sorted(map(str, sizes)) == sorted(full):
             found["global_head_dim"] = first["head_dim"]
             del config["per_layer_config"]
+    elif "per_layer_config" in config:
+        found["global_head_dim"] = config["head_dim"]
     return found
 
 
@@ -246,36 +254,21 @@ def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_GRANITE_FACTORS = (
-    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-)  # fmt: skip
-_LLAMA = Family(takes=("attention_bias", "mlp_bias"))
-_MISTRAL = Family(full_every=math.inf, defaults={"num_key_value_heads": 8, "sliding_window": 4096})
-_MINISTRAL3 = replace(
-    _MISTRAL, defaults={**_MISTRAL.defaults, "sliding_window": None, "rope_theta": 1e6}
-)
-_TIED = {"tie_word_embeddings": True}  # the default; a config.json may differ
+_LLAMA = Family(takes=("attention_bias",))
+_MISTRAL = Family(full_every=math.inf)
+# The class has no window unless `use_sliding_window` is true, which VARIANTS refuses.
+_NO_WINDOW = {"sliding_window": None}
 _QWEN2 = Family(
-    biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    defaults={"num_key_value_heads": 32},
+    biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), fixed=_NO_WINDOW
 )
-_QWEN3 = Family(qk_norm=True, defaults={"head_dim": 128, "num_key_value_heads": 32})
+_QWEN3 = Family(qk_norm=True, fixed=_NO_WINDOW)
 _GEMMA = Family(
     post_norms=True,
     norm_offset=1,
     activation="gelu_pytorch_tanh",
     full_every=2,
     embedding_factor="root",
-    takes=("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
-    defaults=_TIED
-    | {
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-    },
+    takes=("attn_logit_softcapping", "final_logit_softcapping"),
 )
 _QWEN3_5 = Family(
     qk_norm=True,
@@ -286,33 +279,14 @@ _QWEN3_5 = Family(
     mlx_prefix="language_model.model",
     full_every=4,
     other_layers="linear_attention",
-    takes=("partial_rotary_factor", "full_attention_interval"),
-    defaults={
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    },
+    takes=("partial_rotary_factor",),
 )
 _GEMMA3 = replace(
     _GEMMA,
     qk_norm=True,
     full_every=6,
     embedding_factor="rounded_root",
-    takes=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
-    defaults=_TIED
-    | {
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
+    takes=(),
 )
 _GEMMA4 = Family(
     qk_norm=True,
@@ -322,33 +296,9 @@ _GEMMA4 = Family(
         ("per_layer_projection", ("ple_out",)),
     ),
     post_norms=True,
-    rope_by_type=True,
     activation="gelu_pytorch_tanh",
     embedding_factor="rounded_root",
-    takes=(
-        "final_logit_softcapping",
-        "query_pre_attn_scalar",
-        "rope_local_base_freq",
-        "partial_rotary_factor",
-        "num_kv_shared_layers",
-        "global_head_dim",
-        "use_double_wide_mlp",
-    ),
-    defaults=_TIED
-    | {
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "global_head_dim": 512,
-        "sliding_window": 512,
-        "rope_parameters": {
-            "full_attention": {
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1e6,
-                "rope_type": "proportional",
-            },
-            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-        },
-    },
+    takes=("final_logit_softcapping",),
     read=_read_gemma4,
 )
 _LFM2 = Family(
@@ -362,19 +312,6 @@ _LFM2 = Family(
         "self_attn.q_norm": "self_attn.q_layernorm",
         "self_attn.k_norm": "self_attn.k_layernorm",
         "model.norm": "model.embedding_norm",
-    },
-    defaults=_TIED
-    | {
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "conv_L_cache": 3,
-        "num_key_value_heads": 8,
-        "conv_bias": False,
-        "max_position_embeddings": 128000,
-        "block_ff_dim": None,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
     },
     read=_read_lfm2,
 )
@@ -394,10 +331,23 @@ _QWEN3_5_MOE = replace(
         ("mlp.experts.gate_up_proj", ("mlp.switch_mlp.gate_proj", "mlp.switch_mlp.up_proj")),
         ("mlp.experts.down_proj", ("mlp.switch_mlp.down_proj",)),
     ),
-    takes=(*_QWEN3_5.takes, "num_experts", "num_local_experts"),
-    defaults={**_QWEN3_5.defaults, "intermediate_size": 0, "num_key_value_heads": 2},
-    read=lambda config: {"shared_intermediate_size": config["shared_expert_intermediate_size"]},
+    takes=(*_QWEN3_5.takes, "num_experts"),
+    read=lambda config: {
+        "intermediate_size": 0,
+        "shared_intermediate_size": config["shared_expert_intermediate_size"],
+    },
 )
+# For each class of transformers, the keys that it reads, with their defaults
+# (tools/class_defaults.py). "=KEY" marks another name of KEY.
+CLASSES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("classes.json").read_text(encoding="utf-8")
+)
+# MiniCPM's class is in the repositories of its models.
+CLASSES["minicpm"] = {
+    **{key: value for key, value in CLASSES["llama"].items() if key != "mlp_bias"},
+    **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "sparse_config")),
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     "qwen2": _QWEN2,
     "qwen2_5_vl": _in_several(_QWEN2, "qwen2_5_vl_text"),
@@ -405,27 +355,12 @@ FAMILIES = {
     "qwen3_moe": replace(
         _QWEN3,
         experts=Experts("mlp.gate", "mlp.switch_mlp", "softmax", None),
-        takes=("num_experts", "num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
-        defaults={
-            **_QWEN3.defaults,
-            "num_key_value_heads": 4,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": False,
-        },
+        takes=("num_experts",),
     ),
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
-    "smollm3": replace(
-        _LLAMA,
-        has_no_rope_layers=True,
-        defaults={**_TIED, "num_key_value_heads": 4, "rope_theta": 2e6},
-    ),
-    "granite": replace(
-        _LLAMA,
-        takes=(*_LLAMA.takes, *_GRANITE_FACTORS),
-        defaults=dict.fromkeys(_GRANITE_FACTORS, 1.0),
-    ),
+    "smollm3": replace(_LLAMA, has_no_rope_layers=True),
+    "granite": _LLAMA,
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
         experts=Experts("block_sparse_moe.router.layer", _GRANITE_EXPERTS, "softmax", None),
@@ -441,50 +376,19 @@ FAMILIES = {
             ("block_sparse_moe.output_linear", (f"{_GRANITE_EXPERTS}.down_proj",)),
         ),
         other_layers="mamba",
-        takes=(
-            "attention_bias",
-            "num_experts",
-            "num_local_experts",
-            "position_embedding_type",
-            *_GRANITE_FACTORS,
-        ),
-        defaults={
-            **dict.fromkeys(_GRANITE_FACTORS, 1.0),
-            "attention_bias": False,
-            "mamba_d_conv": 4,
-            "mamba_d_head": "auto",
-            "mamba_d_state": 256,
-            "mamba_expand": 2,
-            "mamba_n_groups": 1,
-            "mamba_n_heads": 128,
-            "position_embedding_type": None,
-            "shared_intermediate_size": 1024,
-        },
+        takes=("attention_bias", "num_experts"),
         read=_read_granite4,
     ),
     "minicpm": Family(
         mlx_ties=False,
-        defaults=_TIED,
-        takes=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
         read=_read_minicpm,
     ),
     "mistral": _MISTRAL,
-    "ministral3": _MINISTRAL3,
-    "mistral3": _in_several(
-        _MINISTRAL3, "mistral", "ministral3", defaults={**_MINISTRAL3.defaults, **_TIED}
-    ),
+    "ministral3": _MISTRAL,
+    "mistral3": _in_several(_MISTRAL, "mistral", "ministral3"),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA3,
-    "gemma3": _in_several(
-        _GEMMA3,
-        "gemma3_text",
-        defaults={
-            **_GEMMA3.defaults,
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-        },
-    ),
+    "gemma3": _in_several(_GEMMA3, "gemma3_text"),
     "gemma4_text": _GEMMA4,
     "gemma4": _in_several(_GEMMA4, "gemma4_text"),
     "qwen3_5": _in_several(_QWEN3_5, "qwen3_5_text"),
@@ -507,25 +411,7 @@ FAMILIES = {
         experts=Experts(
             "feed_forward.gate", "feed_forward.switch_mlp", "sigmoid", "feed_forward.expert_bias"
         ),
-        takes=(
-            "num_experts",
-            "num_local_experts",
-            "num_dense_layers",
-            "routed_scaling_factor",
-        ),
-        defaults=_TIED
-        | {
-            "norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "conv_L_cache": 3,
-            "num_key_value_heads": 8,
-            "conv_bias": False,
-            "max_position_embeddings": 128000,
-            "num_dense_layers": 2,
-            "norm_topk_prob": True,
-            "use_expert_bias": True,
-            "routed_scaling_factor": 1.0,
-        },
+        takes=("num_experts",),
         read=_read_lfm2_moe,
     ),
     "lfm3": Family(
@@ -542,17 +428,6 @@ FAMILIES = {
             "self_attn.g_proj": "self_attn.gate_proj",  # "g_proj" in transformers and PEFT
             "model.norm": "model.embedding_norm",
         },
-        takes=("partial_rotary_factor", "rope_local_base_freq"),
-        defaults=_TIED
-        | {
-            "norm_eps": 1e-5,
-            "head_dim": 128,
-            "conv_L_cache": 7,
-            "sliding_window": 256,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
-            "partial_rotary_factor": 0.5,
-        },
         read=_read_lfm3,
     ),
     "phi3": Family(
@@ -560,17 +435,14 @@ FAMILIES = {
         mlp=FUSED_MLP,
         full_every=math.inf,
         takes=("partial_rotary_factor",),
-        defaults={"rms_norm_eps": 1e-5},
     ),
 }
 
-# Keys that not every family supports, with the value that changes nothing. For a family that does
-# not support a key, the key must be missing or null, or have this value.
+# Keys that a class reads, but not every family supports, with the value that changes nothing. For a
+# family that does not support a key, the key must be missing or null, or have this value.
 VARIANTS = {
     "use_sliding_window": False,
     "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
     "rope_traditional": False,
     "use_bidirectional_attention": False,
     "attn_output_gate": True,
@@ -582,32 +454,15 @@ VARIANTS = {
     "time_step_limit": NO_LIMITS,
     "use_attention_gate": True,
     "use_sandwich_norm": True,
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": None,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
     "sparse_config": None,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
-    "query_pre_attn_scalar": None,
-    "position_embedding_type": "rope",
     "per_layer_config": None,
-    "rope_local_base_freq": None,
-    "sliding_window_pattern": None,
-    "full_attention_interval": None,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "num_dense_layers": 0,
-    "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
     "num_experts": 0,
-    "num_local_experts": 0,
     "enable_moe_block": False,
     "attention_k_eq_v": False,
     "num_global_key_value_heads": None,
-    "num_kv_shared_layers": 0,
-    "global_head_dim": None,
-    "use_double_wide_mlp": False,
 }
 
 # Other known models, by `model_type`, each with the reason why MeSP cannot train it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mesp.errors import MespError
@@ -55,6 +56,8 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
             keys_of = None
             if layer >= len(owners):
                 keys_of = max(i for i, each in enumerate(owners) if each == layer_type)
+            if slides and not config.get("sliding_window") and family.full_every < math.inf:
+                raise unsupported("sliding_window", config.get("sliding_window"))
             mixers.append(_attention(config, slides, bool(rotates), keys_of))
         elif layer_type == "linear_attention" and family.other_layers == layer_type:
             mixers.append(_gated_delta_net(config))

@@ -16,24 +16,21 @@ def rope_frequencies(
     which the rotated part of q and k is multiplied.
 
     The unscaled frequencies are θ^(-2i/D) for i < D/2, with D = head_dim · partial_rotary_factor,
-    or D = head_dim for the scaling type "proportional". `rope_scaling` changes them. `local`
-    selects attention in a sliding window. There, a model may have another θ; then D = head_dim,
-    without scaling.
+    or D = head_dim for the scaling type "proportional". `rope_parameters` changes them. `local`
+    selects attention in a sliding window, for which some models have other `rope_parameters`.
     """
-    theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
-    share = config.get("partial_rotary_factor") or 1.0
-    base_key = "rope_theta"
-    if local and "rope_local_base_freq" in config:
-        base_key = "rope_local_base_freq"
-        theta, scaling, share = config[base_key], {"type": "default"}, 1.0
-    refuse_unsound({base_key: is_positive(theta), "partial_rotary_factor": is_positive(share)})
-    _check_numbers(scaling)
-    rotated = head_dim if scaling["type"] == "proportional" else int(head_dim * share)
+    rope = config["rope_parameters"]
+    if "full_attention" in rope:
+        rope = rope["sliding_attention" if local else "full_attention"]
+    theta, share = rope["rope_theta"], rope.get("partial_rotary_factor") or 1.0
+    refuse_unsound({"rope_theta": is_positive(theta), "partial_rotary_factor": is_positive(share)})
+    refuse_unsound({"partial_rotary_factor": share <= 1})
+    _check_numbers(rope)
+    rotated = head_dim if rope["rope_type"] == "proportional" else int(head_dim * share)
     if rotated > 4096:
         raise ValueError(f"RoPE turns {rotated:,} numbers of a head")
     base = [theta ** (-i / rotated) for i in range(0, rotated, 2)]
-    its = SCALINGS[scaling["type"]]
-    frequencies, scale = its.frequencies(base, scaling, {**config, "rope_theta": theta})
+    frequencies, scale = SCALINGS[rope["rope_type"]].frequencies(base, rope, config)
     return tuple(frequencies), scale
 
 
@@ -89,7 +86,7 @@ def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[
 
     `partial_rotary_factor` is the fraction of pairs that are rotated.
     """
-    turning = int((config.get("partial_rotary_factor") or 1.0) * len(base))
+    turning = int((scaling.get("partial_rotary_factor") or 1.0) * len(base))
     turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
     return turned + [0.0] * (len(base) - turning), 1.0
 
@@ -124,7 +121,7 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
         turns: float,
     ) -> float:  # the index of the pair that makes this many turns within the original length
         return (
-            size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config["rope_theta"]))
+            size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(scaling["rope_theta"]))
         )
 
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
