@@ -297,7 +297,7 @@ def write_bundle_constants() -> str:
 # Fields of `Family` that the Swift importer does not use.
 NOT_PLAIN = (
     "experts", "beside_experts", "per_layer", "v_norm", "hf_modules", "hf_experts", "read",
-    "output_gate", "rope_by_type", "other_layers",
+    "output_gate", "other_layers",
 )  # fmt: skip
 
 
@@ -320,7 +320,15 @@ def write_plain_families() -> str:
         "names": [*families.FAMILIES],
         "lacking": families.LACKING,
         "variants": families.VARIANTS,
-        "defaults": config_json.DEFAULTS,
+        "classes": {
+            name: families.CLASSES[name]
+            for name in dict.fromkeys(
+                name for key, each in plain.items() for name in (key, *each.texts)
+            )
+        },
+        "known": sorted(config_json.KNOWN),
+        "types": {key: kinds[-1].__name__ for key, kinds in config_json.TYPES.items()},
+        "activations": families.ACTIVATIONS,
         "most": config_json.MOST,
         "rope": {
             "common": sorted(rope_scaling.COMMON),

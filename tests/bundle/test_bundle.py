@@ -96,9 +96,6 @@ def family(request, tmp_path_factory):
     """Returns the config of a model with four blocks, its folder, and its bundle."""
     folder = tmp_path_factory.mktemp(request.param)
     config = {**FAMILIES[request.param], **FAMILY}
-    if request.param == "llama-window":
-        config["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
-        config["layer_types"] += ["sliding_attention"]
     if request.param == "granitemoehybrid":
         config["layer_types"] = ["attention"] * 4
     if request.param in ("granite-mamba", "granite-moe"):

@@ -16,7 +16,7 @@ from mesp.data.tokenizer import ROUND_TRIP_TEXT, load_bundle_tokenizer
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 SIZE = ("--seq-len", 8, "--group-size", 32, *NEAREST)
-CONFIG = FAMILIES["llama-window"] | {"vocab_size": 512}
+CONFIG = FAMILIES["llama-linear"] | {"vocab_size": 512}
 LLAMA = {
     "tokenizer_class": "LlamaTokenizer",
     "bos_token": "<s>",

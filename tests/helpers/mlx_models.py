@@ -46,7 +46,7 @@ def _of_family(name: str) -> dict[str, Any]:
 CONFIGS = {
     name: _of_family(name)
     for name in (
-        *("llama", "llama-window", "qwen2", "qwen3", "smollm3", "mistral", "gemma3_text", "gemma3"),
+        *("llama", "llama-linear", "qwen2", "qwen3", "smollm3", "mistral", "gemma3_text", "gemma3"),
         *("gemma2", "granite", "phi3", "ministral3", "mistral3", "qwen2_5_vl", "qwen3_vl"),
     )
 }
@@ -153,7 +153,7 @@ def with_few_values(tensors: Tensors, bits: int, group_size: int) -> Tensors:
     return found
 
 
-_LAYER_TYPES = ("llama", "gemma3_text", "gemma3")  # families that may get layer_types
+_LAYER_TYPES = ("gemma3_text", "gemma3")  # families that may get layer_types
 
 
 def _vary_shapes(config: dict[str, Any], draw: random.Random) -> None:

@@ -63,11 +63,9 @@ FAMILIES = {
         "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 16},
         "tie_word_embeddings": False,
     },
-    "llama-window": {
+    "llama-linear": {
         **_COMMON,
         "model_type": "llama",
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
     "smollm3": {**_COMMON, "model_type": "smollm3", "no_rope_layers": [1, 0]},
@@ -426,6 +424,7 @@ def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[st
         return config, tensors
     whole = {"model_type": config["model_type"], "vocab_size": config["vocab_size"]}
     whole["text_config"] = {**config, "model_type": texts[-1]}
+    whole["tie_word_embeddings"] = config["tie_word_embeddings"]
     return whole, {f"language_model.{name}": array for name, array in tensors.items()}
 
 

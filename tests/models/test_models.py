@@ -69,7 +69,6 @@ def test_arrays_are_those_of_mlx_lm(name):
     ("name", "windows", "layers"),
     [
         ("qwen2", [None], (0, 0)),
-        ("llama-window", [5, None], (0, 1)),
         ("smollm3", [None, None], (0, 1)),
         ("mistral", [5], (0, 0)),
         ("gemma2", [5, None], (0, 1)),
@@ -360,7 +359,9 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen2", {"rms_norm_eps": True}, "rms_norm_eps cannot be used"),
         ("granite", {"residual_multiplier": True}, "residual_multiplier cannot be used"),
         ("llama", {"rope_theta": True}, "rope_theta cannot be used"),
-        ("llama", {"layer_types": "ab"}, "layer_types cannot be used"),
+        ("gemma2", {"layer_types": "ab"}, "layer_types cannot be used"),
+        ("mistral", {"sliding_window": [8, None]}, "sliding_window cannot be used"),
+        ("gemma2", {"sliding_window": None}, "sliding_window to null"),
         ("llama", {"rope_parameters": "full_attention"}, "rope_parameters cannot be used"),
         (
             "llama",
@@ -375,7 +376,7 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob to false"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "not valid .*experts' sizes"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "not valid .*experts' sizes"),
-        ("qwen3", {"num_experts": 8}, "num_experts to 8"),
+        ("gemma4", {"num_experts": 8}, "num_experts to 8"),
         ("qwen3_moe", {"model_type": "olmoe"}, "norms q and k over all heads"),
         ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
         (
@@ -399,16 +400,15 @@ def test_rope_as_transformers_5_writes_it():
         ("granite-mamba", {"time_step_limit": [0.001, 100.0]}, "time_step_limit"),
         ("granite-mamba", {"mamba_n_groups": 2}, "mamba_n_groups to 2"),
         ("granite-mamba", {"mamba_d_state": 0}, "not valid .*sizes"),
-        ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
+        ("lfm2_moe", {"layer_types": None}, "lacks 'layer_types'"),
+        ("gemma3", {"hidden_size": None}, "hidden_size"),
         ("granite-moe", {"num_experts_per_tok": 7}, "not valid .*experts' sizes"),
         ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
         ("gemma4", {"attention_k_eq_v": True}, "attention_k_eq_v"),
         ("gemma4", {"num_global_key_value_heads": 4}, "num_global_key_value_heads"),
         ("gemma4", {"hidden_size_per_layer_input": 0}, "not valid .*sizes"),
         ("gemma4", {"num_kv_shared_layers": 5}, "which share keys, is of the type"),
-        ("granite", {"layer_types": ["mamba"] * 2}, 'layer_types to "mamba"'),
-        ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
-        ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding_window to null"),
         ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config"),
         ("qwen2", {"model_type": "olmo2"}, "norm only the outputs of attention and MLP"),
         ("qwen2", {"model_type": "exaone4"}, "norm only the outputs of attention and MLP"),
@@ -429,15 +429,18 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen2", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e6}}, "ntk"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen2", {"hidden_act": "gelu"}, 'hidden_act to "gelu"'),
-        ("gemma2", {"hidden_activation": "relu"}, 'hidden_act to "relu"'),
+        ("gemma2", {"hidden_activation": "relu"}, 'hidden_activation to "relu"'),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
-        ("phi3", {"mlp_bias": True}, "mlp_bias"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor to 0.5",
+        ),
         ("llama", {"rope_traditional": True}, "rope_traditional"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ("llama", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "short_factor"),
-        ("llama", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("smollm3", {"no_rope_layers": [1] * 9}, "no_rope_layers has 9 .*; take an unchanged"),
         ("llama", {"hidden_size": "64"}, "not valid"),
     ],
@@ -480,6 +483,6 @@ def test_granite_4_turns_as_transformers_has_it():
     assert Architecture.from_config(wide).mlps[0].intermediate_size == 96
 
 
-def test_missing_size_is_named():
-    with pytest.raises(MespError, match="intermediate_size"):
-        Architecture.from_config({k: v for k, v in TINY.items() if k != "intermediate_size"})
+def test_a_missing_text_config_is_named():
+    with pytest.raises(MespError, match="lacks 'text_config'"):
+        Architecture.from_config({"model_type": "gemma3"})

@@ -12,8 +12,8 @@ from mesp.models.config_json import check_lengths, complete, for_mlx_lm
 
 SIZE, THETA, LONGEST = 64, 5e5, 131072
 BASE = THETA ** (-np.arange(0, SIZE, 2) / SIZE)
-LLAMA = {**FAMILIES["llama-window"], "head_dim": SIZE, "rope_theta": THETA}
-LLAMA |= {"max_position_embeddings": LONGEST, "layer_types": None, "sliding_window": None}
+LLAMA = {**FAMILIES["llama-linear"], "head_dim": SIZE, "rope_theta": THETA}
+LLAMA |= {"max_position_embeddings": LONGEST}
 
 
 def turns(scaling: dict | None, length: int = 1, **others: object) -> tuple[np.ndarray, float]:

@@ -15,7 +15,7 @@ from mesp.models.architecture import Architecture
 from mesp.source_model.safetensors import SafetensorsWeights
 
 pytestmark = pytest.mark.usefixtures("working_folder")
-LLAMA = FAMILIES["llama-window"]
+LLAMA = FAMILIES["llama-linear"]
 SHAPE = (LLAMA["vocab_size"], LLAMA["hidden_size"])
 HEAD = mx.random.normal(SHAPE, key=mx.random.key(9))
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from mesp.models.architecture import Architecture
 from mesp.models.mixers import is_positive, is_size
 
 CONFIG = "adapter_config.json"
+# PEFT's defaults of r and lora_alpha.
+DEFAULT_RANK = DEFAULT_ALPHA = 8
+_NESTED = re.compile(r"[*+}]\??\)+[*+{]")
 FIELDS = read_object(Path(__file__).with_name("fields.json"))
 
 
@@ -39,8 +43,8 @@ class AdapterConfig:
     def adapts(self, layer: str, index: int, count: int) -> bool:
         """Returns whether this configuration gives a block's linear layer adapters.
 
-        If PEFT's `target_modules` is a string, such as a pattern, every layer has adapters unless a
-        list `exclude_modules` names the layer. A pattern in `exclude_modules` is ignored.
+        As in PEFT, a string in `target_modules` or `exclude_modules` is a regular expression of
+        whole names, except `all-linear`.
 
         Args:
             layer: the layer's full name, without PEFT's prefix
@@ -53,20 +57,22 @@ class AdapterConfig:
             return (last is None or last <= 0 or index >= count - last) and (
                 keys is None or not {layer, name}.isdisjoint(keys)
             )
-        if _ends(layer, self.fields.get("exclude_modules") or []):
+        if _names(layer, self.fields.get("exclude_modules") or []):
             return False
-        targets = self.fields.get("target_modules")
+        targets = self.fields.get("target_modules") or []
         blocks = self.fields.get("layers_to_transform")
-        if isinstance(targets, str) or layer in (targets or []):
+        if targets == "all-linear" or layer in (targets if isinstance(targets, list) else []):
             return True
+        if isinstance(targets, str):
+            return _names(layer, targets)
         blocks = [blocks] if isinstance(blocks, int) else blocks
-        return _ends(layer, targets or []) and (not blocks or index in blocks)
+        return _names(layer, targets) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
         """Returns whether PEFT would give the experts' parameter `name` adapters. `name` is a full
         name.
         """
-        return _ends(name, self.fields.get("target_parameters") or [])
+        return _names(name, self.fields.get("target_parameters") or [])
 
 
 def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
@@ -89,7 +95,7 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
         check_fields(parameters, FIELDS["lora_parameters"])
         _check_types(parameters, keys=_is_names)
         _check_types(config, num_layers=lambda value: type(value) is int)
-        rank, scale, joins = parameters.get("rank"), parameters.get("scale"), False
+        rank, scale = parameters.get("rank"), parameters.get("scale")
     else:
         check_fields(config, FIELDS["peft"])
         _check_types(
@@ -99,13 +105,12 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
             exclude_modules=lambda value: isinstance(value, str) or _is_names(value),
             target_parameters=_is_names,
             layers_to_transform=_is_numbers,
-            rank_pattern=_is_object,
-            alpha_pattern=_is_object,
+            rank_pattern=_is_pattern,
+            alpha_pattern=_is_pattern,
         )
-        rank, alpha = config.get("r"), config.get("lora_alpha")
+        rank, alpha = config.get("r", DEFAULT_RANK), config.get("lora_alpha", DEFAULT_ALPHA)
         if rank is None or alpha is None:
             raise ValueError(f"{CONFIG} lacks r or lora_alpha")
-        joins = _joins(config, arch)
         scale = alpha
         if is_size(rank) and is_positive(alpha):
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -114,8 +119,9 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
     if rank > arch.hidden_size:
         raise ValueError(f"their rank, {rank}, is above the model's width of {arch.hidden_size}")
     is_peft = config.get("peft_type") is not None
-    is_dora = config.get("use_dora") is True or config.get("fine_tune_type") == "dora"
-    return AdapterConfig(is_peft, is_dora, rank, float(scale), joins, config)
+    is_dora = config.get("use_dora") is True if is_peft else config.get("fine_tune_type") == "dora"
+    found = AdapterConfig(is_peft, is_dora, rank, float(scale), False, config)
+    return replace(found, joins=_joins(found, arch)) if is_peft else found
 
 
 def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -142,23 +148,58 @@ def unsupported(what: str) -> ValueError:
     return ValueError(f"they use {what}, which is not supported; train plain LoRA adapters")
 
 
-def _joins(config: dict[str, Any], arch: Architecture) -> bool:
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+def _joins(adapters: AdapterConfig, arch: Architecture) -> bool:
+    """Returns whether the patterns give each layer that joins n modules n times the rank and alpha.
+
+    As in PEFT, a pattern is a regular expression of the end of a layer's name.
+    """
+    config, joined = adapters.fields, {name: len(parts) for name, parts in arch.hf_modules}
+    inner = {part for _, parts in arch.hf_modules for part in parts}
+    layers = [
+        layer
+        for index, block in enumerate(arch.blocks)
+        for name in (block.adapted().keys() - inner) | joined.keys()
+        if (layer := f"{arch.hf_prefix}.layers.{index}.{name}")
+        and (name in joined or adapters.adapts(layer, index, len(arch.blocks)))
+    ]
+    patterns = []
+    for key in ("rank_pattern", "alpha_pattern"):
+        usual = adapters.rank if key == "rank_pattern" else config.get("lora_alpha", DEFAULT_ALPHA)
+        given = config.get(key) or {}
+        patterns.append(
+            {
+                pattern: value / usual
+                for pattern, value in given.items()
+                if value != usual and any(_matches(rf"(.*\.)?({pattern})", each) for each in layers)
+            }
+        )
+    ranks, alphas = patterns
     if not ranks and not alphas:
         return False
-    joined = {name: len(parts) for name, parts in arch.hf_modules if len(parts) > 1}
-    check_ranks(
-        bool(joined)
-        and not config.get("use_rslora")
-        and ranks == {name: count * config["r"] for name, count in joined.items()}
-        and alphas == {name: count * config["lora_alpha"] for name, count in joined.items()}
-    )
+    several = {name: count for name, count in joined.items() if count > 1}
+    check_ranks(not config.get("use_rslora") and ranks == alphas == several)
     return True
 
 
-def _ends(layer: str, names: list[str] | str) -> bool:
-    """Returns whether a layer's name ends with one of `names`. False if `names` is a string."""
-    return not isinstance(names, str) and any(f".{layer}".endswith(f".{name}") for name in names)
+def _names(layer: str, names: list[str] | str) -> bool:
+    """Returns whether a layer's name ends with one of `names`, or matches a regular expression."""
+    if isinstance(names, str):
+        return _matches(names, layer)
+    return any(f".{layer}".endswith(f".{name}") for name in names)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Returns whether a regular expression matches a whole name.
+
+    Raises ValueError if the expression is not valid, or repeats a repetition, which may take
+    unlimited time.
+    """
+    if _NESTED.search(pattern):
+        raise unsupported(f'the expression "{pattern}"')
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise ValueError(f'{CONFIG} is not valid: "{pattern}" is no regular expression') from error
 
 
 def _check_types(config: dict[str, Any], **checks: Callable[[Any], bool]) -> None:
@@ -168,8 +209,8 @@ def _check_types(config: dict[str, Any], **checks: Callable[[Any], bool]) -> Non
             raise ValueError(f"{CONFIG} is not valid: {key} has the wrong type")
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(each) in (int, float) for each in value.values())
 
 
 def _is_names(value: Any) -> bool:

@@ -135,7 +135,13 @@ def evaluate(
         one, total = partial(score_records, records=records, options=options), len(records)
 
     tokenizer = load_bundle_tokenizer(path)
-    max_length = max_length or min(read_context_length(path), MAX_LENGTH)
+    limit = _longrope_limit(path)
+    if limit and max_length and max_length > limit:
+        raise MespError(
+            f"Beyond {limit:,} tokens the model scales positions differently from the bundle; take "
+            f"a --max-length up to {limit}, or export a bundle with a longer --seq-len."
+        )
+    max_length = max_length or min(read_context_length(path), MAX_LENGTH, limit or MAX_LENGTH)
     # All models but the first are loaded once here, so that an error in adapters appears before
     # hours of work.
     for weighted in models[1:]:
@@ -168,6 +174,14 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         return None if text is None else re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise MespError(f"--extract {text} is not a regular expression: {error}.") from error
+
+
+def _longrope_limit(bundle: Path) -> int | None:
+    """Returns the largest number of tokens for which a bundle's LongRoPE has the right factors, or
+    None if there is no limit."""
+    rope = read_object(bundle / "config.json").get("rope_scaling") or {}
+    limit = rope.get("original_max_position_embeddings") if rope.get("type") == "longrope" else None
+    return limit if limit and max(Bundle(bundle, to_run=False).manifest.seq_lens) <= limit else None
 
 
 def read_context_length(bundle: Path) -> int:

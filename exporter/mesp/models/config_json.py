@@ -21,13 +21,13 @@ _POSITIVE = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
     "sliding_window_pattern", "full_attention_interval",
 )  # fmt: skip
-_TYPES: dict[str, tuple[type, ...]] = {
+TYPES: dict[str, tuple[type, ...]] = {
     key: {bool: (bool,), int: (int,), float: (int, float)}[type(default)]
     for keys in CLASSES.values()
     for key, default in keys.items()
     if type(default) in (bool, int, float)
 }
-_KNOWN = frozenset(key for keys in CLASSES.values() for key in keys)
+KNOWN = frozenset(key for keys in CLASSES.values() for key in keys)
 _ROPE = ("rope_theta", "partial_rotary_factor")
 _KINDS = ("full_attention", "sliding_attention")
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -63,7 +63,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
             raise unsupported(key, config[key])
     refuse_unsound(
         {
-            key: value is None or type(value) in _TYPES.get(key, (type(value),))
+            key: value is None or type(value) in TYPES.get(key, (type(value),))
             for key, value in config.items()
         }
         | {"num_hidden_layers": config.get("num_hidden_layers") is not None}
@@ -89,8 +89,8 @@ def _read_keys(config: dict[str, Any], model_type: str) -> tuple[dict[str, Any],
         if name not in texts:
             raise unsupported("text_config's model_type", name)
     keys = CLASSES[name]
-    read = {key: value for key, value in config.items() if key not in _KNOWN}
-    read |= {key: value for key, value in text.items() if key in keys or key not in _KNOWN}
+    read = {key: value for key, value in config.items() if key not in KNOWN}
+    read |= {key: value for key, value in text.items() if key in keys or key not in KNOWN}
     for key, default in keys.items():
         if isinstance(default, str) and default.startswith("="):
             read |= {default[1:]: read.pop(key)} if key in read else {}

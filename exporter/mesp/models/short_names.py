@@ -98,7 +98,7 @@ _mistral = partial(
 )  # fmt: skip
 
 
-def _ministral3(*sizes: int, **others: Any) -> dict[str, Any]:
+def _ministral3(*sizes: int, is_tied: bool) -> dict[str, Any]:
     """Returns a config.json in the published form, in which the text model's settings are
     nested."""
     text = _config(
@@ -109,9 +109,8 @@ def _ministral3(*sizes: int, **others: Any) -> dict[str, Any]:
             "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0,
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         },
-        **others,
     )  # fmt: skip
-    return {"model_type": "mistral3", "text_config": text}
+    return {"model_type": "mistral3", "text_config": text, "tie_word_embeddings": is_tied}
 
 
 _qwen35 = partial(
@@ -372,7 +371,7 @@ _MODELS = (
             "mistralai/Ministral-3-3B-Instruct-2512-BF16",
         ),
         "apache-2.0",
-        _ministral3(3072, 26, 9216, 32, 8, tie_word_embeddings=True),
+        _ministral3(3072, 26, 9216, 32, 8, is_tied=True),
     ),
     (
         (
@@ -380,7 +379,7 @@ _MODELS = (
             "mistralai/Ministral-3-8B-Instruct-2512-BF16",
         ),
         "apache-2.0",
-        _ministral3(4096, 34, 14336, 32, 8, tie_word_embeddings=False),
+        _ministral3(4096, 34, 14336, 32, 8, is_tied=False),
     ),
     (
         ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mesp.block_function.dequantize import pack, unpack
 from mesp.block_function.tiles import cut
+from mesp.errors import MespError
 from mesp.models.layout import DTYPES, Layout, Piece
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import name_of_expert
@@ -95,12 +96,17 @@ def read_rows(
 ) -> tuple[mx.array, ...]:
     """Returns the arrays of some rows of a quantized matrix, in the bundle's format.
 
-    1-bit codes are stored with 2 bits.
+    1-bit codes are stored with 2 bits. Raises MespError for affine arrays of another mode.
     """
     packed, *others = (
         weights.rows(array, its_shape, rows)
         for array, its_shape, _ in in_files.arrays(f"{name}.", *shape, "float32")
     )
+    if in_files.mode != "affine" and others[0].dtype != mx.uint8:
+        raise MespError(
+            f"{name} has biases in the files, but config.json gives it the mode {in_files.mode}, "
+            "which has none; take an unchanged config.json."
+        )
     if in_files != in_files.in_bundle:
         packed = pack(unpack(packed, in_files.bits), in_files.in_bundle.bits)
     return packed, *others

@@ -10,8 +10,9 @@ struct AdapterConfig {
     /// The factor s in s (x A) B.
     let scale: Float
     /// Whether a layer that concatenates n modules has n times the rank.
-    let joins: Bool
+    private(set) var joins = false
     let isDoRA: Bool
+    private let alpha: Float
     private let fields: Fields
     private let blocks: Int
 
@@ -31,7 +32,7 @@ struct AdapterConfig {
         let loraAlpha: Float?
         let useRslora: Bool?
         let useDora: Bool?
-        let rankPattern: [String: Int]?
+        let rankPattern: [String: Float]?
         let alphaPattern: [String: Float]?
         let targetModules: OneOrMore<String>?
         let excludeModules: OneOrMore<String>?
@@ -69,8 +70,9 @@ struct AdapterConfig {
         guard let json = regularFile(folder.appendingPathComponent(file), followsLinks: true) else {
             throw MeSPError("it has no \(file)")
         }
+        var config = [String: JSONValue]()
         do {
-            let config = try JSONDecoder().decode([String: JSONValue].self, from: json)
+            config = try JSONDecoder().decode([String: JSONValue].self, from: json)
             let tables = try AdapterFields.all()
             try ((config["peft_type"] ?? .null) == .null ? tables.mlx : tables.peft).check(config)
             if case .object(let parameters) = config["lora_parameters"] {
@@ -81,60 +83,98 @@ struct AdapterConfig {
             throw MeSPError("\(file) is not valid: \(error.plainSentence)")
         }
         blocks = architecture.numHiddenLayers
-        isDoRA = fields.fineTuneType == "dora" || fields.useDora == true
+        isDoRA = fields.peftType == nil ? fields.fineTuneType == "dora" : fields.useDora == true
         if fields.peftType == nil {
             guard let parameters = fields.loraParameters else { throw MeSPError("\(file) lacks lora_parameters") }
-            (format, joins, rank, scale) = (.mlx, false, parameters.rank, parameters.scale)
+            (format, rank, alpha, scale) = (.mlx, parameters.rank, 0, parameters.scale)
         } else {
-            guard let r = fields.r, let alpha = fields.loraAlpha else {
-                throw MeSPError("\(file) lacks r or lora_alpha")
-            }
-            (format, joins, rank) = (.peft, try fields.joins(r, alpha, of: architecture), r)
+            // PEFT's defaults are 8.
+            guard let r = config["r"] == nil ? 8 : fields.r,
+                let its = config["lora_alpha"] == nil ? 8 : fields.loraAlpha
+            else { throw MeSPError("\(file) lacks r or lora_alpha") }
+            (format, rank, alpha) = (.peft, r, its)
             scale = fields.useRslora == true ? alpha / Float(r).squareRoot() : alpha / Float(r)
         }
         guard rank >= 1, scale.isFinite, scale > 0 else {
             throw MeSPError("\(file) has a rank or scale that is not a positive number")
         }
+        if format == .peft { joins = try findsJoins(architecture) }
     }
 
     /// Returns whether the configuration gives a layer adapters.
     ///
-    /// Regular expressions are not evaluated. A string in `target_modules`, instead of a list, counts as a match for every linear layer. A string in
-    /// `exclude_modules` excludes no layer.
+    /// As in PEFT, a string in `target_modules` or `exclude_modules` is a regular expression of whole names, except `all-linear`.
     ///
     /// - Parameter prefix: the part of the layers' full names before `.layers`.
-    func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) -> Bool {
+    func adapts(_ layer: AdaptedLayer, _ block: Int, prefix: String) throws -> Bool {
         let name = "\(prefix).layers.\(block).\(layer.name)"
-        func ends(_ names: [String]?) -> Bool { (names ?? []).contains { name == $0 || name.hasSuffix(".\($0)") } }
+        func ends(_ names: [String]) -> Bool { Self.ends(name, names) }
         if format == .mlx {
             let last = fields.numLayers ?? 0
             let keys = fields.loraParameters?.keys
             return (last <= 0 || block >= blocks - last) && keys?.contains { $0 == name || $0 == layer.name } ?? true
         }
-        if layer.isStacked { return ends(fields.targetParameters) }
-        if case .list(let names) = fields.excludeModules, ends(names) { return false }
-        guard case .list(let names) = fields.targetModules else { return fields.targetModules != nil }
-        let among = fields.layersToTransform?.all ?? []
-        return names.contains(name) || (ends(names) && (among.isEmpty || among.contains(block)))
+        if layer.isStacked { return adaptsParameter(name) }
+        switch fields.excludeModules {
+        case .one(let pattern) where !pattern.isEmpty: if try Self.matches(pattern, name) { return false }
+        case .list(let names): if ends(names) { return false }
+        default: break
+        }
+        switch fields.targetModules {
+        case .one("all-linear"): return true
+        case .one(let pattern): return try !pattern.isEmpty && Self.matches(pattern, name)
+        case .list(let names):
+            let among = fields.layersToTransform?.all ?? []
+            return names.contains(name) || (ends(names) && (among.isEmpty || among.contains(block)))
+        case nil: return false
+        }
     }
-}
 
-extension AdapterConfig.Fields {
-    /// Returns whether `rank_pattern` and `alpha_pattern` give each layer that concatenates n modules n times the rank and α. Returns false if both
-    /// are empty.
+    /// Returns whether PEFT gives the experts' parameter with this full name adapters.
+    func adaptsParameter(_ name: String) -> Bool { Self.ends(name, fields.targetParameters ?? []) }
+
+    private static func ends(_ name: String, _ names: [String]) -> Bool {
+        names.contains { name == $0 || name.hasSuffix(".\($0)") }
+    }
+
+    /// Returns whether `rank_pattern` and `alpha_pattern` give each layer that concatenates n modules n times the rank and α. Returns false if
+    /// neither changes a layer.
+    ///
+    /// As in PEFT, a pattern is a regular expression of the end of a layer's name.
     ///
     /// - Throws: `MeSPError` if the patterns set anything else, or if rsLoRA is used with them.
-    fileprivate func joins(_ rank: Int, _ alpha: Float, of architecture: Architecture) throws -> Bool {
-        let (ranks, alphas) = (rankPattern ?? [:], alphaPattern ?? [:])
+    private func findsJoins(_ architecture: Architecture) throws -> Bool {
+        let prefix = architecture.hfPrefix
+        let names = try (0..<blocks).flatMap { block in
+            try AdapterFormat.peft.layers(of: architecture.block(block)).filter {
+                try $0.modules.count > 1 || adapts($0, block, prefix: prefix)
+            }.map { "\(prefix).layers.\(block).\($0.name)" }
+        }
+        func factors(_ pattern: [String: Float]?, of usual: Float) throws -> [String: Float] {
+            try (pattern ?? [:]).filter { key, value in
+                try value != usual && names.contains { try Self.matches("(.*\\.)?(\(key))", $0) }
+            }.mapValues { $0 / usual }
+        }
+        let ranks = try factors(fields.rankPattern, of: Float(rank))
+        let alphas = try factors(fields.alphaPattern, of: alpha)
         guard !ranks.isEmpty || !alphas.isEmpty else { return false }
         let joined = AdapterFormat.peft.layers(of: architecture, architecture.trainable).filter { $0.modules.count > 1 }
-        try AdapterFormat.checkRanks(
-            !joined.isEmpty && ranks.count == joined.count && alphas.count == joined.count && useRslora != true
-                && joined.allSatisfy { layer in
-                    let count = Float(layer.modules.count)
-                    return ranks[layer.name].map(Float.init) == count * Float(rank)
-                        && alphas[layer.name] == count * alpha
-                })
+        let several = Dictionary(joined.map { ($0.name, Float($0.modules.count)) }) { one, _ in one }
+        try AdapterFormat.checkRanks(ranks == several && alphas == several && fields.useRslora != true)
         return true
+    }
+
+    /// Returns whether a regular expression matches a whole name.
+    ///
+    /// - Throws: `MeSPError` if the expression is not valid, or repeats a repetition, which may take unlimited time.
+    private static func matches(_ pattern: String, _ name: String) throws -> Bool {
+        guard pattern.firstMatch(of: /[*+}]\??\)+[*+{]/) == nil else {
+            throw AdapterFormat.unsupported("the expression \"\(pattern)\"")
+        }
+        guard let expression = try? Regex(pattern) else {
+            throw MeSPError(
+                "\(AdapterFormat.configFile) is not valid: \"\(pattern)\" is no regular expression")
+        }
+        return try expression.wholeMatch(in: name) != nil
     }
 }

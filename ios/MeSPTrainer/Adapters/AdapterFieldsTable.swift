@@ -5,7 +5,7 @@ extension AdapterFields {
         {
           "peft": {
             "used": ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "target_parameters"],
-            "ignored": ["auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config"],
+            "ignored": ["auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out", "fine_tune_type", "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "merge_weights", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config"],
             "required": {"alora_invocation_tokens": [null], "arrow_config": [null], "bias": [null, "none"], "init_lora_weights": [null, true, false, "gaussian", "eva", "orthogonal", "mica"], "kasa_config": [null], "layer_replication": [null, []], "layers_pattern": [null, [], "", "layers", ["layers"]], "lora_bias": [null, false], "megatron_config": [null], "modules_to_save": [null, []], "monteclora_config": [null], "peft_type": ["LORA"], "task_type": [null, "CAUSAL_LM"], "trainable_token_indices": [null], "use_bdlora": [null], "use_dora": [null, false, true], "use_qalora": [null, false], "velora_config": [null]}
           },
           "mlx": {

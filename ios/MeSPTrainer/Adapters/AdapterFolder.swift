@@ -196,7 +196,7 @@ struct AdapterReader {
 
     private func tensor(_ matrix: String, _ layer: AdaptedLayer, _ block: Int) -> String {
         let others = format.layers(of: architecture.block(block)).filter { $0.isStacked && $0.name != layer.name }
-        let isNested = others.contains { config.adapts($0, block, prefix: prefix) }
+        let isNested = others.contains { config.adaptsParameter("\(prefix).layers.\(block).\($0.name)") }
         let name = format.name(matrix, layer, block, of: architecture, prefix: prefix, isNested: isNested)
         // PEFT reads magnitudes with and without the suffix `.weight`.
         return matrix == "m" && tensors.shape("\(name).weight") != nil ? "\(name).weight" : name
@@ -207,7 +207,7 @@ struct AdapterReader {
     ) throws -> MLXArray? {
         let name = tensor(matrix, layer, block)
         guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
-        guard config.adapts(layer, block, prefix: prefix) else {
+        guard try config.adapts(layer, block, prefix: prefix) else {
             throw MeSPError("it holds \(name), which its \(AdapterFormat.configFile) gives no place")
         }
         guard found == format.turned(shape, matrix), let array = tensors[name] else {

@@ -32,7 +32,7 @@ extension ConfigJSON {
             "vocab_size": .integer(try self.count("vocab_size")),
             "rms_norm_eps": .number(try positive("rms_norm_eps") / (residual * residual)),
             "tie_word_embeddings": .bool(isTied ?? ties),
-            "hidden_act": .string(family.activation.hasPrefix("gelu") ? "gelu" : "silu"),
+            "hidden_act": .string(activation),
             "post_norms": .bool(family.postNorms),
             "final_logit_softcapping": cap == .null ? .null : .number(try positive("final_logit_softcapping")),
             "embedding_scale": .number(scale / residual),
@@ -78,6 +78,9 @@ extension ConfigJSON {
                 throw unsupported("layer_types", type)
             }
             let slides = name == "sliding_attention"
+            guard !slides || self["sliding_window"].isTruthy || family.fullEvery == nil else {
+                throw unsupported("sliding_window", self["sliding_window"])
+            }
             if let known = made[slides]?[turns] { return known }
             let mixer = try attention(slides: slides, turns: turns, length: length)
             made[slides, default: [:]][turns] = mixer
@@ -89,7 +92,7 @@ extension ConfigJSON {
         let heads = try count("num_attention_heads")
         let headDim = self["head_dim"].isTruthy ? try count("head_dim") : try count("hidden_size") / heads
         let keys = self["num_key_value_heads"].isTruthy ? try count("num_key_value_heads") : heads
-        guard headDim > 0 else { throw unusable("num_attention_heads") }
+        guard headDim > 0, heads * headDim <= Self.mostCount else { throw unusable("num_attention_heads") }
         let rope =
             turns
             ? try RoPEScaling.frequencies(self, headDim: headDim, isLocal: slides, length: length)

@@ -138,6 +138,7 @@ extension ModelImport {
         if array.name.hasSuffix("scales") || array.name.hasSuffix("biases") || array.dtype == .uint32 {
             let stem = String(name[..<(name.lastIndex(of: ".") ?? name.endIndex)])
             guard !source.isStoredUnquantized(stem) else { throw notQuantized(stem) }
+            try source.checkBiases(of: stem, quantizations.inFiles(stem))
             if array.dtype == .uint32, try quantizations.inFiles(stem).isOneBit {
                 let tensor = try source.tensor(name, [array.shape[0], array.shape[1] / 2])
                 return SourcedArray(array: array, tensor: tensor, conversion: .to2Bits)

@@ -23,36 +23,46 @@ struct ConfigJSON {
         self.original = original
         modelType = try Self.modelType(original, of: model, source: source)
         guard let family = PlainFamilies.families[modelType] else { preconditionFailure("no family \(modelType)") }
-        (self.family, fields) = (family, try Self.ofText(original, modelType, family))
-        fields = PlainFamilies.defaults.merging(family.defaults) { $1 }.merging(fields) { $1 }
+        let (read, keys) = try Self.readKeys(original, modelType, family)
+        (self.family, fields) = (family, read)
         for (key, most) in PlainFamilies.most.sorted(by: { $0.key < $1.key }) {
             if let value = self[key].double, !(value > 0 && value <= most) { throw unsupported(key, self[key]) }
         }
-        try completeRoPE()
+        for (key, value) in read.sorted(by: { $0.key < $1.key }) where value != .null {
+            if let type = PlainFamilies.types[key], !value.hasType(type) { throw unusable("\(key)") }
+        }
+        fields.merge(family.fixed) { $1 }
+        try completeRoPE(keys)
         for (key, neutral) in PlainFamilies.variants.sorted(by: { $0.key < $1.key })
         where !family.takes.contains(key) && self[key] != .null && !self[key].isEqual(to: neutral) {
             throw unsupported(key, self[key])
         }
-        let activation = self["hidden_activation"].isTruthy ? self["hidden_activation"] : self["hidden_act"]
-        if activation != .null, activation != .string(family.activation) {
-            throw unsupported("hidden_act", activation)
+        for key in ["hidden_activation", "hidden_act"] {
+            let value = fields[key] ?? .string(family.activation)
+            guard let name = PlainFamilies.activations[value.string ?? ""], name == activation else {
+                throw unsupported(key, value)
+            }
         }
     }
+
+    /// The manifest's name of the activation.
+    var activation: String { PlainFamilies.activations[family.activation] ?? "silu" }
 
     // MARK: - Values
 
     func value(_ key: String) throws -> JSONValue { try value(key, of: fields) }
 
     func value(_ key: String, of fields: [String: JSONValue]) throws -> JSONValue {
-        guard let value = fields[key] else {
-            throw MeSPError("The model's config.json lacks '\(key)'.")
-        }
+        guard let value = fields[key] else { throw lacks(key) }
         return value
     }
 
-    /// Returns a count from 1 to 2²⁴.
+    /// The largest count. The bytes of a model with these sizes are countable.
+    static let mostCount = 1 << 22
+
+    /// Returns a count from 1 to `mostCount`.
     func count(_ key: String) throws -> Int {
-        guard case .integer(let count) = try value(key), (1...(1 << 24)).contains(count) else {
+        guard case .integer(let count) = try value(key), (1...Self.mostCount).contains(count) else {
             throw unusable("\(key)")
         }
         return count
@@ -109,59 +119,75 @@ struct ConfigJSON {
         )
     }
 
-    /// Returns the values of the text model of a multimodal model, including values of the whole model such as its quantization. Returns the values
-    /// of another model unchanged.
-    private static func ofText(
+    /// Returns the values that transformers reads, and the keys of the class with their defaults.
+    ///
+    /// The class of a multimodal model is that of its text model, with its keys in `text_config`. Keys that no class has, such as the quantization,
+    /// are kept from both places.
+    private static func readKeys(
         _ config: [String: JSONValue], _ modelType: String, _ family: PlainFamily
-    ) throws -> [String: JSONValue] {
-        guard let usual = family.texts.first else { return config }
-        let text: [String: JSONValue]
-        switch config["text_config"] ?? .null {
-        case .object(let fields): text = fields
-        case let value where !value.isTruthy: text = [:]
-        default: throw unusable("text_config")
-        }
-        let its = text["model_type"] ?? .string(usual)
-        guard let name = its.string, family.texts.contains(name) else {
-            throw unsupported("text_config's model_type", its)
-        }
-        let whole = config.filter { !["text_config", "vision_config"].contains($0.key) }
-        var joined = whole.merging(text) { $1 }
-        joined["model_type"] = .string(modelType)
-        if let ties = whole["tie_word_embeddings"] { joined["tie_word_embeddings"] = ties }
-        return joined
-    }
-
-    private mutating func completeRoPE() throws {
-        var rope = try object("rope_parameters") ?? [:]
-        fields["rope_parameters"] = nil
-        if let full = rope["full_attention"] {
-            let sliding = rope["sliding_attention"] ?? .null
-            guard case .object(let its) = full else { throw unusable("rope_parameters") }
-            rope = its
-            if sliding.isTruthy {
-                guard case .object(let local) = sliding else { throw unusable("rope_parameters") }
-                try RoPEScaling.check(local, "rope_parameters")
-                let share = local["partial_rotary_factor"] ?? .null
-                guard RoPEScaling.type(of: local) == "default", share == .null || share.double == 1 else {
-                    throw unsupported("rope_parameters", sliding)
+    ) throws -> (values: [String: JSONValue], keys: [String: JSONValue]) {
+        var (text, name) = (config, modelType)
+        if let usual = family.texts.first {
+            name = usual
+            switch config["text_config"] ?? .null {
+            case .null:  // Qwen2.5-VL's text keys may be at the top
+                guard config["hidden_size"] != nil else { throw lacks("text_config") }
+            case .object(let fields):
+                text = fields
+                let its = text["model_type"] ?? .string(usual)
+                guard let named = its.string, family.texts.contains(named) else {
+                    throw unsupported("text_config's model_type", its)
                 }
-                fields["rope_local_base_freq"] = try value("rope_theta", of: local)
+                name = named
+            default: throw unusable("text_config")
             }
         }
-        for key in ["rope_theta", "partial_rotary_factor"] {
-            if let value = rope[key] { fields[key] = value }
+        guard let keys = PlainFamilies.classes[name] else { preconditionFailure("no class \(name)") }
+        func isKnown(_ key: String) -> Bool { PlainFamilies.known.contains(key) }
+        var read = config.filter { !isKnown($0.key) }
+        read.merge(text.filter { keys[$0.key] != nil || !isKnown($0.key) }) { $1 }
+        read.merge(keys.filter { $0.value != .null }) { given, _ in given }
+        if name != modelType {
+            let usual = PlainFamilies.classes[modelType]?["tie_word_embeddings"] ?? .null
+            let isTiedInText = modelType == "qwen2_5_vl" && text["tie_word_embeddings"]?.isTruthy == true
+            read["tie_word_embeddings"] = isTiedInText ? .bool(true) : config["tie_word_embeddings"] ?? usual
         }
-        let given = try object("rope_scaling").flatMap { $0.isEmpty ? nil : $0 }
-        let scaling = given ?? rope
-        try RoPEScaling.check(scaling, given == nil ? "rope_parameters" : "rope_scaling")
-        let type = RoPEScaling.type(of: scaling)
-        let named = scaling.merging(["type": .string(type), "rope_type": .string(type)]) { $1 }
-        fields["rope_scaling"] = type == "default" ? .null : .object(try RoPEScaling.complete(named, self))
-        guard !rope.isEmpty || !family.texts.isEmpty, fields["rope_local_base_freq"] == nil else { return }
-        let turning = fields.filter { ["rope_theta", "partial_rotary_factor"].contains($0.key) }
-        fields["rope_parameters"] = .object(
-            (self["rope_scaling"].object ?? ["rope_type": .string(type)]).merging(turning) { $1 })
+        for key in ["text_config", "vision_config"] { read[key] = nil }
+        read["model_type"] = .string(modelType)
+        return (read, keys)
+    }
+
+    /// Completes `rope_parameters`, for each layer type if the class has them so, and adds RoPE in mlx-lm's keys.
+    ///
+    /// `rope_scaling` replaces `rope_parameters`. A value in these objects comes before the same key outside of them.
+    private mutating func completeRoPE(_ keys: [String: JSONValue]) throws {
+        if self["rope_parameters"] == .null { fields["rope_parameters"] = keys["rope_parameters"] }
+        let (rope, scaling) = (try object("rope_parameters") ?? [:], try object("rope_scaling") ?? [:])
+        let source = scaling.isEmpty ? "rope_parameters" : "rope_scaling"
+        let beside = fields.filter { RoPEScaling.keys.contains($0.key) }
+        for key in RoPEScaling.keys + ["rope_parameters", "rope_scaling"] { fields[key] = nil }
+        let full: [String: JSONValue]
+        if keys["rope_local_base_freq"] != nil {  // Gemma 3
+            func kind(_ name: String) throws -> [String: JSONValue] {
+                guard let its = rope[name], its.isTruthy else { return ["rope_type": .string("default")] }
+                guard let its = its.object else { throw unusable("rope_parameters") }
+                return its
+            }
+            let (whole, local) = (try kind("full_attention"), try kind("sliding_attention"))
+            full = try RoPEScaling.complete(whole.merging(scaling) { $1 }, beside, self, source, hasOriginal: false)
+            let base = ["rope_theta": self["rope_local_base_freq"]]
+            let sliding = try RoPEScaling.complete(local, base, self, source, hasOriginal: false)
+            guard RoPEScaling.type(of: sliding) == "default" else { throw unsupported(source, .object(local)) }
+            fields["rope_local_base_freq"] = sliding["rope_theta"]
+            fields["rope_parameters"] = .object([
+                "full_attention": .object(full), "sliding_attention": .object(sliding),
+            ])
+        } else {
+            full = try RoPEScaling.complete(scaling.isEmpty ? rope : scaling, beside, self, source, hasOriginal: true)
+            fields["rope_parameters"] = .object(full)
+        }
+        fields["rope_scaling"] = RoPEScaling.type(of: full) == "default" ? .null : .object(full)
+        fields.merge(full.filter { RoPEScaling.keys.contains($0.key) }) { $1 }
     }
 
     /// Returns an object; nil if the value is missing, or false in Python.
@@ -178,6 +204,8 @@ func unsupported(_ key: String, _ value: JSONValue) -> MeSPError {
     )
 }
 
+func lacks(_ key: String) -> MeSPError { MeSPError("The model's config.json lacks '\(key)'.") }
+
 func unusable(_ key: Sentence) -> MeSPError {
     MeSPError("The model's config.json is not valid (its \(key) cannot be used); take an unchanged config.json.")
 }
@@ -188,6 +216,16 @@ extension JSONValue {
         case .integer(let number): Double(number)
         case .number(let number): number
         default: nil
+        }
+    }
+
+    /// Returns whether the value has the type of a key's default: `bool`, `int`, or `float`, which includes integers.
+    func hasType(_ type: String) -> Bool {
+        switch self {
+        case .bool: type == "bool"
+        case .integer: type != "bool"
+        case .number: type == "float"
+        default: false
         }
     }
 

@@ -27,9 +27,10 @@ struct PlainFamily: Sendable {
     let hasNoRoPELayers: Bool
     /// The kind of the embedding's scale: `one`; `root`, the square root of the hidden size; or `rounded_root`, that root rounded to bfloat16.
     let embeddingFactor: String
-    /// The keys of `PlainFamilies.variants` that the family supports.
+    /// The keys of `PlainFamilies.variants` that the family supports, or `partial_rotary_factor` in every RoPE.
     let takes: Set<String>
-    let defaults: [String: JSONValue]
+    /// Values that the class sets, whatever config.json says.
+    let fixed: [String: JSONValue]
 
     init?(_ entry: JSONValue) {
         guard case .object(let fields) = entry, let attention = fields["attention"], let mlp = fields["mlp"],
@@ -46,7 +47,7 @@ struct PlainFamily: Sendable {
         (self.mlxPrefix, self.hfPrefix, self.activation) = (mlxPrefix, hfPrefix, activation)
         (fullEvery, hasNoRoPELayers) = (fields["full_every"]?.double, flag("has_no_rope_layers"))
         (embeddingFactor, takes) = (factor, Set(names("takes")))
-        if case .object(let values) = fields["defaults"] { defaults = values } else { defaults = [:] }
+        if case .object(let values) = fields["fixed"] { fixed = values } else { fixed = [:] }
     }
 
     func embeddingScale(hidden: Int) -> Double {
@@ -73,7 +74,14 @@ enum PlainFamilies {
     static let lacking = object("lacking").compactMapValues(\.string)
     /// The keys that only some families support -> the value that has the same effect as a missing key.
     static let variants = object("variants")
-    static let defaults = object("defaults")
+    /// The classes of transformers -> the keys that each one reads, with their defaults.
+    static let classes = object("classes").compactMapValues(\.object)
+    /// The keys that some class reads.
+    static let known = Set(strings("known"))
+    /// Keys -> the type of their defaults. See `JSONValue.hasType`.
+    static let types = object("types").compactMapValues(\.string)
+    /// transformers' names of activations -> the manifest's.
+    static let activations = object("activations").compactMapValues(\.string)
     /// The maximum values of some numbers in config.json.
     static let most = object("most").compactMapValues(\.double)
     /// The keys of each type of `rope_scaling`. The entry `common` has the keys that each type may have.

@@ -4,6 +4,9 @@ import MeSPSentences
 
 /// Computes RoPE's frequencies for the values of `rope_scaling` in a config.json.
 enum RoPEScaling {
+    /// The keys that may also be beside `rope_parameters`.
+    static let keys = ["rope_theta", "partial_rotary_factor"]
+
     /// Returns the type of a `rope_scaling`; `default` if it names none.
     static func type(of scaling: [String: JSONValue]) -> String {
         let named = ["rope_type", "type"].lazy.compactMap { scaling[$0] }.first(where: \.isTruthy)
@@ -23,15 +26,31 @@ enum RoPEScaling {
         }
     }
 
-    /// Returns the `rope_scaling` with missing values added.
-    static func complete(_ scaling: [String: JSONValue], _ config: ConfigJSON) throws -> [String: JSONValue] {
-        let type = type(of: scaling)
+    /// Returns the complete RoPE of a layer type, with values of `beside` for missing ones.
+    ///
+    /// A default RoPE rotates whole heads in most classes, whatever `partial_rotary_factor` is.
+    ///
+    /// - Parameter hasOriginal: whether `original_max_position_embeddings` outside of the object is read.
+    static func complete(
+        _ given: [String: JSONValue], _ beside: [String: JSONValue], _ config: ConfigJSON, _ source: String,
+        hasOriginal: Bool
+    ) throws -> [String: JSONValue] {
+        try check(given, source)
+        let type = type(of: given)
+        var scaling = beside.merging(given) { $1 }
+        for key in ["type", "rope_type"] { scaling[key] = .string(type) }
+        if !config.family.takes.contains("partial_rotary_factor"), type != "proportional" {
+            let share = scaling["partial_rotary_factor"] ?? .null
+            guard ["default", "mrope"].contains(type) || share == .null || share.double == 1 else {
+                throw unsupported("partial_rotary_factor", share)
+            }
+            scaling["partial_rotary_factor"] = nil
+        }
         guard ["llama3", "longrope", "yarn"].contains(type) else { return scaling }
-        var scaling = scaling
         let key = "original_max_position_embeddings"
-        let said = [config[key], scaling[key] ?? .null].first(where: \.isTruthy)
-        let length = try said ?? config.value("max_position_embeddings")
-        scaling[key] = length
+        let outer = hasOriginal ? config[key] : .null
+        let said = [outer, scaling[key] ?? .null].first(where: \.isTruthy)
+        scaling[key] = try said ?? config.value("max_position_embeddings")
         let original = try config.positive(key, of: scaling)
         if type != "llama3", (scaling["factor"] ?? .null) == .null {
             scaling["factor"] = .number(try config.positive("max_position_embeddings") / original)
@@ -68,18 +87,20 @@ enum RoPEScaling {
 
     /// Returns the frequencies of the rotated pairs, in radians per position, and the factor for the pairs.
     ///
-    /// The frequencies are θ^(−2i/D) for i < D/2, changed by `rope_scaling`. D is headDim · partial_rotary_factor, or headDim for the type
-    /// `proportional`. If `isLocal` is set and config.json has `rope_local_base_freq`, this value is θ, D is headDim, and there is no scaling.
+    /// The frequencies are θ^(−2i/D) for i < D/2, changed by `rope_parameters`. D is headDim · partial_rotary_factor, or headDim for the type
+    /// `proportional`. If `isLocal` is set, some models have other `rope_parameters`.
     ///
     /// - Parameter length: the maximum sequence length, in tokens. LongRoPE has other factors for long sequences.
     static func frequencies(
         _ config: ConfigJSON, headDim: Int, isLocal: Bool, length: Int
     ) throws -> (frequencies: [Double], scale: Double) {
-        let hasBase = isLocal && config.fields["rope_local_base_freq"] != nil
-        let theta = try config.positive(hasBase ? "rope_local_base_freq" : "rope_theta")
-        let scaling = hasBase ? [:] : config["rope_scaling"].object ?? [:]
+        let rope = config["rope_parameters"].object ?? [:]
+        let scaling = rope[isLocal ? "sliding_attention" : "full_attention"]?.object ?? rope
+        let theta = try config.positive("rope_theta", of: scaling)
         let type = type(of: scaling)
-        let share = hasBase ? 1 : try config.optional("partial_rotary_factor") ?? 1
+        let isPartial = scaling["partial_rotary_factor"]?.isTruthy == true
+        let share = isPartial ? try config.positive("partial_rotary_factor", of: scaling) : 1
+        guard share <= 1 else { throw unusable("partial_rotary_factor") }
         let turned = type == "proportional" ? Double(headDim) : Double(headDim) * share
         guard turned <= 4096 else { throw unusable("head_dim") }
         let rotated = Int(turned)
@@ -93,7 +114,7 @@ enum RoPEScaling {
         case "proportional":
             // Only the first pairs are rotated.
             let factor = scaling["factor"] == nil ? 1 : try number("factor")
-            let turning = Int(min(share, 1) * Double(base.count))
+            let turning = Int(share * Double(base.count))
             return (base.enumerated().map { $0 < turning ? $1 / factor : 0 }, 1)
         case "llama3":
             // Low frequencies are divided by `factor`. High frequencies stay unchanged. Frequencies in between are interpolated.

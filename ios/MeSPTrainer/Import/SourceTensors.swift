@@ -105,6 +105,14 @@ struct SourceTensors {
         return tensor
     }
 
+    /// Throws if a matrix is stored with biases that its quantization lacks.
+    func checkBiases(of name: String, _ quantization: Quantization) throws {
+        guard !quantization.hasBiases, tensors["\(name).biases"] != nil else { return }
+        throw MeSPError(
+            "\(name) has biases in the files, but config.json gives it the mode \(quantization.mode), which has none; take an unchanged config.json."
+        )
+    }
+
     func isStoredUnquantized(_ name: String) -> Bool {
         tensors[name + ".weight"] != nil && tensors[name + ".scales"] == nil
     }

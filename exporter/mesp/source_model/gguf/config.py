@@ -68,6 +68,7 @@ class _Metadata:
                 name.startswith(("rope.", "attention."))
                 and name not in self.read
                 and name not in _NOTHING
+                and (name, self.gguf.metadata[key]) != ("attention.causal", True)
             ):
                 raise MespError(
                     f"{self.gguf.path} sets {key} to {self.gguf.metadata[key]!r:.40}, which is not "
