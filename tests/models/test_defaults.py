@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from helpers import configurations
 from helpers.models import FAMILIES
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
@@ -164,3 +165,17 @@ def test_a_key_of_another_family_changes_nothing_or_is_refused(name):
         if isinstance(found, Architecture) and found != reading(theirs):
             wrong.add(key)
     assert not wrong
+
+
+TABLE = configurations.read_table()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_answers_to_changed_configurations(name):
+    """`test_transformers.py` compares the same answers with transformers."""
+    base, answers = TABLE[name]["config"], TABLE[name]["answers"]
+    for change, expected in answers:
+        found = configurations.answer(configurations.changed(base, change), base)
+        assert found == expected, change
+    refused = [expected for _, expected in answers if expected == "refused"]
+    assert 0 < len(refused) < len(answers) / 2
