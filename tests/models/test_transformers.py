@@ -1,8 +1,8 @@
 """Compares logits with transformers for random tiny models, which may also be refused.
 
 A model has random values of the keys of transformers' configuration classes. A failing case is
-reduced before it is printed. `MESP_MODEL_CASES` is the number of cases for each family, and `MESP_CONFIG_CHANGES` the largest
-number of changes of a class's configuration.
+reduced before it is printed. `MESP_MODEL_CASES` is the number of cases for each family, and
+`MESP_CONFIG_CHANGES` the largest number of changes of a class's configuration.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def write_config_and_tokenizer(
     # mlx-lm reads the text model's keys inside `text_config`, and others, such as end tokens,
     # outside.
     if family.texts:
-        text = source.config.get("text_config", {}).get("model_type", family.texts[0])
+        text = (source.config.get("text_config") or {}).get("model_type", family.texts[0])
         config["text_config"] = config | {"model_type": text}
     config["model_type"] = family.mlx_type or arch.model_type
     own = quantizations.config

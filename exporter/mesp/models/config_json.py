@@ -61,13 +61,10 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     for key, most in MOST.items():
         if type(config.get(key)) in (int, float) and not 0 < config[key] <= most:
             raise unsupported(key, config[key])
-    refuse_unsound(
-        {
-            key: value is None or type(value) in TYPES.get(key, (type(value),))
-            for key, value in config.items()
-        }
-        | {"num_hidden_layers": config.get("num_hidden_layers") is not None}
-    )
+    for key, value in config.items():
+        types = TYPES.get(key, (type(value),))
+        needs_value = key in ("num_hidden_layers", "hidden_size")
+        refuse_unsound({key: type(value) in types or (value is None and not needs_value)})
     config |= family.fixed | (family.read(config) if family.read else {})
     return _complete_rope(config, keys)
 
