@@ -136,6 +136,14 @@ def test_what_is_not_plain_lora_is_refused_by_its_name(qwen, copy: Path, key: st
         ),
         ({"r": 500}, "their rank, 500, is above the model's width of 128"),
         ({"r": None}, "adapter_config.json lacks r or lora_alpha"),
+        (
+            {"target_modules": "("},
+            'adapter_config.json is not valid: "(" is no regular expression',
+        ),
+        (
+            {"target_modules": "(.*a)*b"},
+            f'they use the expression "(.*a)*b", {PLAIN}',
+        ),
     ],
     ids=lambda each: "" if isinstance(each, str) else "".join(each),
 )
@@ -164,6 +172,9 @@ def test_what_mlx_lm_reads_in_another_way_is_refused(qwen, copy: Path, values: d
 PLACES = {
     "a list": ("peft", {"target_modules": ["k_proj", "down_proj"]}, 0),
     "none": ("peft", {"target_modules": None}, 0),
+    "an expression": ("peft", {"target_modules": r".*\.k_proj"}, 0),
+    "a part of a name": ("peft", {"target_modules": "q_proj"}, 0),
+    "an expression of others": ("peft", {"exclude_modules": r".*\.[qv]_proj"}, 0),
     "excluded": ("peft", {"exclude_modules": ["self_attn.q_proj"]}, 0),
     "a layer": ("peft", {"target_modules": ["q_proj"], "layers_to_transform": 0}, 1),
     "layers": (
@@ -201,6 +212,10 @@ def keep_only(folder: Path, name: str) -> None:
     [
         {"target_modules": [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]},
         {"target_modules": r".*\.q_proj"},
+        {"target_modules": r"(?!.*mlp).*\.(q|k)_proj", "exclude_modules": r".*\.k_proj"},
+        {"target_modules": "all-linear"},
+        {"alpha_pattern": {"nothing": 4, r"layers\.7\..*": 3}, "rank_pattern": {"lm_head": 2}},
+        {"merge_weights": False, "fine_tune_type": "dora"},
         {"layers_to_transform": [1], "target_modules": ["self_attn.q_proj"]},
         {"layers_to_transform": []},
         {"exclude_modules": ["lm_head"]},
@@ -219,6 +234,19 @@ def test_what_changes_no_number_is_read(qwen, copy: Path, values: dict):
     expected = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy / "peft")))
     keep_only(copy, "model.layers.1.self_attn.q_proj.lora_a")
     found = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy)))
+    assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
+
+
+def test_a_missing_alpha_is_pefts_default(qwen, copy: Path):
+    path = copy / "peft" / config.CONFIG
+    fields = json.loads(path.read_text())
+    del fields["lora_alpha"]
+    path.write_text(json.dumps(fields))
+    assert read_adapters(copy / "peft", Bundle(qwen[0]).architecture).scale == 8 / RANK
+    change(copy / "peft", lora_alpha=8)
+    expected = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy / "peft")))
+    path.write_text(json.dumps(fields))
+    found = list(generate(qwen[0], [5, 6], max_tokens=9, adapters=weigh(copy / "peft")))
     assert [each["token"] for each in found[:-1]] == [each["token"] for each in expected[:-1]]
 
 

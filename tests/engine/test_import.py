@@ -386,6 +386,21 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
 # Refusals
 
 
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8"])
+def test_affine_arrays_of_another_mode_are_refused(mode: str, tmp_path: Path):
+    """What is stored is refused in the same words by the import and by an export."""
+    bits = {"mxfp4": 4, "mxfp8": 8}[mode]
+    model = write_mlx_model(tmp_path / "model", CONFIGS["llama"], bits=bits, group_size=32)
+    config = config_of(model)
+    for key in ("quantization", "quantization_config"):
+        config[key] = {"bits": bits, "group_size": 32, "mode": mode}
+    (model / "config.json").write_text(json.dumps(config))
+    sentence = run_import(model, tmp_path / "a.mesp", device="cpu").sentence
+    assert f"has biases in the files, but config.json gives it the mode {mode}" in sentence
+    with pytest.raises(MespError, match=f"has biases in the files, .* the mode {mode}, which"):
+        mesp.export(model, tmp_path / "b.mesp", seq_len=64)
+
+
 @pytest.mark.parametrize(
     "family",
     [name for name in FAMILIES if not families.FAMILIES[FAMILIES[name]["model_type"]].is_plain],

@@ -22,6 +22,7 @@ from mlx_lm.utils import dequantize_model
 
 from helpers.adapters import with_weighted_sum, write_adapters
 from helpers.commands import call, command, run
+from helpers.models import FAMILIES, write_model
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
 from mesp.data.prompts import encode_prompt
@@ -424,6 +425,20 @@ def test_a_long_prompt_loses_its_beginning(bundle: Path, tmp_path: Path):
     data = write(tmp_path / "data.jsonl", records)
     done = call("evaluate", bundle, data, "--max-length", 8)
     assert done.stderr == "Prompts that --max-length 8 cut to their end: 1.\n"
+
+
+def test_longrope_is_not_evaluated_with_factors_of_shorter_texts(tmp_path: Path):
+    factors = [1.0 + i / 4 for i in range(6)]
+    rope = {"type": "longrope", "short_factor": factors, "long_factor": [9 * f for f in factors]}
+    config = FAMILIES["phi3"] | {"rope_scaling": rope}  # 64 tokens with short factors
+    write_model(tmp_path / "model", config)
+    bundle = tmp_path / "b.mesp"
+    call("export", "--model", tmp_path / "model", "--out", bundle, "--seq-len", 8)
+    data = write(tmp_path / "data.jsonl", [{"text": TEXTS[2] * 40}])
+    said = "Beyond 64 tokens the model scales positions differently from the bundle; take a"
+    refused(run("evaluate", bundle, data, "--max-length", 65), said, tmp_path)
+    found, _ = evaluate(bundle, [{"text": TEXTS[2] * 40}], tmp_path)
+    assert found["max_length"] == 64
 
 
 def test_ctrl_c_leaves_nothing(bundle: Path, tmp_path: Path):

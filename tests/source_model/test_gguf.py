@@ -496,6 +496,14 @@ def test_rope_is_scaled_as_in_llama_cpp(keys, scaling, tmp_path: Path):
     assert found.mixers == Architecture.from_config(config).mixers
 
 
+def test_attention_that_is_said_to_be_causal_is_read(tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen2"][1])
+    changed = {"qwen2.attention.causal": gguf.GGUFValue(True, gguf.GGUFValueType.BOOL)}
+    file = GGUF.read(write_gguf(tmp_path / "t.gguf", "qwen2", tensors, changed=changed))
+    found = Architecture.from_config(config_of(file))
+    assert found.mixers == Architecture.from_config(MODELS["qwen2"][1]).mixers
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
