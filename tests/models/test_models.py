@@ -12,7 +12,7 @@ from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
 from mesp.models import families
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import complete
+from mesp.models.config_json import complete, for_mlx_lm
 from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
 from mesp.models.short_names import KNOWN
 from mesp.models.tensor_names import name_here
@@ -486,3 +486,22 @@ def test_granite_4_turns_as_transformers_has_it():
 def test_a_missing_text_config_is_named():
     with pytest.raises(MespError, match="lacks 'text_config'"):
         Architecture.from_config({"model_type": "gemma3"})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "other"),
+    [
+        ("qwen3_5", "full_attention_interval", "linear_attention"),
+        ("gemma3", "sliding_window_pattern", "sliding_attention"),
+    ],
+)
+def test_mlx_lm_is_told_the_period_of_layer_types(name, key, other):
+    """transformers writes `layer_types` alone."""
+    config = {k: v for k, v in FAMILIES[name].items() if k != key}
+    periodic = config | {"layer_types": [other, "full_attention"]}
+    assert for_mlx_lm(complete(periodic), 8)[key] == 2
+    assert Architecture.from_config(periodic) == Architecture.from_config(FAMILIES[name])
+    other_order = config | {"layer_types": ["full_attention", other]}
+    assert len(Architecture.from_config(other_order).mixers) == 2
+    with pytest.raises(MespError, match="mlx-lm ignores the layer_types and would compute another"):
+        for_mlx_lm(complete(other_order), 8)

@@ -29,6 +29,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 }
 KNOWN = frozenset(key for keys in CLASSES.values() for key in keys)
 _ROPE = ("rope_theta", "partial_rotary_factor")
+PERIODS = ("sliding_window_pattern", "full_attention_interval")
 _KINDS = ("full_attention", "sliding_attention")
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -66,7 +67,19 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         needs_value = key in ("num_hidden_layers", "hidden_size")
         refuse_unsound({key: type(value) in types or (value is None and not needs_value)})
     config |= family.fixed | (family.read(config) if family.read else {})
+    if config.get("layer_types"):
+        config |= {key: _period(config["layer_types"]) for key in PERIODS if key in keys}
     return _complete_rope(config, keys)
+
+
+def _period(types: Sequence[str]) -> int | None:
+    """Returns n if each n-th layer has full attention and the others have none, or None.
+
+    mlx-lm reads this number instead of `layer_types`.
+    """
+    full = [number for number, each in enumerate(types, 1) if each == "full_attention"]
+    period = full[0] if full else len(types) + 1
+    return period if full == [*range(period, len(types) + 1, period)] else None
 
 
 def _read_keys(config: dict[str, Any], model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -244,8 +257,8 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
     """Returns a bundle's config.json, changed so that mlx-lm computes sequences of `length` tokens
     correctly.
 
-    mlx-lm uses LongRoPE's long factors for any length. Raises MespError if mlx-lm ignores a RoPE
-    key whose value matters.
+    mlx-lm uses LongRoPE's long factors for any length. Raises MespError if mlx-lm ignores a key
+    whose value matters.
     """
     config = dict(config)
     scaling = config.get("rope_scaling") or {}
@@ -264,10 +277,13 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
             for key in ("rope_scaling", "rope_parameters"):
                 if config.get(key):
                     config[key] = {**config[key], "long_factor": scaling["short_factor"]}
-    if ignored:
+    said = f"RoPE's {ignored} of {scaling[ignored]!r}" if ignored else ""
+    if config.get("layer_types") and any(config.get(key, 1) is None for key in PERIODS):
+        said = "the layer_types"
+    if said:
         raise MespError(
-            f"mlx-lm ignores RoPE's {ignored} of {scaling[ignored]!r} and would compute another "
-            "model; use the adapters in adapters/peft with PEFT."
+            f"mlx-lm ignores {said} and would compute another model; use the adapters in "
+            "adapters/peft with PEFT."
         )
     if isinstance(config.get("text_config"), dict):
         config["text_config"] = for_mlx_lm(config["text_config"], length)

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mesp.errors import MespError
-from mesp.models.config_json import unsupported
+from mesp.models.config_json import PERIODS, unsupported
 from mesp.models.families import FAMILIES, GATED_DELTA_NET, MAMBA2, SHORT_CONVOLUTION
 from mesp.models.mixers import (
     AttentionMixer,
@@ -22,8 +22,7 @@ from mesp.models.rope_scaling import rope_frequencies
 def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
     """Returns the mixer of each layer, as transformers builds it from the same config.json."""
     count, family = config["num_hidden_layers"], FAMILIES[config["model_type"]]
-    keys = ("sliding_window_pattern", "full_attention_interval")
-    every = next((config[key] for key in keys if config.get(key)), family.full_every)
+    every = next((config[key] for key in PERIODS if config.get(key)), family.full_every)
     types = config.get("layer_types") or [
         family.other_layers if (i + 1) % every else "full_attention" for i in range(count)
     ]

@@ -55,8 +55,7 @@ extension ConfigJSON {
 
     private func mixersByLayer(length: Int) throws -> [JSONValue] {
         let count = try count("num_hidden_layers")
-        let periods = ["sliding_window_pattern", "full_attention_interval"]
-        let every = try periods.lazy.compactMap { try optional($0) }.first ?? family.fullEvery
+        let every = try Self.periods.lazy.compactMap { try optional($0) }.first ?? family.fullEvery
         let types =
             try list("layer_types")
             ?? (1...count).map { block in

@@ -32,6 +32,9 @@ struct ConfigJSON {
             if let type = PlainFamilies.types[key], !value.hasType(type) { throw unusable("\(key)") }
         }
         fields.merge(family.fixed) { $1 }
+        if let types = self["layer_types"].array, !types.isEmpty {
+            for key in Self.periods where keys[key] != nil { fields[key] = Self.period(of: types) }
+        }
         try completeRoPE(keys)
         for (key, neutral) in PlainFamilies.variants.sorted(by: { $0.key < $1.key })
         where !family.takes.contains(key) && self[key] != .null && !self[key].isEqual(to: neutral) {
@@ -43,6 +46,16 @@ struct ConfigJSON {
                 throw unsupported(key, value)
             }
         }
+    }
+
+    /// The keys of the distance between layers with full attention.
+    static let periods = ["sliding_window_pattern", "full_attention_interval"]
+
+    /// Returns n if each n-th layer has full attention and the others have none, or null. mlx-lm reads this number instead of `layer_types`.
+    private static func period(of types: [JSONValue]) -> JSONValue {
+        let full = types.indices.filter { types[$0] == .string("full_attention") }.map { $0 + 1 }
+        let period = full.first ?? types.count + 1
+        return full == Array(stride(from: period, through: types.count, by: period)) ? .integer(period) : .null
     }
 
     /// The manifest's name of the activation.
