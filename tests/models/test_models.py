@@ -405,6 +405,7 @@ def test_rope_as_transformers_5_writes_it():
         ("granite-moe", {"num_experts_per_tok": 7}, "not valid .*experts' sizes"),
         ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
         ("gemma4", {"attention_k_eq_v": True}, "attention_k_eq_v"),
+        ("gemma4", {"vocab_size_per_layer_input": 64}, "vocab_size_per_layer_input to 64"),
         ("gemma4", {"num_global_key_value_heads": 4}, "num_global_key_value_heads"),
         ("gemma4", {"hidden_size_per_layer_input": 0}, "not valid .*sizes"),
         ("gemma4", {"num_kv_shared_layers": 5}, "which share keys, is of the type"),

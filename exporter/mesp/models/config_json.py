@@ -66,6 +66,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         types = TYPES.get(key, (type(value),))
         needs_value = key in ("num_hidden_layers", "hidden_size")
         refuse_unsound({key: type(value) in types or (value is None and not needs_value)})
+    if (rows := config.get("vocab_size_per_layer_input")) not in (None, config["vocab_size"]):
+        raise unsupported("vocab_size_per_layer_input", rows)
     config |= family.fixed | (family.read(config) if family.read else {})
     if config.get("layer_types"):
         config |= {key: _period(config["layer_types"]) for key in PERIODS if key in keys}
