@@ -21,7 +21,7 @@ from mesp.models.mixers import is_positive, is_size
 CONFIG = "adapter_config.json"
 # PEFT's defaults of r and lora_alpha.
 DEFAULT_RANK = DEFAULT_ALPHA = 8
-_NESTED = re.compile(r"[*+}]\??\)+[*+{]")
+_NESTED = re.compile(r"[*+}][^()]*\)+[*+{]")
 FIELDS = read_object(Path(__file__).with_name("fields.json"))
 
 

@@ -168,7 +168,7 @@ struct AdapterConfig {
     ///
     /// - Throws: `MeSPError` if the expression is not valid, or repeats a repetition, which may take unlimited time.
     private static func matches(_ pattern: String, _ name: String) throws -> Bool {
-        guard pattern.firstMatch(of: /[*+}]\??\)+[*+{]/) == nil else {
+        guard pattern.firstMatch(of: /[*+}][^()]*\)+[*+{]/) == nil else {
             throw AdapterFormat.unsupported("the expression \"\(pattern)\"")
         }
         guard let expression = try? Regex(pattern) else {
