@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from helpers.adapters import RANK, write_adapters
-from helpers.commands import call, command, run
+from helpers.commands import call, command, run, without_privileges
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -275,6 +276,32 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
 def test_a_scale_that_is_none_is_refused(bundle: Path, adapters: Path, scale: object):
     change(adapters / "adapter_config.json", lora_parameters={"rank": RANK, "scale": scale})
     assert "has a rank or scale that is not a positive number" in refused(*fuse(bundle, adapters))
+
+
+def test_a_low_limit_of_open_files_is_no_error(bundle: Path, adapters: Path, tmp_path: Path):
+    """mlx-lm's import raises the limit, which the system refuses."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
+        without_privileges()
+
+    options = ("--adapters", adapters, "--out", tmp_path / "fused")
+    asked = command("fuse", bundle, *options)
+    done = subprocess.run(asked, capture_output=True, text=True, preexec_fn=limited)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_import_that_fails_is_a_sentence(bundle: Path, adapters: Path, tmp_path: Path):
+    (tmp_path / "mlx_lm.py").write_text("raise ValueError('not here\\nand not there')\n")
+    asked = command("fuse", bundle, "--adapters", adapters, "--out", tmp_path / "fused")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(asked, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "Error: mlx-lm cannot be imported (not here); install this package again, with its "
+        "dependencies.\n",
+    )
+    assert not (tmp_path / "fused").exists()
 
 
 def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):

@@ -208,12 +208,12 @@ class Bundle:
         Raises MespError if mlx-lm does not have the model's family or computes the model
         differently, or if config.json describes another model.
         """
-        from mlx_lm.utils import _get_classes
+        from mesp.dependencies import mlx_lm
 
         arch = self.architecture
         config = for_mlx_lm(self.config(), max(self.manifest.seq_lens))
         try:
-            model_class, arguments = _get_classes(config)
+            model_class, arguments = mlx_lm.utils._get_classes(config)
         except ValueError as error:
             raise MespError(
                 f"The installed mlx-lm cannot run {arch.model_type} models; use the adapters in "
