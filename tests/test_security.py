@@ -304,6 +304,37 @@ def test_an_import_that_fails_is_a_sentence(bundle: Path, adapters: Path, tmp_pa
     assert not (tmp_path / "fused").exists()
 
 
+def test_only_json_is_written(exported: Path, tmp_path: Path):
+    """Python's reader of JSON takes Infinity, which config.jsons of Mamba 2 have."""
+    model = write_model(tmp_path / "model", TINY)
+    text = json.dumps(json.loads((model / "config.json").read_text()) | {"unread": [0, 5e5, "W"]})
+    (model / "config.json").write_text(text.replace("500000.0", "-Infinity").replace('"W"', "NaN"))
+    call("export", "--model", model, "--seq-len", 8, "--out", tmp_path / "a.mesp")
+    written = (tmp_path / "a.mesp" / "config.json").read_text()
+    config = json.loads(written, parse_constant=pytest.fail)
+    assert config["unread"] == [0, {"__float__": "-Infinity"}, {"__float__": "NaN"}]
+    opened = Bundle(tmp_path / "a.mesp", to_run=False)
+    opened.to_mlx_lm()
+    assert opened.config()["unread"][:2] == [0, float("-inf")]
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e400"])
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path, number: str):
+    model = write_model(tmp_path / "model", TINY)
+    text = json.dumps(json.loads((model / "config.json").read_text()) | {"unread": "W"})
+    (model / "config.json").write_text(text.replace('"W"', number))
+    said = refused("export", "--model", model, "--seq-len", 8, "--out", tmp_path / "a.mesp")
+    assert said == f"Error: {model / 'config.json'} cannot be read as a JSON object.\n"
+
+
+@pytest.mark.parametrize("weight", ["1e-320", "1e-40", "1e39"])
+def test_a_weight_that_the_engine_has_no_room_for_is_named(
+    bundle: Path, adapters: Path, weight: str
+):
+    said = refused("generate", bundle, "--prompt", "a", "--adapters", adapters, "--weights", weight)
+    assert said == f"Error: --weights has {float(weight):g}; give numbers from 0 to 10.\n"
+
+
 def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
     weights = bundle / "blocks" / "00.bin"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")

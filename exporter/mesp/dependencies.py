@@ -10,7 +10,7 @@ OPEN_FILES = 2048  # mlx-lm's number, for models of many files
 
 _allowed, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
 _set = resource.setrlimit
-resource.setrlimit = lambda *_: None  # type: ignore[assignment]
+resource.setrlimit = lambda *_: None
 try:
     import mlx_lm
     import mlx_lm.models.switch_layers

@@ -131,8 +131,10 @@ def test_folders_in_folders_have_an_end(tmp_path: Path):
         for _ in range(1200):
             folder = folder / "x"
             os.mkdir(folder)
-    done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
-    subprocess.run(["rm", "-r", tmp_path / "runs"], check=True)  # pytest's own way is recursive
+    try:
+        done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    finally:  # pytest's own way to remove folders is recursive
+        subprocess.run(["rm", "-r", *tmp_path.iterdir()], check=True)
     assert list(rows(done)) == ["a"] and "is not a folder of a run" in done.stderr
 
 

@@ -307,5 +307,6 @@ def find_runs(root: Path) -> list[Path]:
         with suppress(OSError):  # for example a path that is too long
             entries = list(os.scandir(folder))
             found += [folder for each in entries if each.name == LOG_NAME]
-            folders += [folder / each.name for each in entries if each.is_dir(follow_symlinks=False)]
+            inner = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+            folders += [folder / name for name in inner]
     return sorted(found)

@@ -82,7 +82,7 @@ enum RoPEScaling {
         let share = hasBase ? 1 : try config.optional("partial_rotary_factor") ?? 1
         let turned = type == "proportional" ? Double(headDim) : Double(headDim) * share
         guard turned <= 4096 else { throw unusable("head_dim") }
-        let rotated = Int(turned)
+        let rotated = Int(whole: turned)
         let base = stride(from: 0, to: rotated, by: 2).map { pow(theta, -Double($0) / Double(rotated)) }
         func number(_ key: String) throws -> Double { try config.positive(key, of: scaling) }
 
@@ -93,7 +93,7 @@ enum RoPEScaling {
         case "proportional":
             // Only the first pairs are rotated.
             let factor = scaling["factor"] == nil ? 1 : try number("factor")
-            let turning = Int(min(share, 1) * Double(base.count))
+            let turning = Int(whole: min(share, 1) * Double(base.count))
             return (base.enumerated().map { $0 < turning ? $1 / factor : 0 }, 1)
         case "llama3":
             // Low frequencies are divided by `factor`. High frequencies stay unchanged. Frequencies in between are interpolated.
