@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from helpers.adapters import RANK, write_adapters
-from helpers.commands import call, command, run
+from helpers.commands import call, command, run, without_privileges
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -275,6 +276,63 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
 def test_a_scale_that_is_none_is_refused(bundle: Path, adapters: Path, scale: object):
     change(adapters / "adapter_config.json", lora_parameters={"rank": RANK, "scale": scale})
     assert "has a rank or scale that is not a positive number" in refused(*fuse(bundle, adapters))
+
+
+def test_a_low_limit_of_open_files_is_no_error(bundle: Path, adapters: Path, tmp_path: Path):
+    """mlx-lm's import raises the limit, which the system refuses."""
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
+        without_privileges()
+
+    options = ("--adapters", adapters, "--out", tmp_path / "fused")
+    asked = command("fuse", bundle, *options)
+    done = subprocess.run(asked, capture_output=True, text=True, preexec_fn=limited)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_import_that_fails_is_a_sentence(bundle: Path, adapters: Path, tmp_path: Path):
+    (tmp_path / "mlx_lm.py").write_text("raise ValueError('not here\\nand not there')\n")
+    asked = command("fuse", bundle, "--adapters", adapters, "--out", tmp_path / "fused")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(asked, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "Error: mlx-lm cannot be imported (not here); install this package again, with its "
+        "dependencies.\n",
+    )
+    assert not (tmp_path / "fused").exists()
+
+
+def test_only_json_is_written(exported: Path, tmp_path: Path):
+    """Python's reader of JSON takes Infinity, which config.jsons of Mamba 2 have."""
+    model = write_model(tmp_path / "model", TINY)
+    text = json.dumps(json.loads((model / "config.json").read_text()) | {"unread": [0, 5e5, "W"]})
+    (model / "config.json").write_text(text.replace("500000.0", "-Infinity").replace('"W"', "NaN"))
+    call("export", "--model", model, "--seq-len", 8, "--out", tmp_path / "a.mesp")
+    written = (tmp_path / "a.mesp" / "config.json").read_text()
+    config = json.loads(written, parse_constant=pytest.fail)
+    assert config["unread"] == [0, {"__float__": "-Infinity"}, {"__float__": "NaN"}]
+    opened = Bundle(tmp_path / "a.mesp", to_run=False)
+    opened.to_mlx_lm()
+    assert opened.config()["unread"][:2] == [0, float("-inf")]
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e400"])
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path, number: str):
+    model = write_model(tmp_path / "model", TINY)
+    text = json.dumps(json.loads((model / "config.json").read_text()) | {"unread": "W"})
+    (model / "config.json").write_text(text.replace('"W"', number))
+    said = refused("export", "--model", model, "--seq-len", 8, "--out", tmp_path / "a.mesp")
+    assert said == f"Error: {model / 'config.json'} cannot be read as a JSON object.\n"
+
+
+@pytest.mark.parametrize("weight", ["1e-320", "1e-40", "1e39"])
+def test_a_weight_that_the_engine_has_no_room_for_is_named(
+    bundle: Path, adapters: Path, weight: str
+):
+    said = refused("generate", bundle, "--prompt", "a", "--adapters", adapters, "--weights", weight)
+    assert said == f"Error: --weights has {float(weight):g}; give numbers from 0 to 10.\n"
 
 
 def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):

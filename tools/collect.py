@@ -24,10 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mesp.commands.command import Command
-from mesp.errors import MespError, plain_os_errors
-from mesp.folders import replacing
+from mesp.errors import FULL_DISK, MespError, plain_os_errors
+from mesp.files import create, open_regular
+from mesp.folders import check_disk, replacing
 from mesp.formatting import printable
-from mesp.runs.log import LOG_NAME, RunLog, find_runs
+from mesp.runs.log import LINE, LOG_NAME, SIZE, RunLog, find_runs
 from mesp.runs.report_columns import COLUMNS, table_row
 from phone import APP, Phone, connect, copying
 
@@ -72,9 +73,14 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
+        try:
+            log = RunLog.load(folder)
+        except MespError as error:
+            note(error.message)
+            continue
         # A run's names and values may contain rich's markup or control characters. Text and
         # printable make them harmless.
-        cells = (folder.name, *table_row(RunLog.load(folder)))
+        cells = (folder.name, *table_row(log))
         table.add_row(*(Text(" ".join(printable(cell).split())) for cell in cells))
     console = Console(highlight=False)
     # When the output is not a terminal, 200 columns keep names and numbers from being cut off.
@@ -106,26 +112,42 @@ def collect(source: Path, out: Path) -> list[Path]:
     """Copies each run below `source` into a folder in `out`, and returns these folders.
 
     A run that was collected before is updated, unless its copy has a longer log. A different run
-    with the same name gets a number after its name.
+    with the same name gets a number after its name. A run that cannot be copied is left out with a
+    note.
     """
     collected = []
     for run in find_runs(source):
         if out.resolve() in run.resolve().parents:
             continue  # `out` may lie in `source`, so these runs were collected before
-        if not is_regular(run / LOG_NAME):
-            note(f"{run / LOG_NAME} is not a regular file, and its run was left out.")
-            continue
-        target = next(place for place in places(out, run.name) if may_hold(place, run))
-        if is_newer(target, run):
-            note(f"{target} is further on than {run}, and was left as it is.")
-        else:
-            with plain_os_errors(f"Cannot copy {run} to {target}"):
-                replace(run, target)
-        collected.append(target)
+        with plain_os_errors(f"Cannot copy {run} to {out}"):
+            try:
+                collected.append(collect_run(run, out))
+            except (MespError, OSError) as error:
+                if getattr(error, "errno", None) in FULL_DISK:
+                    raise
+                said = getattr(error, "strerror", None) or error
+                note(f"{run} was left out: {said}".rstrip(".") + ".")
     return collected
 
 
+def collect_run(run: Path, out: Path) -> Path:
+    if not is_regular(run / LOG_NAME):
+        raise MespError(f"{run / LOG_NAME} is not a regular file")
+    if (run / LOG_NAME).stat().st_size > SIZE:
+        raise MespError(f"its log has more than {SIZE >> 20} MiB")
+    target = next(place for place in places(out, run.name) if may_hold(place, run))
+    if is_newer(target, run):
+        note(f"{target} is further on than {run}, and was left as it is.")
+    else:
+        replace(run, target)
+    return target
+
+
 def places(out: Path, name: str) -> Iterator[Path]:
+    """Yields folders for a run, by its name. Names that begin with a dot are those of unfinished
+    folders, and a name needs space for additions.
+    """
+    name = name.lstrip(".").encode(errors="ignore")[:200].decode(errors="ignore") or "run"
     yield out / name
     number = 2
     while True:
@@ -144,7 +166,7 @@ def may_hold(place: Path, run: Path) -> bool:
 
 def first_line(run: Path) -> bytes:
     with open(run / LOG_NAME, "rb") as log:
-        return log.readline()
+        return log.readline(LINE)
 
 
 def is_newer(collected: Path, run: Path) -> bool:
@@ -159,21 +181,23 @@ def replace(run: Path, target: Path) -> None:
             copy(run / name, fresh / name)
 
 
-def copy(source: Path, target: Path) -> bool:
-    """Copies a file or a folder, and returns whether it did.
+def copy(source: Path, target: Path, levels: int = 8) -> bool:
+    """Copies a file or a folder without its mode, and returns whether it did.
 
     Leaves out everything else with a note, because a link may lead to private files.
     """
     if is_regular(source):
-        target.unlink(missing_ok=True)
-        shutil.copy2(source, target, follow_symlinks=False)
-    elif source.is_dir() and not source.is_symlink():
+        with open_regular(source) as old, create(target) as new:
+            check_disk(target.parent, source.stat().st_size)
+            shutil.copyfileobj(old, new)
+    elif source.is_dir() and not source.is_symlink() and levels:
         target.mkdir()
         for each in sorted(source.iterdir()):
-            copy(each, target / each.name)
+            copy(each, target / each.name, levels - 1)
     else:
         if os.path.lexists(source):
-            note(f"{source} is not a regular file, and was left out.")
+            what = "a regular file" if levels else "a folder of a run"
+            note(f"{source} is not {what}, and was left out.")
         return False
     return True
 

@@ -17,11 +17,11 @@ from mesp import files, hub_download
 from mesp.block_function import mlxfn
 from mesp.bundle import manifest, reader
 from mesp.data import encoder
-from mesp.models import config_json, families, rope_scaling, tensor_names
+from mesp.models import config_json, families, mixers, rope_scaling, tensor_names
 from mesp.settings.declaration import Setting
 from mesp.settings.engine_settings import EngineSettings
 from mesp.settings.train_settings import MAX_SEQUENCES, MAX_STEPS, TrainSettings
-from mesp.source_model import copied_files
+from mesp.source_model import copied_files, safetensors
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON, SWIFT = ROOT / "exporter" / "mesp", ROOT / "ios" / "MeSPTrainer"
@@ -274,13 +274,13 @@ def write_adapter_fields() -> str:
 
 def write_bundle_constants() -> str:
     """Returns the Swift constants that the exporter and the app share."""
-    lines = write_header("exporter/mesp")
+    lines = [*write_header("exporter/mesp"), "import MeSPFiles", ""]
     lines += ["extension Manifest {", "    /// The bundle format this build reads."]
     lines += [f"    package static let format = {manifest.FORMAT}", ""]
     lines += [
         "    /// The maximum size of a manifest in bytes. Decoding takes some 16 times as much."
     ]
-    lines += [f"    package static let largestSize = {write_whole(files.SIZE)}", "}", ""]
+    lines += ["    package static let largestSize = Bounds.jsonBytes", "}", ""]
     lines += ["extension AllowedPrimitives {"]
     lines += [
         "    /// The first MLX that writes and reads the layout of a bundle's files of functions."
@@ -292,6 +292,35 @@ def write_bundle_constants() -> str:
     lines += ["    /// The characters of a text that are tokenized at a time."]
     lines += [f"    package static let pieceSize = {write_whole(encoder.PIECE)}", "}", ""]
     return "\n".join(lines)
+
+
+def write_bounds() -> str:
+    """Returns the Swift bounds of files and numbers from others, which are the exporter's."""
+    least, most = mixers.NUMBERS
+    bounds = {
+        "The maximum size of a JSON file in bytes.": f"jsonBytes = {write_whole(files.SIZE)}",
+        "The maximum depth of a JSON value.": f"jsonLevels = {files.DEPTH}",
+        "The range of factors and other positive numbers.": (
+            f"numbers = {least.hex()}..<{most.hex()}"
+        ),
+        "The largest width of a layer.": f"width = {write_whole(mixers.WIDTH)}",
+        "The maximum size of the header of a weight file in bytes.": (
+            f"headerBytes = {write_whole(safetensors.HEADER)}"
+        ),
+        "The maximum number of files that are copied from a model.": (
+            f"copiedFiles = {copied_files.FILES}"
+        ),
+        "The maximum size of a copied licence in bytes.": (
+            f"termsBytes = {write_whole(copied_files.TERMS)}"
+        ),
+        "The maximum size of another copied file in bytes.": (
+            f"copiedBytes = {write_whole(copied_files.BYTES)}"
+        ),
+    }
+    lines = [*write_header("exporter/mesp"), "package enum Bounds {"]
+    for about, bound in bounds.items():
+        lines += [f"    /// {about}", f"    package static let {bound}"]
+    return "\n".join([*lines, "}", ""])
 
 
 # Fields of `Family` that the Swift importer does not use.
@@ -348,6 +377,7 @@ def write_plain_families() -> str:
 def write_all() -> dict[Path, str]:
     return {
         SWIFT / "Core" / "Run" / "RunSettings.swift": write_settings(),
+        SWIFT / "Files" / "Bounds.swift": write_bounds(),
         SWIFT / "Bundle" / "BundleConstants.swift": write_bundle_constants(),
         SWIFT / "Bundle" / "Functions" / "AllowedPrimitivesTable.swift": write_allowed_primitives(),
         SWIFT / "Adapters" / "AdapterFieldsTable.swift": write_adapter_fields(),

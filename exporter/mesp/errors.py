@@ -107,7 +107,8 @@ def plain_os_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL_DISK:
+        # NumPy's error for a file that cannot be written whole has no number.
+        if error.errno in FULL_DISK or " requested and " in str(error):
             raise MespError(f"{doing}: the disk is full; free some space and try again.") from error
         raise MespError(f"{doing}: {error.strerror or error}.") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import stat
 from contextlib import suppress
@@ -82,13 +83,13 @@ def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """Returns the value of a JSON text.
 
     Raises ValueError if the text is not valid JSON, is nested more than `DEPTH` deep, or has a
-    string that UTF-8 cannot encode. With `strict`, also raises UnclearError for the words NaN,
-    Infinity and -Infinity, and for repeated keys. Without `strict`, these words are allowed, and
-    the last value of a repeated key counts.
+    number that is too large for a float or a string that UTF-8 cannot encode. With `strict`, also
+    raises UnclearError for the words NaN, Infinity and -Infinity, and for repeated keys. Without
+    `strict`, these words are allowed, and the last value of a repeated key counts.
     """
-    hooks: dict[str, Any] = {}
+    hooks: dict[str, Any] = {"parse_float": _finite}
     if strict:
-        hooks = {"object_pairs_hook": _object, "parse_constant": _no_number}
+        hooks |= {"object_pairs_hook": _object, "parse_constant": _no_number}
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(text, **hooks)
@@ -96,6 +97,13 @@ def parse_json(text: str | bytes, strict: bool = False) -> Any:
         raise ValueError("it is nested too deep") from error
     _check(value, "\\u" in text)
     return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise UnclearError(f"has {text:.40}, which is too large a number; leave it out")
+    return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

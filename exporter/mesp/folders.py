@@ -68,6 +68,17 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
         raise
 
 
+def check_disk(folder: Path, size: int) -> None:
+    """Raises OSError unless the disk of `folder` has `size` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        # rounded so that the two numbers always differ
+        raise OSError(
+            f"it takes {-(-size // 10**6):,} MB, and its disk has {free // 10**6:,} MB free; free "
+            "some space, or name another place"
+        )
+
+
 def put_in_place(new: Path, path: Path) -> None:
     """Renames the folder `new` to `path`. A previous folder `path` that is not empty is renamed to
     `new`.

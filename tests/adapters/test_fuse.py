@@ -2,8 +2,10 @@
 
 import json
 import re
+import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import mlx.core as mx
@@ -15,7 +17,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
 from helpers.adapters import RANK, SCALE, write_adapters
-from helpers.commands import call, run
+from helpers.commands import call, refused, run
 from helpers.mlx_models import with_few_values
 from helpers.models import FAMILIES, random_tensors, text_of, write_model
 from mesp import reference
@@ -280,6 +282,37 @@ def test_bad_input_is_one_sentence_and_nothing_is_left(family, tmp_path, what):
     assert done.returncode == 2
     assert said in done.stderr and done.stderr.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"adapters", *(["fused"] * out.exists())}
+
+
+KINDS = {"quantized": (), "bfloat16": ("--bits", "bfloat16"), "gguf": ("--gguf",)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_is_one_sentence_wherever_it_is_full(kind: str, tmp_path: Path):
+    """A limit on the size of files simulates a full disk."""
+    bundle, adapters = with_adapters("qwen3", tmp_path)
+    before = {path.name for path in tmp_path.iterdir()}
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert fuse(bundle, adapters, tmp_path / "whole", *KINDS[kind]).returncode == 0
+    sizes = [path.stat().st_size for path in (tmp_path / "whole").iterdir()]
+    shutil.rmtree(tmp_path / "whole")
+    for limit in sorted({size // part for size in sizes for part in (1, 2, 9)} - {max(sizes)}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+        try:
+            done = fuse(bundle, adapters, tmp_path / "fused", *KINDS[kind])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert refused(done).endswith("the disk is full; free some space and try again."), limit
+        assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_disk_is_asked_first(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bundle, adapters = with_adapters("qwen3", tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5_000))
+    monkeypatch.setattr(mx, "save_safetensors", lambda *_, **__: pytest.fail("it is written"))
+    said = refused(fuse(bundle, adapters, tmp_path / "fused", *KINDS[kind]))
+    assert said.startswith(f"Cannot write {tmp_path / 'fused'}: it takes 1 MB, and its disk has 0")
 
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}

@@ -16,7 +16,10 @@ import pytest
 import mesp
 from helpers.paths import FAKE_ENGINE, ROOT
 from mesp.block_function import mlxfn
+from mesp.engine import build
 from mesp.engine.build import COUNTER, expected_version
+from mesp.engine.process import running
+from mesp.errors import MespError
 
 SWIFT = """#!/bin/sh
 echo "$MESP_HOST_MLX $*" >> "$FAKES/calls"
@@ -372,3 +375,31 @@ def test_a_program_of_somebody_else_is_not_run(
     _, said = found.communicate()
     assert found.returncode == 1 and said.startswith(f"{path} is another user's"), said
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "prints", ["printf '\\377\\n'", "yes", "yes | tr -d '\\n'", "exec sleep 999"]
+)
+def test_a_program_that_says_no_version_is_refused(
+    prints: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{prints}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("MESP_ENGINE", str(program))
+    monkeypatch.setattr(build, "VERSION_SECONDS", 1.0)
+    with pytest.raises(MespError) as caught:
+        build.find_engine()
+    assert f"MESP_ENGINE names {program}, which is not mesp-engine" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_what_is_no_record_is_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    program = tmp_path / "program"
+    lines = ["5", "[]", "null", "[" * 100_000, "\\377", '{"type": "end"}']
+    program.write_text("#!/bin/sh\n" + "".join(f"printf '{line}\\n'\n" for line in lines))
+    program.chmod(0o755)
+    with running([], {}, engine=program) as started:
+        assert list(started) == [{"type": "end"}]
+    started.check()
+    assert [record.message[:3] for record in caplog.records] == ["5", "[]", "nul", "[[[", "\ufffd"]

@@ -41,10 +41,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def without_privileges() -> None:
     """Removes root's capabilities to read, write and search anywhere (CAP_DAC_OVERRIDE and
-    CAP_DAC_READ_SEARCH) from the programs that this process executes next.
+    CAP_DAC_READ_SEARCH) and to raise limits (CAP_SYS_RESOURCE) from the programs that this process
+    executes next.
     """
     if os.geteuid() == 0:
-        for capability in (1, 2):
+        for capability in (1, 2, 24):
             ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 

@@ -63,13 +63,79 @@ def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path, cut: int):
     assert steps == ("4" if cut == 1 else "3"), "one byte less is a whole record without its end"
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path):
-    run = write_run(tmp_path / "runs" / "a")
+@pytest.mark.parametrize("what", ["line", "large", "first line", "pipe", "closed"])
+def test_a_bad_run_is_named_and_the_others_go_on(tmp_path: Path, what: str):
+    run = write_run(tmp_path / "runs" / "b")
+    write_run(tmp_path / "runs" / "c")
     log = run / "metrics.jsonl"
-    lines = log.read_text().splitlines()
-    log.write_text("\n".join([*lines[:3], lines[3][:20], *lines[4:]]) + "\n")
-    sentence = refused(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
-    assert sentence == f"Line 4 of {tmp_path / 'out' / 'a' / 'metrics.jsonl'} is not a log record."
+    if what == "line":
+        lines = log.read_text().splitlines()
+        log.write_text("\n".join([*lines[:3], lines[3][:20], *lines[4:]]) + "\n")
+    elif what in ("large", "first line"):
+        os.truncate(log, 0)
+        os.truncate(log, (300 if what == "large" else 200) << 20)
+    elif what == "pipe":
+        log.unlink()
+        os.mkfifo(log)
+    else:
+        (tmp_path / "out" / "b").mkdir(parents=True)
+        (tmp_path / "out" / "b" / "metrics.jsonl").mkdir()
+        (tmp_path / "out" / "b-2").touch()
+    done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    assert "c" in rows(done)
+    said = {
+        "line": f"Line 4 of {tmp_path / 'out' / 'b' / 'metrics.jsonl'} is not a log record.\n",
+        "large": f"{run} was left out: its log has more than 256 MiB.\n",
+        "pipe": f"{run} was left out: {log} is not a regular file.\n",
+    }
+    assert done.stderr == said.get(what, "")
+
+
+@pytest.mark.parametrize("name", [".a.partial", ".a.replaced", ".a", "..a", "."])
+def test_a_run_has_no_name_of_an_unfinished_folder(tmp_path: Path, name: str):
+    name = name if name.strip(".") else "..."
+    write_run(tmp_path / "runs" / "a")
+    write_run(tmp_path / "runs" / name, steps=2, seed=1)
+    for _ in range(2):
+        table = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+        assert sorted(columns[4] for columns in table.values()) == ["2", "4"]
+        assert not any(path.name.startswith(".") for path in (tmp_path / "out").iterdir())
+
+
+def test_a_name_may_be_as_long_as_a_name_can_be(tmp_path: Path):
+    for number, letter in enumerate("ö漢", 1):
+        name = letter * (255 // len(letter.encode()))
+        write_run(tmp_path / "runs" / name, steps=number)
+    write_run(tmp_path / "runs" / "b")
+    table = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+    assert {columns[4] for columns in table.values()} == {"1", "2", "4"}
+
+
+def test_modes_are_the_collectors_own(tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "a")
+    for path in (run / "adapters", *run.rglob("*")):
+        path.chmod(0o7777 if path.is_dir() else 0o6755)
+    before = os.umask(0o022)
+    try:
+        rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+    finally:
+        os.umask(before)
+    modes = {path.is_dir(): path.stat().st_mode & 0o7777 for path in (tmp_path / "out").rglob("*")}
+    assert modes == {True: 0o755, False: 0o644}
+
+
+def test_folders_in_folders_have_an_end(tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "b").mkdir()
+    for folder in (run / "adapters", tmp_path / "runs" / "b"):
+        for _ in range(1200):
+            folder = folder / "x"
+            os.mkdir(folder)
+    try:
+        done = collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    finally:  # pytest's own way to remove folders is recursive
+        subprocess.run(["rm", "-r", *tmp_path.iterdir()], check=True)
+    assert list(rows(done)) == ["a"] and "is not a folder of a run" in done.stderr
 
 
 def test_a_log_with_nothing_in_it_is_listed(tmp_path: Path):

@@ -11,6 +11,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mesp.bundle.reader import Bundle
+from mesp.files import create
+from mesp.folders import check_disk
 from mesp.models.families import FAMILIES
 
 # The model_type of a larger model's text part -> the model_type of that part when saved alone.
@@ -88,18 +90,25 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
-    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files."""
-    from mlx_lm.utils import make_shards
+    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files.
 
-    shards = make_shards(tensors)
+    Raises OSError if the files cannot be written, or the disk has less space than they take.
+    """
+    from mesp.dependencies import mlx_lm
+
+    size = sum(array.nbytes for array in tensors.values())
+    check_disk(folder, size)
+    shards = mlx_lm.utils.make_shards(tensors)
     files = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
-        mx.save_safetensors(str(folder / file), shard, metadata={"format": "mlx"})
+        # Python's file raises OSError where MLX's own raises RuntimeError.
+        with create(folder / file) as opened:
+            mx.save_safetensors(opened, shard, metadata={"format": "mlx"})
         files |= dict.fromkeys(shard, file)
     index = {
-        "metadata": {"total_size": sum(array.nbytes for array in tensors.values())},
+        "metadata": {"total_size": size},
         "weight_map": dict(sorted(files.items())),
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=4))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_map_with_path, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from mesp.adapters.checkpoint import config_of_text, make_checkpoint, save_checkpoint
 from mesp.bundle.model_card import write_card
@@ -29,12 +29,12 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 
     Returns: the quantization of each quantized new layer, by its path, as in mlx-lm's config.json.
     """
-    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
-    from mlx_lm.utils import dequantize_model
+    from mesp.dependencies import mlx_lm
 
+    lora = mlx_lm.tuner.lora
     fused, quantized = [], {}
     for path, layer in model.named_modules():
-        if not isinstance(layer, LoRALinear | LoRASwitchLinear):
+        if not isinstance(layer, lora.LoRALinear | lora.LoRASwitchLinear):
             continue
         linear = layer.fuse(dequantize=True)
         if bits != BFLOAT16:
@@ -45,7 +45,7 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
         fused.append((path, linear))
     model.update_modules(tree_unflatten(fused))
     if bits == BFLOAT16:
-        dequantize_model(model)
+        mlx_lm.utils.dequantize_model(model)
     # whether the array at `path` may be cast
     keeps = getattr(model, "cast_predicate", lambda path: True)
     model.update(
@@ -69,8 +69,6 @@ def save(
     of `write_card`. If the bundle has end tokens, they are written to generation_config.json. If
     nothing is quantized, both transformers and mlx-lm can read the tensors.
     """
-    from mlx_lm.utils import save_model
-
     config = bundle.config()
     config.pop("quantization_config", None)
     for key in ("torch_dtype", "dtype"):
@@ -79,11 +77,12 @@ def save(
     if quantized:
         config = for_mlx_lm(config, max(bundle.manifest.seq_lens))
         config["quantization"] |= quantized
-        save_model(folder, model)
+        tensors = dict(tree_flatten(model.parameters()))
     else:
         config.pop("quantization", None)
         config = config_of_text(config)
-        save_checkpoint(folder, make_checkpoint(model, bundle))
+        tensors = make_checkpoint(model, bundle)
+    save_checkpoint(folder, tensors)
     write_config(folder / "config.json", config)
     listed = (entry.path for entry in bundle.manifest.files)
     copy_files(bundle.path, files_to_copy(listed), folder)

@@ -14,6 +14,7 @@ from mesp.adapters.load import AdapterSum
 from mesp.bundle.manifest import ModelName
 from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
+from mesp.folders import check_disk
 from mesp.models.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def write_gguf(
         )
     gguf = _package()
     tensors = _tensors(adapters, arch)
+    check_disk(path.parent, sum(a.nbytes + b.nbytes for _, a, b, _ in tensors.values()))
     writer = gguf.GGUFWriter(path, _names(arch).architecture)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.tuner.lora import LoRALinear
 
 from mesp.adapters.load import dequantized
+from mesp.dependencies import mlx_lm
 
 
-class LoRALinearWithGains(LoRALinear):
+class LoRALinearWithGains(mlx_lm.tuner.lora.LoRALinear):
     """y = G ∘ (x Wᵀ) + scale · (x A) B + bias,   G [out]"""
 
     def __init__(

@@ -128,11 +128,14 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
 def _linear(
     modules: dict[str, nn.Module], path: str, a: mx.array, b: mx.array, folder: Path
 ) -> nn.Module:
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+    from mesp.dependencies import mlx_lm
 
     stacked, linear = a.ndim == 3, modules.get(path)
     inputs, outputs = (a.shape[2], b.shape[1]) if stacked else (a.shape[0], b.shape[1])
-    kinds = (SwitchLinear, QuantizedSwitchLinear) if stacked else (nn.Linear, nn.QuantizedLinear)
+    switch = mlx_lm.models.switch_layers
+    kinds = (nn.Linear, nn.QuantizedLinear)
+    if stacked:
+        kinds = switch.SwitchLinear, switch.QuantizedSwitchLinear
     if not isinstance(linear, kinds) or _shape(linear) != (*a.shape[:-2], outputs, inputs):
         raise MespError(
             f"The adapters in {folder} are of another model: this one has no {path} of "
@@ -332,16 +335,16 @@ def apply_adapters(model: nn.Module, adapters: AdapterSum) -> None:
     A linear layer becomes mlx-lm's `LoRALinear` or, with gains, `LoRALinearWithGains`. Stacked
     layers of experts become mlx-lm's `LoRASwitchLinear`.
     """
-    from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
-
     from mesp.adapters.layer_with_gains import LoRALinearWithGains
+    from mesp.dependencies import mlx_lm
 
     modules = dict(model.named_modules())
     layers = []
     for path, (a, b) in adapters.matrices.items():
         linear, gains = modules[path], adapters.gains.get(path)
         if gains is None:
-            kind = LoRASwitchLinear if a.ndim == 3 else LoRALinear
+            lora = mlx_lm.tuner.lora
+            kind = lora.LoRASwitchLinear if a.ndim == 3 else lora.LoRALinear
             layer = kind.from_base(linear, r=adapters.rank, scale=adapters.scale)
             layer.lora_a, layer.lora_b = a, b
         else:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mesp.adapters.config import CONFIG
 from mesp.errors import MespError
+from mesp.settings.declaration import is_held
 
 MOST_WEIGHT = 10.0
 
@@ -39,7 +40,7 @@ def weigh(
             "give a weight for each folder."
         )
     for weight in given:
-        if not 0 <= weight <= MOST_WEIGHT:
+        if not 0 <= weight <= MOST_WEIGHT or not is_held(weight):
             raise MespError(f"--weights has {weight:g}; give numbers from 0 to {MOST_WEIGHT:g}.")
     for folder in folders:
         check_folder(folder)

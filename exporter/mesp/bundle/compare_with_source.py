@@ -113,12 +113,14 @@ def _bundled(bundle: Bundle, source: Source) -> nn.Module:
 
 def _own_model(bundle: Bundle, source: Source) -> nn.Module:
     """Returns the source's model as mlx-lm loads it, without running code from its folder."""
-    from mlx_lm.utils import load_model
+    from mesp.dependencies import mlx_lm
 
     assert source.folder is not None
     told = _for_mlx_lm(source.config, max(bundle.manifest.seq_lens))
     try:
-        model, _ = load_model(source.folder, lazy=True, model_config=told | {"model_file": None})
+        model, _ = mlx_lm.utils.load_model(
+            source.folder, lazy=True, model_config=told | {"model_file": None}
+        )
     except Exception as error:  # mlx-lm raises various errors for unknown models
         raise MespError(
             f"The installed mlx-lm cannot load {source.name}, so there is nothing to compare "

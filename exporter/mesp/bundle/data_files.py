@@ -15,7 +15,7 @@ from mesp.bundle.manifest import DataSplit, Manifest, damaged, describe_files, r
 from mesp.data.examples import Split
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
-from mesp.folders import locked
+from mesp.folders import check_disk, locked
 
 # A bundle's data lies in one of these two folders; new data is written to the other one.
 FOLDERS = ("data", "data.2")
@@ -36,6 +36,7 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
     if splits:
         remove_link(bundle / folder)
         (bundle / folder).mkdir(exist_ok=True)
+        check_disk(bundle, sum(4 * len(split.tokens) for split in splits.values()))
 
     def write(file: str, array: np.ndarray | None) -> str | None:
         if array is None:

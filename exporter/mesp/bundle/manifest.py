@@ -315,7 +315,7 @@ class Manifest:
         }
 
     def write(self, folder: Path) -> None:
-        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
         with create(folder / "manifest.json") as file:
             file.write(f"{text}\n".encode())
 

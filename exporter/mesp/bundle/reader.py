@@ -24,7 +24,7 @@ from mesp.bundle.manifest import (
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import for_mlx_lm
+from mesp.models.config_json import _plain, for_mlx_lm
 from mesp.models.families import FAMILIES
 from mesp.models.layout import (
     DTYPE_OF,
@@ -208,12 +208,12 @@ class Bundle:
         Raises MespError if mlx-lm does not have the model's family or computes the model
         differently, or if config.json describes another model.
         """
-        from mlx_lm.utils import _get_classes
+        from mesp.dependencies import mlx_lm
 
         arch = self.architecture
         config = for_mlx_lm(self.config(), max(self.manifest.seq_lens))
         try:
-            model_class, arguments = _get_classes(config)
+            model_class, arguments = mlx_lm.utils._get_classes(config)
         except ValueError as error:
             raise MespError(
                 f"The installed mlx-lm cannot run {arch.model_type} models; use the adapters in "
@@ -290,7 +290,7 @@ class Bundle:
         if not any(entry.path == "config.json" for entry in self.manifest.files):
             raise damaged(self.path)
         try:
-            config = read_object(self.path / "config.json")
+            config: dict[str, Any] = _plain(read_object(self.path / "config.json"))
         except (OSError, ValueError) as error:
             raise self._other_model() from error
         text = config.get("text_config", {})

@@ -13,9 +13,8 @@ from mesp.bundle.function_files import write_functions
 from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, Table, describe_files
 from mesp.bundle.reader import Bundle, block_file
 from mesp.bundle.weight_files import write_weights
-from mesp.bundle.writer import check_disk
 from mesp.errors import MespError, plain_os_errors
-from mesp.folders import locked, new_folder
+from mesp.folders import check_disk, locked, new_folder
 from mesp.models.config_json import check_lengths
 from mesp.progress import ProgressCallback, Task
 from mesp.source_model.copied_files import configs_naming_code, copy_files, files_to_copy
@@ -46,7 +45,8 @@ def rewrite_bundle(
         layouts = bundle.layouts_in(options.dtype)
         changed = [file for file in old if layouts[file] != old[file]]
         total = sum(layouts[file].words * 4 for file in changed)
-        check_disk(options.out, folder, total)
+        has_links = source.stat().st_dev == folder.stat().st_dev
+        check_disk(folder, sum(layouts[file].words * 4 for file in (changed if has_links else old)))
         writing = Task(progress, f"Writing {options.out.name}", total or None)
 
         (folder / "blocks").mkdir()

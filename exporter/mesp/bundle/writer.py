@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from mesp.data.examples import Split
 from mesp.data.load import load, load_additional, make_random_data
 from mesp.data.tokenizer import load_checked_tokenizer, load_tokenizer, write_tokenizer
 from mesp.errors import MespError, plain_os_errors
-from mesp.folders import new_folder
+from mesp.folders import check_disk, new_folder
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_lengths, complete
 from mesp.models.families import FAMILIES
@@ -67,7 +66,7 @@ def write_bundle(
         plain_os_errors(f"Cannot write {options.out}"),
         new_folder(options.out.resolve(), options.overwrite) as folder,
     ):
-        check_disk(options.out, folder, total)
+        check_disk(folder, total)
         Task(progress, "Tokenizing")
         tokenizer = load_checked_tokenizer(source.folder, source.name) if source.folder else None
         splits = tokenize(source, weights, arch, options, tokenizer)
@@ -116,16 +115,6 @@ def write_model(
             name: Table(PER_LAYER[name], layouts[PER_LAYER[name]]) for name in arch.per_layer_shapes
         },
     )
-
-
-def check_disk(out: Path, folder: Path, size: int) -> None:
-    """Raises MespError unless the disk of `folder` has `size` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise MespError(
-            f"Cannot write {out}: it takes {size / 1e6:,.0f} MB, and its disk has "
-            f"{free / 1e6:,.0f} MB free; free some space or name another --out."
-        )
 
 
 def tokenize(

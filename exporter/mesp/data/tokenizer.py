@@ -71,7 +71,7 @@ def load_tokenizer(
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from mlx_lm import tokenizer_utils
+    from mesp.dependencies import mlx_lm
 
     failed = f"The tokenizer in {folder} cannot be loaded"
     root = root_of(folder)
@@ -89,7 +89,7 @@ def load_tokenizer(
         options = {"local_files_only": True, "trust_remote_code": False}
         try:
             options["config"] = _kind_of_model(folder)
-            tokenizer = tokenizer_utils.load(folder, options, _ends_of_model(folder))
+            tokenizer = mlx_lm.tokenizer_utils.load(folder, options, _ends_of_model(folder))
         except Exception as error:
             if "trust_remote_code" in str(error) or "auto_map" in config:
                 raise MespError(

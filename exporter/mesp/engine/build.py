@@ -11,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +33,8 @@ SOURCES = Path(__file__).with_name("sources")
 CARRIED = Path(__file__).with_name("programs")
 # The path from CARRIED to the installed `mlx` package, in the dynamic loader's notation.
 MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
+
+VERSION_SECONDS = 60.0  # the time that a program has to print its version
 
 
 class Program(NamedTuple):
@@ -158,17 +161,27 @@ def expected_version(program: Program = ENGINE) -> str:
 
 
 def version_of(program: Path) -> str:
-    """Returns the last line that `PROGRAM --version` prints, on standard output or error.
+    """Returns the last line that `PROGRAM --version` prints, of at most 200 characters.
 
-    If the program cannot be started, returns the system's reason.
+    If the program cannot be started, returns the system's reason. A program that prints much or
+    does not end is killed.
     """
     try:
-        done = subprocess.run(
-            [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        with subprocess.Popen(
+            [program, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
+            timer = threading.Timer(VERSION_SECONDS, process.kill)
+            timer.start()
+            assert process.stdout is not None
+            said = process.stdout.read(1 << 16).decode(errors="replace")
+            timer.cancel()
+            process.kill()
     except OSError as error:
         return str(error.strerror)
-    return ((done.stdout or done.stderr).strip().splitlines() or [""])[-1]
+    return (said.strip().splitlines() or [""])[-1][:200]
 
 
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:

@@ -20,6 +20,7 @@ from mesp.errors import EngineError, MespError, plain_os_errors
 from mesp.settings.declaration import is_held
 
 log = logging.getLogger(__name__)
+LINE = 1 << 26  # the maximum length of a record
 Settings = Mapping[str, Any]
 Record = dict[str, Any]
 
@@ -33,14 +34,18 @@ class Engine:
         self.is_waiting = False
 
     def __iter__(self) -> Iterator[Record]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        stdout = self.process.stdout
+        assert stdout is not None
+        for line in iter(lambda: stdout.readline(LINE), ""):
             try:
-                self.last = json.loads(line)
-            except ValueError:
-                log.warning("%s", line.rstrip("\n"))
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if not isinstance(record, dict):
+                log.warning("%.1000s", line.rstrip("\n"))
                 continue
-            yield self.last
+            self.last = record
+            yield record
 
     def ask(self, request: Any) -> Record:
         """Returns the engine's answer to a request. Both are one line of JSON."""

@@ -10,6 +10,7 @@ from mesp.errors import MespError
 from mesp.models.config_json import check_numbers, complete, unsupported
 from mesp.models.families import ACTIVATIONS, EXPERTS, FAMILIES, VARIANTS, short
 from mesp.models.mixers import (
+    WIDTH,
     AttentionMixer,
     Mixer,
     Modules,
@@ -180,7 +181,10 @@ class Architecture:
         refuse_unsound(
             {
                 "model_type": self.model_type in FAMILIES,
-                "sizes": all(map(is_size, (self.hidden_size, self.vocab_size))),
+                "sizes": all(
+                    is_size(width) and width <= WIDTH
+                    for width in (self.hidden_size, self.vocab_size)
+                ),
                 "numbers": all(map(is_positive, numbers)),
                 "flags": type(self.tie_word_embeddings) is type(self.post_norms) is bool,
                 "per_layer": self.per_layer is None or self.post_norms,

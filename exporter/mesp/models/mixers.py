@@ -300,16 +300,22 @@ def projections_of(modules: Modules) -> Iterator[str]:
     return (name for _, computes in modules for name in computes)
 
 
+# The bounds of numbers: float32's smallest normal number, and less than 2⁶³.
+NUMBERS = (2.0**-126, 2.0**63)
+# The largest width of a layer.
+WIDTH = 1 << 20
+
+
 def is_size(value: Any) -> bool:
     """Returns whether a value is a valid count."""
     return type(value) is int and 0 < value < 1 << 31
 
 
 def is_positive(value: Any) -> bool:
-    """Returns whether a value is a number from 2⁻¹²⁶, float32's smallest normal number, to less
-    than 2⁶³.
-    """
-    return type(value) in (int, float) and 2**-126 <= value < 1 << 63
+    """Returns whether a value is a number within `NUMBERS`."""
+    if type(value) not in (int, float) or not NUMBERS[0] <= value < NUMBERS[1]:
+        return False
+    return float(value) < NUMBERS[1]  # an integer may round up to the bound
 
 
 def refuse_unsound(checks: dict[str, Any]) -> None:

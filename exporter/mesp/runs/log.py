@@ -10,6 +10,7 @@ import io
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -300,5 +301,12 @@ def _records(path: Path, data: bytes) -> Iterator[Record]:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Returns the sorted folders at or below `root` that contain a log."""
-    return sorted(path.parent for path in root.rglob(LOG_NAME))
+    """Returns the sorted folders at or below `root` that contain a log. Follows no links."""
+    folders, found = [root], []
+    for folder in folders:  # grows
+        with suppress(OSError):  # for example a path that is too long
+            entries = list(os.scandir(folder))
+            found += [folder for each in entries if each.name == LOG_NAME]
+            inner = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+            folders += [folder / name for name in inner]
+    return sorted(found)

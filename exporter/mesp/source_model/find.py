@@ -100,6 +100,8 @@ def _local_source(folder: Path) -> Source:
     except (OSError, ValueError) as error:
         raise MespError(f"{folder / 'config.json'} cannot be read as a JSON object.") from error
     name = folder.resolve().name
+    if not name.isprintable():
+        raise MespError(f"{folder} has characters in its name that cannot be shown; rename it.")
     return Source(name, name, config, folder, license=License.of_card(folder / "README.md"))
 
 

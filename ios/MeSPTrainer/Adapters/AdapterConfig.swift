@@ -67,8 +67,11 @@ struct AdapterConfig {
     /// - Throws: `MeSPError` if the file is missing, invalid or not supported. Its message continues “Cannot load the adapters in …: ”.
     init(_ folder: URL, of architecture: Architecture) throws {
         let file = AdapterFormat.configFile
-        guard let json = regularFile(folder.appendingPathComponent(file), followsLinks: true) else {
-            throw MeSPError("it has no \(file)")
+        let url = folder.appendingPathComponent(file)
+        guard let json = shortFile(url, longest: Bounds.jsonBytes, followsLinks: true) else {
+            throw FileManager.default.fileExists(atPath: url.path)
+                ? MeSPError("its \(file) is not a regular file of at most \(Bounds.jsonBytes >> 20) MiB")
+                : MeSPError("it has no \(file)")
         }
         var config = [String: JSONValue]()
         do {

@@ -38,7 +38,7 @@ extension DocumentsFolder {
         let partial = importFolder()
         defer { try? FileManager.default.removeItem(at: partial) }
         do {
-            try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
+            try makeNewFolder(partial)
             applyPolicy(partial, .bundle)
             for path in ["manifest.json"] + files.map(\.path) {
                 let copy = partial.appendingPathComponent(path)
@@ -128,7 +128,7 @@ extension DocumentsFolder {
     private func checkRoom(for size: Int, of name: String) throws {
         if let free = freeBytes(documents), free < size + Self.spareBytes {
             throw MeSPError(
-                "\(name) takes \(size.megabytes), and the phone has \(free.megabytes) free; make room for it first.")
+                "\(name) takes \(size.megabytes(.up)), and the phone has \(free.megabytes(.down)) free; make room for it first.")
         }
     }
 
@@ -197,7 +197,7 @@ extension DocumentsFolder {
         let needed = offer.size + (offer.isModel ? offer.bundleSize : 0) - Self.size(partial)
         if let free = freeBytes(documents), free < needed + Self.spareBytes {
             throw MeSPError(
-                "\(offer.repository) takes \(needed.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
+                "\(offer.repository) takes \(needed.megabytes(.up)) more, and the phone has \(free.megabytes(.down)) free; make room for it first."
             )
         }
         try make(partial, for: offer.repository)

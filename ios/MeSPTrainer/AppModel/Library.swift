@@ -1,6 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
+import MeSPFiles
 import MeSPSelfCheck
 import MeSPSentences
 import Observation
@@ -108,7 +109,7 @@ import Observation
         let copy = place.appendingPathComponent(url.lastPathComponent)
         do {
             try await Task.detached {
-                try FileManager.default.createDirectory(at: place, withIntermediateDirectories: true)
+                try makeNewFolder(place)
                 try FileManager.default.copyItem(at: url, to: copy)
             }.value
         } catch {

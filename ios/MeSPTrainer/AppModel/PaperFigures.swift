@@ -11,7 +11,7 @@ struct PaperFigures: Decodable {
 
     /// Returns the paper's peak memory in bytes, or nil if the paper has none for this model and sequence length.
     func peak(model: String, seqLen: Int) -> Int? {
-        peakMb[model]?["\(seqLen)"].map { Int($0 * 1e6) }
+        peakMb[model]?["\(seqLen)"].map { Int(whole: $0 * 1e6) }
     }
 
     func has(model: String) -> Bool { peakMb[model] != nil }

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPControl
 import MeSPCore
+import MeSPFiles
 import MeSPSentences
 
 /// The progress of a run.
@@ -23,10 +24,10 @@ public struct RunProgress: Sendable, Equatable {
     public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
     private static let unitsOfStep = 1000.0
     /// The total units of progress: `unitsOfStep` for each step.
-    public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
+    public var units: Int64 { Int64(whole: Double(steps) * Self.unitsOfStep) }
     /// The completed units of progress. The number of blocks in a step is not known in advance, so each further block adds less.
     public var unitsDone: Int64 {
-        min(units, Int64((Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
+        min(units, Int64(whole: (Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
     }
     /// The step as text, such as `Step 12 of 100`.
     public var stepWords: Sentence { "Step \(step) of \(steps)" }
@@ -35,7 +36,7 @@ public struct RunProgress: Sendable, Equatable {
     /// The remaining time as text, such as `14 min left`, or nil if it is unknown or no step is left.
     public var timeWords: Sentence? {
         guard let secondsLeft, step < steps else { return nil }
-        let minutes = Int((secondsLeft / 60).rounded(.up))
+        let minutes = Int(whole: (secondsLeft / 60).rounded(.up))
         return minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left"
     }
 

@@ -3,6 +3,7 @@ import MeSP
 import MeSPBundle
 import MeSPControl
 import MeSPCore
+import MeSPFiles
 import MeSPSentences
 import Observation
 
@@ -104,13 +105,13 @@ import Observation
         set {
             guard let newValue else { return }
             switch field {
-            case .steps: settings.steps = Int(newValue)
+            case .steps: settings.steps = Int(whole: newValue)
             case .learningRate: settings.learningRate = Float(newValue) == defaultRate ? nil : Float(newValue)
             case .limit: limit = newValue
-            case .batchSize: settings.batchSize = Int(newValue)
-            case .accumulation: settings.gradAccumulationSteps = Int(newValue)
+            case .batchSize: settings.batchSize = Int(whole: newValue)
+            case .accumulation: settings.gradAccumulationSteps = Int(whole: newValue)
             case .clipping: settings.maxGradNorm = Float(newValue)
-            case .warmup: settings.warmup = Int(newValue)
+            case .warmup: settings.warmup = Int(whole: newValue)
             }
         }
     }

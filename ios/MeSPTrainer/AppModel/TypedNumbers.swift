@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPFiles
 import MeSPSentences
 
 /// A number field of the form.
@@ -39,7 +40,7 @@ struct TypedNumber {
 
     /// Returns the number as text that `value(_:isWhole:locale:)` can parse: all digits of an integer, or four significant digits.
     static func text(_ value: Double, isWhole: Bool, locale: Locale = .current) -> String {
-        if isWhole { return "\(Int(value))" }
+        if isWhole { return "\(Int(whole: value))" }
         return String(format: "%.4g", value).replacingOccurrences(of: ".", with: locale.decimalSeparator ?? ".")
     }
 }

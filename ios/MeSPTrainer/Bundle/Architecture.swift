@@ -1,3 +1,5 @@
+import MeSPFiles
+
 /// A model's configuration, in one form for all model families. The exporter derives it from the model's `config.json`.
 ///
 /// A block consists of a mixer and an MLP. The outer `norm` is present only with `postNorms`:
@@ -121,9 +123,9 @@ extension Architecture {
     /// in products of sizes.
     package var isConsistent: Bool {
         let widths = [hiddenSize, vocabSize]
-        let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
-        return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...(1 << 20)).contains($0) }
-            && factors.allSatisfy { $0.isFinite && $0 > 0 } && mlps.allSatisfy(\.isConsistent)
+        let factors = [rmsNormEps, embeddingScale, finalLogitSoftcapping].compactMap { $0 }
+        return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...Bounds.width).contains($0) }
+            && factors.allSatisfy { Bounds.numbers.contains(Double($0)) } && mlps.allSatisfy(\.isConsistent)
             && mlpLayers.count == layers.count && mlpLayers.allSatisfy(mlps.indices.contains)
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
             && (hfModules ?? []).allSatisfy { layer in

@@ -117,7 +117,7 @@ extension Manifest {
         let begins = ["LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "TERMS_OF_USE", "GEMMA_TERMS"]
         let contains = ["_LICENSE", "_LICENCE", "_NOTICE", "_USE_POLICY", "_TERMS_OF_USE"]
         let suffix = URL(fileURLWithPath: name).pathExtension.lowercased()
-        guard !name.contains("/"), ["", "txt", "md", "pdf"].contains(suffix) else { return false }
+        guard !name.contains("/"), name.isPrintable, ["", "txt", "md", "pdf"].contains(suffix) else { return false }
         return begins.contains { name.uppercased().hasPrefix($0) }
             || contains.contains { name.uppercased().contains($0) }
     }

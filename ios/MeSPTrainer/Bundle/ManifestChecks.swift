@@ -27,6 +27,11 @@ extension Manifest {
                 Set($0.layers.map { [architecture.layers[$0], architecture.mlpLayers[$0]] }).count == 1
             })
         else { throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.") }
+        let shown = [name, model.id, model.revision, model.license, model.licenseName, model.licenseLink]
+        guard shown.compactMap({ $0 }).allSatisfy(\.isPrintable) else {
+            throw MeSPError(
+                "\(bundle): a name in the manifest has characters that cannot be shown; export the bundle again.")
+        }
         let ends = endTokens ?? []
         guard ends.allSatisfy({ (0..<architecture.vocabSize).contains($0) }), Set(ends).count == ends.count else {
             throw MeSPError("\(bundle): the manifest's end_tokens are not different tokens; export the bundle again.")

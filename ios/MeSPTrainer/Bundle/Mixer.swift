@@ -1,3 +1,5 @@
+import MeSPFiles
+
 /// The part of a block that combines tokens: projections of the normed input, a formula, and an output projection. The result is added to the block's
 /// input.
 package enum Mixer: Sendable, Equatable {
@@ -172,8 +174,8 @@ extension Mixer {
                 && areWidths([mixer.queryWidth * (mixer.outputGate ? 2 : 1), mixer.keyValueWidth])
                 && !(mixer.outputGate && mixer.headGate)
                 && mixer.numAttentionHeads % mixer.numKeyValueHeads == 0
-                && factors.allSatisfy { $0.isFinite && $0 > 0 }
-                && mixer.frequencies.allSatisfy { $0.isFinite && $0 >= 0 }
+                && factors.allSatisfy { Bounds.numbers.contains(Double($0)) }
+                && mixer.frequencies.allSatisfy { $0 == 0 || Bounds.numbers.contains(Double($0)) }
                 && mixer.frequencies.count * 2 <= mixer.headDim && (1...(1 << 30)).contains(mixer.slidingWindow ?? 1)
         case .gatedDeltaNet(let mixer):
             return areCounts([mixer.numKeyHeads, mixer.numValueHeads, mixer.keyHeadDim, mixer.valueHeadDim])

@@ -165,7 +165,7 @@ public struct HubDownload: Sendable {
         progress: @escaping @Sendable (_ bytes: Int) -> Void = { _ in }
     ) async throws {
         try attempt("written") {
-            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+            try makeFolder(folder)
             // A symbolic link could lead out of an existing folder.
             try removeFiles(in: folder) { $0 == .typeSymbolicLink }
         }
@@ -281,7 +281,7 @@ public struct HubDownload: Sendable {
             if damaged { throw MeSPError("\(file.path) of \(repository) is damaged: its SHA-256 differs.") }
             // The file may have been damaged in transit, so it is downloaded once more.
             damaged = true
-            _ = FileManager.default.createFile(atPath: partial.path, contents: nil)
+            try attempt("written") { close(try openNewFile(partial)) }
         }
         try attempt("written") {
             let file = try openRegularFile(partial, O_WRONLY)

@@ -18,9 +18,6 @@ struct FederationSettings: Decodable {
 
     init(contentsOf url: URL) throws { self = try readSettings(url) }
 
-    /// The maximum number of waits after a signal. Each wait takes 0.2 s.
-    private static let mostWaits = 150
-
     /// Takes part in a federation until a signal arrives or an error occurs. Prints one line of JSON for each event.
     func run() throws {
         guard let server = URL(string: superlink) else {
@@ -34,12 +31,7 @@ struct FederationSettings: Decodable {
             do {
                 try await node.run(report: tell) { question in
                     try await withCheckedThrowingContinuation { continuation in
-                        MLXWork.start("round") {
-                            outcome.isTraining = true
-                            let result = Result { try answer(question) }
-                            outcome.isTraining = false
-                            continuation.resume(with: result)
-                        }
+                        MLXWork.start("round") { continuation.resume(with: Result { try answer(question) }) }
                     }
                 }
                 outcome.end = .success(())
@@ -47,15 +39,10 @@ struct FederationSettings: Decodable {
                 outcome.end = .failure(error)
             }
         }
-        var waits = 0
-        // After a signal the loop waits for a running round without a limit. Other waits are limited, because Foundation's requests can hang on
-        // Linux.
-        while outcome.end == nil, waits < Self.mostWaits {
+        while outcome.end == nil {
             // On Linux, a semaphore's timeout would depend on the wall clock.
             usleep(200_000)
-            guard stopRequested != 0 else { continue }
-            task.cancel()
-            if !outcome.isTraining { waits += 1 }
+            if stopRequested != 0 { task.cancel() }
         }
         do { try outcome.end?.get() } catch is CancellationError {}
         try print("end", [String: String]())
@@ -64,7 +51,7 @@ struct FederationSettings: Decodable {
     private func answer(_ question: SuperNode.Question) throws -> FlowerRecords {
         let round = try FederatedRun(
             question, bundle: URL(fileURLWithPath: bundle), data: data.map { URL(fileURLWithPath: $0) },
-            memoryLimit: memoryLimitMb.map { Int($0 * 1e6) })
+            memoryLimit: memoryLimitMb.map { Int(whole: $0 * 1e6) })
         try Run.run(
             round.settings,
             atBlock: { _ in
@@ -105,16 +92,10 @@ struct FederationSettings: Decodable {
 private final class Outcome: @unchecked Sendable {
     private let lock = NSLock()
     private var lockedEnd: Result<Void, any Error>?
-    private var lockedIsTraining = false
 
     /// The result of the node; nil while it runs.
     var end: Result<Void, any Error>? {
         get { lock.withLock { lockedEnd } }
         set { lock.withLock { lockedEnd = newValue } }
-    }
-
-    var isTraining: Bool {
-        get { lock.withLock { lockedIsTraining } }
-        set { lock.withLock { lockedIsTraining = newValue } }
     }
 }

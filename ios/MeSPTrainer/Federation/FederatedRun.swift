@@ -140,7 +140,7 @@ package struct FederatedRun {
 
     private func writeStart() throws {
         let folder = URL(fileURLWithPath: settings.adapters ?? "")
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try makeFolder(folder)
         var tensors = [NewTensor]()
         for (name, array) in received {
             let numbers = try numbers(array, isRounded: isRounded)

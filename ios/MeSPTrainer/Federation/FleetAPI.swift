@@ -12,11 +12,13 @@ struct FleetAPI: Sendable {
 
     let server: URL
     let key: NodeKey
-    let transport: HTTPTransport
+    let transport: any HTTPTransport
 
     /// An error after which the same call may succeed later: the network failed, or the server is slow or busy.
     struct Unreachable: Error {
         let sentence: Sentence
+        /// Whether the server has answered.
+        var hasAnswer = false
     }
 
     /// An error response of the server, with one of Flower's error codes.
@@ -55,23 +57,22 @@ struct FleetAPI: Sendable {
             "flwr-package-name": "flwr", "flwr-package-version": Self.version, "flwr-component-name": "SuperNode",
         ]
         #if canImport(FoundationNetworking)
-            // On Linux, Foundation uses a full CPU core after the server closes an idle connection.
-            request.setValue("close", forHTTPHeaderField: "connection")
+            request.setValue("close", forHTTPHeaderField: "connection")  // each call has a connection of its own
         #endif
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
         let (data, status): (Data, Int)
         do {
             (data, status) = try await transport.send(
                 request, most: name == "pull-object" ? Self.mostOfObject : Self.mostBytes, within: seconds)
-        } catch HTTPTransport.Failure.unreachable(let reason) {
+        } catch HTTPFailure.unreachable(let reason) {
             throw Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)")
-        } catch HTTPTransport.Failure.tooSlow {
+        } catch HTTPFailure.tooSlow {
             throw Unreachable(sentence: "\(server.absoluteString) takes too long to answer.")
-        } catch HTTPTransport.Failure.tooLong {
+        } catch HTTPFailure.tooLong {
             throw MeSPError(
                 "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower has; ask its operator."
             )
-        } catch HTTPTransport.Failure.unsaidLength {
+        } catch HTTPFailure.unsaidLength {
             throw MeSPError(
                 "\(server.absoluteString) answers \(name) compressed or without a length, which no SuperLink of Flower does; ask its operator."
             )
@@ -83,7 +84,7 @@ struct FleetAPI: Sendable {
                 "The SuperLink does not know this node's key, or the clocks differ by more than five seconds; have the key registered with flwr supernode register, and set the clock."
             )
         case 429, 500, 502, 503, 504:
-            throw Unreachable(sentence: "\(server.absoluteString) is busy (\(status)).")
+            throw Unreachable(sentence: "\(server.absoluteString) is busy (\(status)).", hasAnswer: true)
         default:
             if let refusal = try? JSONDecoder().decode(Refusal.self, from: data) { throw refusal }
             throw MeSPError(

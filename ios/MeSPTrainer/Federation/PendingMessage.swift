@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 import MeSPSentences
 
 /// The files of a received message and its answer.
@@ -23,7 +24,7 @@ struct PendingMessage {
     var workFolder: URL {
         get throws {
             let work = folder.appendingPathComponent("work")
-            try FileManager.default.createDirectory(at: work, withIntermediateDirectories: true)
+            try makeFolder(work)
             return work
         }
     }
@@ -84,7 +85,7 @@ struct PendingMessage {
 
     func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
-        try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
+        try makeFolder(objects)
         try writeDurably(content, to: objects.appendingPathComponent(id))
     }
 

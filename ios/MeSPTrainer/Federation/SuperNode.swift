@@ -60,6 +60,8 @@ package struct SuperNode: Sendable {
         var poll = 3.0
         /// The time for which a node retries to activate its key. The server refuses a key for some time if its node ended without deactivation.
         var lease = 75.0
+        /// The time after which a failed call is repeated. It doubles with each failure, up to 60 times this time.
+        var retry = 1.0
     }
 
     /// - Parameters:
@@ -71,13 +73,25 @@ package struct SuperNode: Sendable {
     package init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
+        #if canImport(FoundationNetworking)
+            let transport = CurlTransport()
+        #else
+            let transport = URLSessionTransport(configuration: configuration)
+        #endif
         try self.init(
-            server: server, folder: folder, mostBytes: mostBytes, configuration: configuration, seconds: Seconds())
+            server: server, folder: folder, mostBytes: mostBytes, transport: transport, seconds: Seconds())
     }
 
     init(
-        server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral,
-        seconds: Seconds
+        server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration, seconds: Seconds
+    ) throws {
+        try self.init(
+            server: server, folder: folder, mostBytes: mostBytes,
+            transport: URLSessionTransport(configuration: configuration), seconds: seconds)
+    }
+
+    private init(
+        server: URL, folder: URL, mostBytes: Int, transport: any HTTPTransport, seconds: Seconds
     ) throws {
         guard ["http", "https"].contains(server.scheme), let host = server.host, !host.isEmpty else {
             throw MeSPError(
@@ -89,13 +103,13 @@ package struct SuperNode: Sendable {
             )
         }
         do {
-            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+            try makeFolder(folder)
         } catch {
-            throw MeSPError("\(folder.path) cannot be made (\(error.localizedDescription)).")
+            throw MeSPError("\(folder.path) cannot be made (\(error.plainSentence)).")
         }
         let key = try NodeKey(file: folder.appendingPathComponent("node.key"))
         try Data(key.openSSH.utf8).write(to: folder.appendingPathComponent("node.pub"), options: .atomic)
-        api = FleetAPI(server: server, key: key, transport: HTTPTransport(configuration: configuration))
+        api = FleetAPI(server: server, key: key, transport: transport)
         (self.folder, self.mostBytes, self.seconds) = (folder, mostBytes, seconds)
     }
 
@@ -122,8 +136,7 @@ package struct SuperNode: Sendable {
             }
         } catch {
             // The current task may be cancelled, so a new task makes the call.
-            let last = FleetAPI(server: api.server, key: api.key, transport: api.transport.another())
-            await Task { _ = try? await last.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
+            await Task { _ = try? await api.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
             throw error
         }
     }
@@ -193,19 +206,28 @@ package struct SuperNode: Sendable {
         }
     }
 
-    /// Calls `body` and returns its result. Repeats the call at growing intervals while the server is unreachable.
+    /// The number of failing answers in a row after which the node ends.
+    private static let mostFailures = 10
+
+    /// Calls `body` and returns its result. Repeats the call at growing intervals while the server is unreachable, or fails.
     @discardableResult
     func persistently<R>(_ report: (Event) -> Void, _ body: () async throws -> R) async throws -> R {
-        var pause = 1.0
+        var (pause, failures) = (seconds.retry, 0)
         while true {
             do {
                 let result = try await body()
-                if pause > 1 { report(.reached) }
+                if pause > seconds.retry { report(.reached) }
                 return result
             } catch let failure as FleetAPI.Unreachable {
+                failures = failure.hasAnswer ? failures + 1 : 0
+                guard failures < Self.mostFailures else {
+                    throw MeSPError(
+                        "\(failure.sentence), \(failures) times in a row; ask its operator, and join again later."
+                    )
+                }
                 report(.waiting(failure.sentence))
                 try await Task.sleep(for: .seconds(pause))
-                pause = min(2 * pause, 60)
+                pause = min(2 * pause, 60 * seconds.retry)
             }
         }
     }

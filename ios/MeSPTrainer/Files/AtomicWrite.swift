@@ -53,8 +53,7 @@ package func writeWhole(
     defer { for (url, _) in files { try? FileManager.default.removeItem(at: partial(url)) } }
     for (url, write) in files {
         let file = FileHandle(
-            fileDescriptor: try openRegularFile(partial(url), O_WRONLY | O_CREAT | O_TRUNC, mode: mode),
-            closeOnDealloc: true)
+            fileDescriptor: try openNewFile(partial(url), mode: mode), closeOnDealloc: true)
         if !isInBackup { Backups.leaveOut(partial(url)) }
         try write(file)
         guard synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }

@@ -8,15 +8,19 @@ package final class FolderLock: Sendable {
 
     /// Takes the lock. Creates the folder if necessary.
     ///
-    /// - Throws: `MeSPError` if the folder is locked or cannot be created, or the file `.lock` cannot be opened.
+    /// - Throws: `MeSPError` if the folder is locked, is a symbolic link or cannot be created, or the file `.lock` cannot be opened.
     package init(_ folder: URL) throws {
-        do {
-            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        } catch {
+        do { try makeFolder(folder) } catch {
             throw MeSPError("Cannot make the folder \(folder.path): \(error.plainSentence).")
         }
         let url = folder.appendingPathComponent(".lock")
         file = try writing(url) { try openRegularFile(url, O_RDWR | O_CREAT) }
+        var status = stat()
+        // Writing to a file that has another name too would change a file elsewhere.
+        guard fstat(file, &status) == 0, status.st_nlink <= 1 else {
+            close(file)
+            throw MeSPError("\(url.path) is another file's name too; remove it.")
+        }
         guard flock(file, LOCK_EX | LOCK_NB) == 0 else {
             let holder = (try? String(contentsOf: url, encoding: .utf8)) ?? ""
             close(file)

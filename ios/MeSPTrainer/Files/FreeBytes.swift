@@ -15,5 +15,11 @@ extension URL {
 
 extension Int {
     /// The number of bytes as text in MB.
-    package var megabytes: String { "\((Double(self) / 1e6).formatted(.number.precision(.fractionLength(0)))) MB" }
+    package var megabytes: String { megabytes(.toNearestOrEven) }
+
+    /// Returns the number of bytes as text in MB. Less than 10 MB have a decimal.
+    package func megabytes(_ rule: FloatingPointRoundingRule) -> String {
+        let (number, digits) = (Double(self) / 1e6, self < 10_000_000 && rule != .toNearestOrEven ? 1 : 0)
+        return "\(number.formatted(.number.precision(.fractionLength(digits)).rounded(rule: rule))) MB"
+    }
 }

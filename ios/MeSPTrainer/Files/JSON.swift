@@ -32,7 +32,7 @@ package struct JoinedObject: Encodable {
 
 /// Reads a settings file in JSON with keys in snake case.
 package func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
-    guard let json = try? Data(contentsOf: url) else {
+    guard let json = shortFile(url, longest: Bounds.jsonBytes, followsLinks: true) else {
         throw MeSPError("Cannot read the settings file \(url.path).")
     }
     do {

@@ -3,7 +3,8 @@ import Foundation
 extension JSONValue {
     /// Reads JSON. Numbers without a fraction or an exponent become integers if they fit an `Int`.
     ///
-    /// - Throws: an error if the JSON is not valid, repeats a key in an object, has half a surrogate pair, or has more than 100 levels.
+    /// - Throws: an error if the JSON is not valid, repeats a key in an object, has half a surrogate pair or a number that `Double` cannot hold, or has more
+    /// than `Bounds.jsonLevels` levels.
     package init(json: some Sequence<UInt8>) throws {
         var reader = Reader(bytes: Array(json))
         self = try reader.value(level: 0)
@@ -67,7 +68,7 @@ extension JSONValue {
         }
 
         mutating func value(level: Int) throws -> JSONValue {
-            guard level < 100 else { throw Invalid() }
+            guard level < Bounds.jsonLevels else { throw Invalid() }
             passSpace()
             if next == UInt8(ascii: "\"") { return .string(try string()) }
             if take("{") { return .object(try object(level: level + 1)) }
@@ -130,7 +131,7 @@ extension JSONValue {
             }
             let text = String(decoding: bytes[start..<place], as: UTF8.self)
             if isWhole, let number = Int(text) { return .integer(number) }
-            guard let number = Double(text) else { throw Invalid() }
+            guard let number = Double(text), number.isFinite else { throw Invalid() }
             return .number(number)
         }
 

@@ -34,11 +34,34 @@ package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
     return mapped(file)
 }
 
+/// Returns the contents of a regular file of at most `longest` bytes; nil if it cannot be opened or is longer.
+package func shortFile(_ url: URL, longest: Int, followsLinks: Bool = false) -> Data? {
+    guard let opened = try? openRegularFile(url, O_RDONLY, followsLinks: followsLinks) else { return nil }
+    let data = try? FileHandle(fileDescriptor: opened, closeOnDealloc: true).read(upToCount: longest + 1) ?? Data()
+    return data.flatMap { $0.count <= longest ? $0 : nil }
+}
+
+/// Creates a file for writing, after removing a file or a link at `url`.
+///
+/// - Returns: the file descriptor.
+package func openNewFile(_ url: URL, mode: mode_t = 0o644) throws -> Int32 {
+    unlink(url.path)
+    return try openRegularFile(url, O_WRONLY | O_CREAT | O_EXCL, mode: mode)
+}
+
 /// Creates a folder if necessary. Refuses a symbolic link at `url`.
 package func makeFolder(_ url: URL) throws {
+    try FileManager.default.createDirectory(at: url.deletingLastPathComponent(), withIntermediateDirectories: true)
+    guard mkdir(url.path, 0o777) == 0 || errno == EEXIST else { throw MeSPError("\(lastError())") }
     var status = stat()
-    if lstat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFLNK { throw MeSPError("it is a symbolic link") }
-    try FileManager.default.createDirectory(at: url, withIntermediateDirectories: true)
+    guard lstat(url.path, &status) == 0 else { throw MeSPError("\(lastError())") }
+    guard status.st_mode & S_IFMT != S_IFLNK else { throw MeSPError("it is a symbolic link") }
+    guard status.st_mode & S_IFMT == S_IFDIR else { throw MeSPError("it is not a folder") }
+}
+
+/// Creates a folder that does not exist yet.
+package func makeNewFolder(_ url: URL) throws {
+    guard mkdir(url.path, 0o777) == 0 else { throw MeSPError("\(lastError())") }
 }
 
 /// Returns the size of an open file in bytes, and its modification time as the duration since 1970; nil if the system reports an error.

@@ -128,6 +128,6 @@ extension ConfigJSON {
     var longest: Int? {
         let scaling = self["rope_scaling"].object ?? [:]
         let isLimited = scaling["llama_4_scaling_beta"]?.isTruthy == true || RoPEScaling.type(of: scaling) == "longrope"
-        return isLimited ? scaling["original_max_position_embeddings"]?.double.map { Int(min($0, 1e6)) } : nil
+        return isLimited ? scaling["original_max_position_embeddings"]?.double.map { Int(whole: min($0, 1e6)) } : nil
     }
 }

@@ -19,53 +19,52 @@ extension ModelImport {
     /// Writes the bundle.
     ///
     /// The hidden folder `.importing-NAME` beside `bundle` holds the incomplete bundle. At the end it is renamed to `bundle`. If a call ends early,
-    /// the next call with the same model and options keeps the complete files.
+    /// the next call with the same model and options keeps the weight files that equal what it would write.
     ///
     /// - Parameters:
     ///   - bundle: the folder, which must not exist yet.
-    ///   - progress: receives the number of bytes written so far, and how many of them an earlier call has written. The closure may throw an error to
-    ///     stop.
+    ///   - progress: receives the number of bytes written or kept so far, and how many of them were kept. The closure may throw an error to stop.
     /// - Throws: `MeSPError` if the bundle cannot be written, or the model has changed; also the errors of `progress`.
     package func write(to bundle: URL, progress: (_ bytes: Int, _ kept: Int) throws -> Void = { _, _ in }) throws {
         guard !FileManager.default.fileExists(atPath: bundle.path) else {
             throw MeSPError("There is a bundle \(bundle.lastPathComponent) already; delete it first.")
         }
-        let parent = bundle.deletingLastPathComponent()
         let partial = Self.partial(of: bundle)
+        // Anybody may have put a link in the place of the folder.
+        if (try? FileManager.default.destinationOfSymbolicLink(atPath: partial.path)) != nil { unlink(partial.path) }
         let lock = try FolderLock(partial)
-        defer { withExtendedLifetime(lock) {} }
+        defer { withExtendedLifetime(lock) { Self.removeEmpty(partial) } }
         Backups.leaveOut(partial)
-        if hasWritten(partial) {  // the earlier call ended before the last rename
-            try progress(size, size)
-            return try described(bundle) { try finish(partial, bundle) }
-        }
-        let recordFile = partial.appendingPathComponent(Self.recordName)
-        var record = Record.read(recordFile, identity) ?? Record(identity: identity)
-        record.files = record.files.filter { Self.size(partial.appendingPathComponent($0.key)) == $0.value.size }
-        try described(bundle) { try Self.removeFiles(in: partial, but: Set(record.files.keys)) }
-        let kept = record.files.values.reduce(0) { $0 + $1.size }
-        if let free = parent.freeBytes, free < size - kept {
+        try described(bundle) { try makeFolder(partial.appendingPathComponent("blocks")) }
+        let sizes = Dictionary(manifest.weightFiles.map { ($0.file, 4 * $0.words) }) { size, _ in size }
+        let record = partial.appendingPathComponent(Self.recordName)
+        // An earlier call may have ended right before the last rename.
+        let isSame = shortFile(record, longest: Bounds.jsonBytes) == Data(identity.utf8) || hasWritten(partial)
+        let there = sizes.filter { isSame && Self.size(partial.appendingPathComponent($0.key)) == $0.value }
+        try described(bundle) { try Self.removeFiles(in: partial, but: Set(there.keys)) }
+        let most = there.values.reduce(0, +)
+        if let free = bundle.deletingLastPathComponent().freeBytes, free < size - most {
             throw MeSPError(
-                "\(bundle.lastPathComponent) takes \((size - kept).megabytes), and its disk has \(free.megabytes) free; make room for it first."
+                "\(bundle.lastPathComponent) takes \((size - most).megabytes(.up)), and its disk has \(free.megabytes(.down)) free; make room for it first."
             )
         }
-        try described(bundle) { try makeFolder(partial.appendingPathComponent("blocks")) }
-        var bytes = kept
-        try progress(bytes, kept)
-        for file in manifest.weightFiles where record.files[file.file] == nil {
+        try described(bundle) { try writeWhole(record) { try $0.write(contentsOf: Data(identity.utf8)) } }
+        var (bytes, kept, files) = (0, 0, [String: BundleFile]())
+        for file in manifest.weightFiles where files[file.file] == nil {
             try checkIsUnchanged()
-            let written = try described(bundle) {
+            let (entry, isKept) = try described(bundle) {
                 try write(file, into: partial) {
                     bytes += $0
                     try progress(bytes, kept)
                 }
             }
-            record.files[file.file] = written
-            try described(bundle) { try record.write(recordFile) }
+            files[file.file] = entry
+            if isKept { kept += entry.size }
         }
+        try progress(bytes, kept)
         try checkIsUnchanged()
         try described(bundle) {
-            let files = try Array(record.files.values) + writeOthers(into: partial)
+            let files = try Array(files.values) + writeOthers(into: partial)
             var entry = entry
             entry["source"] = .string(identity)
             entry["files"] = .array(files.sorted { $0.path < $1.path }.map(\.entry))
@@ -76,19 +75,23 @@ extension ModelImport {
         }
     }
 
+    /// The name of a file with the `identity` of the import that writes into the folder.
+    private static let recordName = ".source"
+
     /// Removes the import's own files, and renames the complete bundle.
     private func finish(_ partial: URL, _ bundle: URL) throws {
-        for name in [Self.recordName, ".lock"] {
-            let file = partial.appendingPathComponent(name)
-            if FileManager.default.fileExists(atPath: file.path) { try FileManager.default.removeItem(at: file) }
-        }
+        for name in [".lock", Self.recordName] { unlink(partial.appendingPathComponent(name).path) }
         for folder in [partial.appendingPathComponent("blocks"), partial] {
             guard synchronize(folder: folder) == 0 else { throw MeSPError("\(lastError())") }
         }
         try replace(bundle, with: partial)
     }
 
-    private static let recordName = "import.json"
+    private static func size(_ url: URL) -> Int? {
+        guard let file = try? openRegularFile(url, O_RDONLY) else { return nil }
+        defer { close(file) }
+        return status(of: file)?.size
+    }
 
     /// Returns whether the folder is a bundle made from this model with these options.
     package func hasWritten(_ bundle: URL) -> Bool {
@@ -160,37 +163,65 @@ extension ModelImport {
     /// The divisor of the logits. The import divides the weights of the last norm by this number, which has the same effect.
     private var divisor: Float { Float(entry["architecture"]?.object?["logits_scaling"]?.double ?? 1) }
 
+    /// Writes a weight file, unless the file is there already with the same contents.
+    ///
+    /// - Returns: the file, and whether an existing file was kept.
     private func write(
         _ file: Manifest.PackedFile, into folder: URL, progress: (Int) throws -> Void
-    ) throws -> BundleFile {
+    ) throws -> (BundleFile, isKept: Bool) {
+        let (url, size) = (folder.appendingPathComponent(file.file), 4 * file.words)
+        func described(_ hash: SHA256) -> BundleFile {
+            var hash = hash
+            return BundleFile(path: file.file, size: size, sha256: hexadecimal(hash.finalize()))
+        }
+        if Self.size(url) == size, let old = regularFile(url) {
+            struct Difference: Error {}
+            var (hash, place) = (SHA256(), 0)
+            do {
+                try pieces(of: file) { piece in
+                    guard old[place..<place + piece.count] == piece else { throw Difference() }
+                    hash.update(data: piece)
+                    place += piece.count
+                    try progress(0)
+                }
+                try progress(size)
+                return (described(hash), true)
+            } catch is Difference {}
+        }
         var hash = SHA256()
-        let url = folder.appendingPathComponent(file.file)
         try withoutActuallyEscaping(progress) { progress in
             try writeWhole(url, isInBackup: false) { handle in
-                var (buffer, place) = (Data(), 0)
-                func flush() throws {
-                    try handle.write(contentsOf: buffer)
-                    hash.update(data: buffer)
-                    place += buffer.count
-                    try progress(buffer.count)
-                    buffer.removeAll(keepingCapacity: true)
+                try pieces(of: file) { piece in
+                    try handle.write(contentsOf: piece)
+                    hash.update(data: piece)
+                    try progress(piece.count)
                 }
-                func append(_ bytes: some Collection<UInt8>) throws {
-                    buffer.append(contentsOf: bytes)
-                    if buffer.count >= 1 << 20 { try flush() }
-                }
-                func pad(to end: Int) throws { try append(repeatElement(0, count: end - place - buffer.count)) }
-                for each in try arrays(of: file) {
-                    try pad(to: 4 * each.array.offset)
-                    try each.tensor.read { bytes in
-                        try append(each.conversion.map { $0.convert(bytes) } ?? Array(bytes))
-                    }
-                }
-                try pad(to: 4 * file.words)
-                try flush()
             }
         }
-        return BundleFile(path: file.file, size: 4 * file.words, sha256: hexadecimal(hash.finalize()))
+        return (described(hash), false)
+    }
+
+    /// Calls `body` with the contents of a weight file, in pieces of about 1 MiB.
+    private func pieces(of file: Manifest.PackedFile, _ body: (Data) throws -> Void) throws {
+        var (buffer, place) = (Data(), 0)
+        func flush() throws {
+            try body(buffer)
+            place += buffer.count
+            buffer.removeAll(keepingCapacity: true)
+        }
+        func append(_ bytes: some Collection<UInt8>) throws {
+            buffer.append(contentsOf: bytes)
+            if buffer.count >= 1 << 20 { try flush() }
+        }
+        func pad(to end: Int) throws { try append(repeatElement(0, count: end - place - buffer.count)) }
+        for each in try arrays(of: file) {
+            try pad(to: 4 * each.array.offset)
+            try each.tensor.read { bytes in
+                try append(each.conversion.map { $0.convert(bytes) } ?? Array(bytes))
+            }
+        }
+        try pad(to: 4 * file.words)
+        try flush()
     }
 
     // MARK: - Other files
@@ -204,57 +235,19 @@ extension ModelImport {
         return try [write("config.json", Data(config.json.utf8))] + copied.map { try write($0, contents($0)) }
     }
 
-    /// Returns the contents of a file to copy. Configurations lose the keys that name Python code.
-    func contents(_ name: String) throws -> Data {
-        let (url, real) = (folder.appendingPathComponent(name), folder.resolvingSymlinksInPath())
-        let parent = real.deletingLastPathComponent()
-        // In the Hugging Face Hub's cache, a snapshot's files are links to files outside of the snapshot.
-        let root = parent.lastPathComponent == "snapshots" ? parent.deletingLastPathComponent() : real
-        guard url.resolvingSymlinksInPath().path.hasPrefix(root.path + "/") else {
-            throw MeSPError("\(url.path) is a link that leads out of its folder; put the file there.")
-        }
-        guard let data = regularFile(url, followsLinks: true) else {
-            throw MeSPError("\(url.path) is not a regular file; put one in its place.")
-        }
-        guard ["tokenizer_config.json", "generation_config.json"].contains(name) else { return data }
-        guard let value = try? readObject(url) else {
-            throw MeSPError("\(url.path) cannot be read as a JSON object.")
-        }
-        let clean = withoutCode(.object(value))
-        return clean == .object(value) ? data : Data(clean.json.utf8)
-    }
-
-    // MARK: - The record
-
-    /// The files that an import has written so far.
-    private struct Record: Codable {
-        let identity: String
-        var files = [String: BundleFile]()
-
-        static func read(_ url: URL, _ identity: String) -> Self? {
-            guard let data = regularFile(url), let record = try? JSONDecoder().decode(Self.self, from: data) else {
-                return nil
-            }
-            return record.identity == identity ? record : nil
-        }
-
-        func write(_ url: URL) throws {
-            let json = try JSONEncoder().encode(self)
-            try writeWhole(url) { try $0.write(contentsOf: json) }
-        }
-    }
-
-    private static func size(_ url: URL) -> Int? {
-        guard let file = try? openRegularFile(url, O_RDONLY) else { return nil }
-        defer { close(file) }
-        return status(of: file)?.size
-    }
-
-    /// Removes all files except the lock, the record and the files to keep.
+    /// Removes all files except the lock and the files to keep.
     private static func removeFiles(in folder: URL, but kept: Set<String>) throws {
         for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path)
-        where !kept.contains(path) && ![".lock", recordName, "blocks"].contains(path) {
+        where !kept.contains(path) && ![".lock", "blocks"].contains(path) {
             try? FileManager.default.removeItem(at: folder.appendingPathComponent(path))
         }
+    }
+
+    /// Removes a folder that holds only the import's lock.
+    private static func removeEmpty(_ folder: URL) {
+        rmdir(folder.appendingPathComponent("blocks").path)
+        guard (try? FileManager.default.contentsOfDirectory(atPath: folder.path)) == [".lock"] else { return }
+        unlink(folder.appendingPathComponent(".lock").path)
+        rmdir(folder.path)
     }
 }

@@ -84,7 +84,7 @@ struct ConfigJSON {
     func positive(_ key: String) throws -> Double { try positive(key, of: fields) }
 
     func positive(_ key: String, of fields: [String: JSONValue]) throws -> Double {
-        guard let number = try value(key, of: fields).double, number.isFinite, number > 0 else {
+        guard let number = try value(key, of: fields).double, Bounds.numbers.contains(number) else {
             throw unusable("\(key)")
         }
         return number

@@ -27,7 +27,7 @@ struct ModelCard {
         }
     }
 
-    /// Returns the YAML string in `rest`; nil if the value is of another type, or if the string is invalid, empty or has control characters.
+    /// Returns the YAML string in `rest`; nil if the value is of another type, or if the string is invalid, empty or not printable.
     private static func scalar(_ rest: Substring) -> String? {
         var text = rest.trimmingCharacters(in: .whitespaces)
         for quote in ["\"", "'"] where text.hasPrefix(quote) {
@@ -42,10 +42,9 @@ struct ModelCard {
         return isOther || isConstant || isNumber ? nil : isLine(text)
     }
 
-    /// Returns the text if it is not empty and has no control characters; otherwise nil.
+    /// Returns the text if it is not empty and printable; otherwise nil.
     private static func isLine(_ text: String) -> String? {
-        let isPrintable = text.unicodeScalars.allSatisfy { !CharacterSet.controlCharacters.contains($0) }
-        return !text.isEmpty && isPrintable ? text : nil
+        !text.isEmpty && text.isPrintable ? text : nil
     }
 
     func fields(id: String, revision: String?) -> [String: JSONValue] {

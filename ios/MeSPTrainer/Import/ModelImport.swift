@@ -43,17 +43,20 @@ package struct ModelImport: Sendable {
     package init(
         model: URL, id: String? = nil, revision: String? = nil, device: Backend? = nil, dtype: ElementType? = nil
     ) throws {
-        let file = model.appendingPathComponent("config.json")
-        guard FileManager.default.fileExists(atPath: file.path) else {
+        guard FileManager.default.fileExists(atPath: model.appendingPathComponent("config.json").path) else {
             throw MeSPError("\(model.path) is not a Hugging Face model: it has no config.json.")
         }
+        let file = try Self.place(of: "config.json", in: model)
         guard let fields = try? readObject(file) else {
             throw MeSPError("\(file.path) cannot be read as a JSON object.")
         }
         folder = model
         let root = model.resolvingSymlinksInPath()
         let id = id ?? root.lastPathComponent
-        let card = Self.text(model.appendingPathComponent("README.md")).map(ModelCard.init) ?? ModelCard()
+        guard id.isPrintable else {
+            throw MeSPError("\(model.path) has characters in its name that cannot be shown; rename it.")
+        }
+        let card = try Self.text(Self.place(of: "README.md", in: model)).map(ModelCard.init) ?? ModelCard()
         let names = try FileManager.default.contentsOfDirectory(atPath: model.path).sorted()
         try Self.checkTokenizer(names, id)
         let described = try Description(fields, id: id, source: model.path, device: device, dtype: dtype)
@@ -62,7 +65,8 @@ package struct ModelImport: Sendable {
         (family, entry, quantizations) = (described.config.family, made, described.quantizations)
         config = described.configToWrite(isTied: source.isTied)
         manifest = try Manifest.read(Data(JSONValue.object(entry).json.utf8), of: id)
-        copied = names.filter { PlainFamilies.tokenizerFiles.contains($0) || Manifest.isTerms($0) }
+        guard (try? JSONValue(json: config.json.utf8)) != nil else { throw unusable("numbers") }
+        copied = try Self.copied(names, from: model)
         var notices = [Sentence]()
         if source.hasFloat16Scales, manifest.dtype == .bfloat16 {
             notices.append("The model's scales are float16, and lose 3 bits of their mantissa in bfloat16.")
@@ -117,8 +121,7 @@ package struct ModelImport: Sendable {
     }
 
     private static func text(_ url: URL) -> String? {
-        guard let data = regularFile(url, followsLinks: true), data.count <= Manifest.largestSize else { return nil }
-        return String(data: Data(data), encoding: .utf8)
+        shortFile(url, longest: Bounds.jsonBytes, followsLinks: true).flatMap { String(data: $0, encoding: .utf8) }
     }
 
     private static func checkTokenizer(_ names: [String], _ model: String) throws {
@@ -140,7 +143,7 @@ package struct ModelImport: Sendable {
         init(_ fields: [String: JSONValue], id: String, source: String, device: Backend?, dtype: ElementType?) throws {
             name = id.split(separator: "/").last.map(String.init) ?? id
             config = try ConfigJSON(fields, of: name, source: source)
-            let most = config["max_position_embeddings"].double.flatMap { $0 >= 1 ? Int(min($0, 1e6)) : nil }
+            let most = config["max_position_embeddings"].double.flatMap { $0 >= 1 ? Int(whole: min($0, 1e6)) : nil }
             let limit = [most, config.longest].compactMap { $0 }.min() ?? .max
             let possible = ModelImport.lengths.filter { $0 <= limit }
             lengths = possible.isEmpty ? [min(limit, ModelImport.lengths[0])] : possible
@@ -174,6 +177,7 @@ package struct ModelImport: Sendable {
         /// Returns the manifest, without the list of copied files and without digests.
         func entry(isTied: Bool, _ model: [String: JSONValue]) throws -> [String: JSONValue] {
             let (described, architecture) = try architecture(isTied: isTied)
+            try checkNumbers(described)
             let layers = 0..<architecture.numHiddenLayers
             let layouts = try layers.map { try BundleLayout(architecture.block($0), $0, quantizations, dtype) }
             var groups = [[Int]]()

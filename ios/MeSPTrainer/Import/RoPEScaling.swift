@@ -103,7 +103,7 @@ enum RoPEScaling {
         guard share <= 1 else { throw unusable("partial_rotary_factor") }
         let turned = type == "proportional" ? Double(headDim) : Double(headDim) * share
         guard turned <= 4096 else { throw unusable("head_dim") }
-        let rotated = Int(turned)
+        let rotated = Int(whole: turned)
         let base = stride(from: 0, to: rotated, by: 2).map { pow(theta, -Double($0) / Double(rotated)) }
         func number(_ key: String) throws -> Double { try config.positive(key, of: scaling) }
 
@@ -114,7 +114,7 @@ enum RoPEScaling {
         case "proportional":
             // Only the first pairs are rotated.
             let factor = scaling["factor"] == nil ? 1 : try number("factor")
-            let turning = Int(share * Double(base.count))
+            let turning = Int(whole: share * Double(base.count))
             return (base.enumerated().map { $0 < turning ? $1 / factor : 0 }, 1)
         case "llama3":
             // Low frequencies are divided by `factor`. High frequencies stay unchanged. Frequencies in between are interpolated.

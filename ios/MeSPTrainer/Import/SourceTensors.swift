@@ -73,8 +73,6 @@ struct SourceTensors {
     /// Whether the head is the embedding.
     private(set) var isTied: Bool
 
-    /// The maximum size of a file's header, in bytes. It suffices for 30,000 tensors.
-    private static let longestHeader = 4 << 20
     private static let (embedding, head) = ("model.embed_tokens.", "lm_head.")
 
     /// Reads the headers of a model's files.
@@ -82,7 +80,9 @@ struct SourceTensors {
     /// - Parameter known: MeSP's names of the model's tensors, including a separate head.
     init(_ folder: URL, _ config: ConfigJSON, isTied: Bool, known: Set<String>) throws {
         (self.folder, self.isTied) = (folder, isTied)
-        for file in try Self.files(folder) { try add(file, config, known) }
+        for file in try Self.files(folder) {
+            try add(ModelImport.place(of: file.lastPathComponent, in: folder), config, known)
+        }
         try findHead()
         try checkTypes()
         let expected = self.isTied ? known.subtracting([Self.head + "weight"]) : known
@@ -164,7 +164,7 @@ struct SourceTensors {
             throw damaged
         }
         let length = first.withUnsafeBytes { UInt64(littleEndian: $0.loadUnaligned(as: UInt64.self)) }
-        guard length <= Self.longestHeader, Int(length) + 8 <= status.size,
+        guard length <= Bounds.headerBytes - 8, Int(length) + 8 <= status.size,
             let text = try? handle.read(upToCount: Int(length)), text.count == Int(length),
             let header = try? JSONValue(json: text), let entries = header.object
         else { throw damaged }
@@ -278,11 +278,11 @@ struct SourceTensors {
     private static func list(_ shape: [Int]) -> String { "[\(shape.map(String.init).joined(separator: ", "))]" }
 }
 
-/// Reads a JSON object from a file of at most `longest` bytes.
-func readObject(_ url: URL, longest: Int = Manifest.largestSize) throws -> [String: JSONValue] {
-    let file = FileHandle(fileDescriptor: try openRegularFile(url, O_RDONLY, followsLinks: true), closeOnDealloc: true)
-    var text = try file.read(upToCount: longest + 1) ?? Data()
-    guard text.count <= longest else { throw MeSPError("it has more than \(longest >> 20) MiB") }
+/// Returns the JSON object in a file.
+func readObject(_ url: URL) throws -> [String: JSONValue] {
+    guard var text = shortFile(url, longest: Bounds.jsonBytes, followsLinks: true) else {
+        throw MeSPError("it is not a regular file of at most \(Bounds.jsonBytes >> 20) MiB")
+    }
     if text.starts(with: [0xEF, 0xBB, 0xBF]) { text = text.dropFirst(3) }
     guard let object = try? JSONValue(json: text).object else { throw MeSPError("it is not a JSON object") }
     return object

@@ -459,7 +459,7 @@ extension TrainingUpdate {
         footprint = log.steps.last?.footprintBytes ?? memoryFootprint()
         peakFootprint = max(log.peakFootprintBytes, footprint)
         predictedPeak = log.prediction?.predictedPeakBytes
-        timeRemaining = log.secondsLeft(of: steps).map { .seconds($0) }
+        timeRemaining = log.secondsLeft(of: steps).map { .seconds(min($0, 1e9)) }
         if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
         // Other properties of the update, or the thrown error, report these events.
         let others = ["pause", "resume", "resumed", "error"]

@@ -3,6 +3,7 @@ import MLX
 import MeSPAdapters
 import MeSPBundle
 import MeSPCore
+import MeSPFiles
 import MeSPSentences
 
 extension CheckSuite {
@@ -271,7 +272,7 @@ extension CheckSuite {
         (run.optimizer, run.learningRate, run.output) = (.adamw8bit, 1e-3, "")
         let plan = try defaultPlan(run)
         let folder = Self.temporaryFolder.appendingPathComponent("resume.\(UUID().uuidString)")
-        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try makeNewFolder(folder)
         defer { try? FileManager.default.removeItem(at: folder) }
         func step(_ trainer: Trainer, _ number: Int) throws {
             _ = try trainer.step([SequenceLoss([example(shortest, number: number)])], number: number)

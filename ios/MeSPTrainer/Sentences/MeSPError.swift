@@ -29,6 +29,15 @@ extension Error {
             @unknown default: break
             }
         }
+        if let system = (self as NSError).underlyingSystemError { return "\(String(cString: strerror(system)))" }
         return "\(localizedDescription)"
+    }
+}
+
+extension NSError {
+    /// The number of the system's error that caused this one, if any. Foundation's own sentences for such errors may have no more than a number.
+    fileprivate var underlyingSystemError: Int32? {
+        if domain == NSPOSIXErrorDomain { return Int32(exactly: code) }
+        return (userInfo[NSUnderlyingErrorKey] as? NSError)?.underlyingSystemError
     }
 }

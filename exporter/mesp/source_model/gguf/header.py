@@ -19,6 +19,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize
 
 from mesp.errors import MespError
+from mesp.folders import check_disk
 from mesp.source_model.gguf.blocks import numbers
 
 VERSIONS = (2, 3)
@@ -104,16 +105,19 @@ def copy(
     """Copies the file. The tensors in `changed` are replaced by new ones of type `kind`.
 
     `changed` has a function for each of these tensors, from the old float32 numbers to the new
-    ones.
+    ones. Raises OSError if the file cannot be written, or the disk has less space than it takes.
     """
     block, size = GGML_QUANT_SIZES[kind]
+    counts = {
+        name: math.prod(tensor.shape) // block * size if name in changed else tensor.data.size
+        for name, tensor in file.tensors.items()
+    }
+    check_disk(path.parent, len(file.keys) + sum(counts.values()))
     with open(path, "xb") as out:
         out.write(file.keys)
         offset = 0
         for name, tensor in file.tensors.items():
-            number, count = tensor.number, tensor.data.size
-            if name in changed:
-                number, count = kind, math.prod(tensor.shape) // block * size
+            number, count = kind if name in changed else tensor.number, counts[name]
             text, dimensions = name.encode(), len(tensor.shape)
             out.write(struct.pack("<Q", len(text)) + text)
             out.write(struct.pack(f"<I{dimensions}Q", dimensions, *tensor.shape[::-1]))

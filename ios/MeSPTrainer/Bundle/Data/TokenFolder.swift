@@ -17,7 +17,7 @@ package enum TokenFolder {
         let partial = folder.deletingLastPathComponent().appendingPathComponent(".partial-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }
         do {
-            try FileManager.default.createDirectory(at: partial, withIntermediateDirectories: true)
+            try makeNewFolder(partial)
             var entries = [String: Manifest.Tokens]()
             for (name, split) in splits {
                 let (file, examples) = ("\(name).bin", "\(name).examples.bin")

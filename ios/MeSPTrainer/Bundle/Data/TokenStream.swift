@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 import MeSPSentences
 
 /// A sequence of T inputs. Token i + 1 is the target of token i.
@@ -243,7 +244,7 @@ package struct TokenStream: Sendable {
         }
 
         package static func scattered(_ position: Int, of count: Int, seed: UInt64) -> Int {
-            var stride = max(1, Int((0.618 * Double(count)).rounded(.up)))
+            var stride = max(1, Int(whole: (0.618 * Double(count)).rounded(.up)))
             while greatestCommonDivisor(stride, count) != 1 { stride += 1 }
             let offset = Int(seed % UInt64(count))
             return (position % count * stride + offset) % count

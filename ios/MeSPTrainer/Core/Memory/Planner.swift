@@ -1,5 +1,6 @@
 import Foundation
 import MeSPBundle
+import MeSPFiles
 import MeSPSentences
 
 /// The trade-offs of a step between time and memory.
@@ -83,7 +84,7 @@ package struct Planner: Sendable {
     ///
     /// - Throws: `MeSPError` if no plan stays within the limits. The message names the lowest possible limit.
     package func plan() throws -> Plan {
-        let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
+        let asked = settings.memoryLimitMb.map { Int(whole: $0 * 1e6) }
         var plan = try plan(within: asked)
         let roomForMaps = machineMemory.roomForMaps(after: withMargin(peak(plan)), limit: asked, room: room)
         plan.keepsMaps = manifest.mappedBytes <= roomForMaps

@@ -8,7 +8,7 @@ extension RunSettings {
     /// Reads a settings file: snake-case JSON with `bundle` and `output`. A missing key has its default. A missing optimizer or learning rate is the
     /// MeSP paper's.
     package init(contentsOf url: URL) throws {
-        guard let json = try? Data(contentsOf: url) else {
+        guard let json = shortFile(url, longest: Bounds.jsonBytes, followsLinks: true) else {
             throw MeSPError("Cannot read the settings file \(url.path).")
         }
         try self.init(

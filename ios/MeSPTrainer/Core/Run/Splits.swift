@@ -1,5 +1,6 @@
 import Foundation
 import MeSPBundle
+import MeSPFiles
 import MeSPSentences
 
 struct Splits {
@@ -106,7 +107,7 @@ struct Splits {
             ? replay.training(before, seed: settings.seed) : train.training(position - before, seed: settings.seed)
     }
 
-    private func replayed(before position: Int) -> Int { Int(Double(position) * (settings.replayShare ?? 0)) }
+    private func replayed(before position: Int) -> Int { Int(whole: Double(position) * (settings.replayShare ?? 0)) }
 
     /// Returns the number of replayed sequences in a step (from 0); nil if no text is replayed.
     func replayed(step: Int) -> Int? {

@@ -104,6 +104,21 @@ final class SuperNodeTests {
         #expect(events.filter { $0 == .reached }.count == 3)
     }
 
+    @Test(arguments: [500, 503, 429])
+    func endsAfterAServerHasFailedManyTimes(status: Int) async throws {
+        SuperLink.with(host) { $0.faults["pull-messages"] = Array(repeating: (status, ""), count: 100) }
+        let node = try SuperNode(
+            server: try #require(URL(string: "https://\(host):8000")), folder: folder, mostBytes: 1 << 20,
+            configuration: SuperLink.configuration(),
+            seconds: .init(heartbeat: 30, poll: 0.01, lease: 0, retry: 0.001))
+        let error = await #expect(throws: MeSPError.self) {
+            try await node.run(report: { _ in }, answer: Self.train)
+        }
+        let said = "is busy (\(status)), 10 times in a row; ask its operator, and join again later."
+        #expect(error?.sentence.english.hasSuffix(said) == true)
+        #expect(SuperLink.with(host) { $0.calls.count { $0 == "pull-messages" } } == 10)
+    }
+
     @Test func saysThatItCouldNotAndNotWhy() async throws {
         try SuperLink.ask(host)
         let events = try await run(node(), until: Self.isSent) { _ in throw MeSPError("secret") }

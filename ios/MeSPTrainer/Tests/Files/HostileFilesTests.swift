@@ -5,6 +5,7 @@ import MeSPSentences
 import Testing
 
 @testable import MeSP
+@testable import MeSPAdapters
 @testable import MeSPBundle
 @testable import MeSPControl
 @testable import MeSPCore
@@ -87,6 +88,73 @@ import Testing
         try files.createSymbolicLink(at: folder.appendingPathComponent(".lock"), withDestinationURL: outside)
         #expect(message { _ = try FolderLock(folder) }.contains("is a symbolic link"))
         #expect(try isUntouched())
+    }
+
+    @Test func aLockThatIsAnotherFilesNameIsNotWritten() throws {
+        #expect(link(outside.path, folder.appendingPathComponent(".lock").path) == 0)
+        #expect(message { _ = try FolderLock(folder) }.contains("is another file's name too"))
+        #expect(try isUntouched())
+    }
+
+    @Test func aFolderThatIsALinkIsNotLocked() throws {
+        let named = folder.appendingPathComponent("link")
+        try files.createSymbolicLink(at: named, withDestinationURL: folder)
+        #expect(message { _ = try FolderLock(named) }.contains("is a symbolic link"))
+        #expect(!files.fileExists(atPath: folder.appendingPathComponent(".lock").path))
+        #expect(message { try makeNewFolder(named) } == "File exists")
+        #expect(message { try makeFolder(outside) } == "it is not a folder")
+    }
+
+    @Test(arguments: [false, true]) func aPartialFileIsNew(isHard: Bool) throws {
+        let file = folder.appendingPathComponent("file")
+        let partial = file.appendingPathExtension("partial")
+        if isHard {
+            #expect(link(outside.path, partial.path) == 0)
+        } else {
+            try files.createSymbolicLink(at: partial, withDestinationURL: outside)
+        }
+        try writeWhole(file) { try $0.write(contentsOf: Data("new".utf8)) }
+        #expect(try isUntouched())
+        #expect(try Data(contentsOf: file) == Data("new".utf8))
+    }
+
+    @Test func anAdapterConfigurationHasABound() throws {
+        let architecture = try ModelBundle(url: bundle).architecture
+        let config = folder.appendingPathComponent("adapter_config.json")
+        try Data("{}".utf8).write(to: config)
+        #expect(truncate(config.path, 200 << 20) == 0)
+        let sentence = message { _ = try AdapterConfig(folder, of: architecture) }
+        #expect(sentence == "its adapter_config.json is not a regular file of at most 4 MiB")
+    }
+
+    @Test func onlyJSONIsRead() throws {
+        for text in ["1e999", "-1e400", String(repeating: "9", count: 400), "inf", "Infinity", "NaN"] {
+            #expect(throws: (any Error).self) { _ = try JSONValue(json: text.utf8) }
+        }
+        func nested(_ levels: Int) -> String {
+            String(repeating: "[", count: levels) + String(repeating: "]", count: levels)
+        }
+        #expect(throws: Never.self) { _ = try JSONValue(json: nested(Bounds.jsonLevels).utf8) }
+        #expect(throws: (any Error).self) { _ = try JSONValue(json: nested(Bounds.jsonLevels + 1).utf8) }
+    }
+
+    @Test func noNumberTraps() {
+        #expect([1e300, -1e300, .infinity, -.infinity, .nan].map { Int(whole: $0) } == [.max, .min, .max, .min, 0])
+        #expect([0x1p63, -0x1p63, 1.9, -1.9].map { Int(whole: $0) } == [.max, .min, 1, -1])
+        #expect(Int64(whole: Float.greatestFiniteMagnitude) == .max && UInt32(whole: -1.0) == 0)
+    }
+
+    @Test func whatCannotBeShownIsRefusedInAManifest() throws {
+        for name in ["a\u{1b}b", "a\u{202e}b", "a\u{2028}b"] {
+            let json = try manifest { $0["name"] = name }
+            #expect(message { _ = try Manifest.read(json, of: "it") }.contains("cannot be shown"))
+        }
+    }
+
+    @Test func anErrorOfTheSystemIsNamed() {
+        let cause = NSError(domain: NSPOSIXErrorDomain, code: Int(EFBIG))
+        let error = NSError(domain: NSCocoaErrorDomain, code: 512, userInfo: [NSUnderlyingErrorKey: cause])
+        #expect((error as any Error).plainSentence == "File too large")
     }
 
     @Test func aLockThatIsAPipeIsNotWaitedFor() throws {
