@@ -90,9 +90,9 @@ struct AdapterConfig {
                 throw MeSPError("\(file) lacks r or lora_alpha")
             }
             (format, joins, rank) = (.peft, try fields.joins(r, alpha, of: architecture), r)
-            scale = fields.useRslora == true ? alpha / Float(r).squareRoot() : alpha / Float(r)
+            scale = Float(Double(alpha) / (fields.useRslora == true ? Double(r).squareRoot() : Double(r)))
         }
-        guard rank >= 1, scale.isFinite, scale > 0 else {
+        guard rank >= 1, (.leastNormalMagnitude..<0x1p63).contains(scale) else {
             throw MeSPError("\(file) has a rank or scale that is not a positive number")
         }
     }
