@@ -12,8 +12,10 @@ from helpers import openblas  # noqa: F401, before MLX
 
 # isort: split
 import pytest
+from hypothesis import settings
 
 from helpers.commands import call
+from helpers.damage import CASES
 from helpers.models import TEXT, TINY, write_model
 from helpers.phones import Phones
 from mesp.errors import MespError
@@ -23,6 +25,9 @@ from mesp.errors import MespError
 # tests start would ignore these signals too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+settings.register_profile("mesp", CASES)
+settings.load_profile("mesp")
 
 # The marks of tests that take long or need a large package, and the subjects of these tests. Such a
 # test runs only if -m names its mark, as in `make test-slow`.

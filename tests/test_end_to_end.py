@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from mlx import nn
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-from helpers.commands import call, command, invoke, run
+from helpers.commands import HANG, call, command, invoke, run, wait_for
 from helpers.paths import DEMO_MODEL, ROOT
 from mesp.bundle.reader import Bundle
 from mesp.commands.train import main
@@ -125,7 +124,7 @@ def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
     )
     line = [sys.executable, "-m", "mlx_lm", "fuse", "--model", quantized, "--dequantize"]
     line += ["--adapter-path", trained / "adapters", "--save-path", fused]
-    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     model, _ = mlx_lm.load(str(fused))
     after = records(trained, "eval")[-1]["loss"]
@@ -287,13 +286,10 @@ def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if (output / "metrics.jsonl").exists() and records(output, "step"):
-            break
-        time.sleep(0.1)
+    log = output / "metrics.jsonl"
+    wait_for(lambda: log.exists() and records(output, "step"), process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 130, errors
     assert records(output, "end")[0]["reason"] == "stopped"
     assert (output / "adapters" / "adapters.safetensors").exists()

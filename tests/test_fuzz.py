@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.adapters import write_adapters, write_peft
-from helpers.damage import CASES, changed, damaged, texts
+from helpers.damage import changed, damaged, texts
 from helpers.exports import export
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model
@@ -85,7 +85,6 @@ def copy(bundle: Path) -> Path:
     return Path(shutil.copytree(bundle, bundle.with_name("copy.mesp")))
 
 
-@CASES
 @given(data=st.data())
 def test_manifests(bundle: Path, copy: Path, data: st.DataObject):
     original = (bundle / "manifest.json").read_bytes()
@@ -127,7 +126,6 @@ LOG = [
 ]
 
 
-@CASES
 @given(data=st.data())
 def test_logs(tmp_path: Path, data: st.DataObject):
     records = data.draw(changed(LOG))
@@ -149,7 +147,6 @@ def matrices(scale: float, dtype: type = np.float32) -> Arrays:
     return {"m.lora_a": numbers, "m.lora_b": numbers.swapaxes(1, 2).copy()}
 
 
-@CASES
 @given(data=st.data())
 def test_matrices_of_a_federation(data: st.DataObject):
     start = matrices(1)
@@ -188,7 +185,6 @@ RECORDS = [
 KINDS = ("text", "prompt and completion", "messages", PAIRS, LABELS)
 
 
-@CASES
 @given(data=st.data())
 def test_records_of_data(tmp_path: Path, data: st.DataObject):
     record = data.draw(changed([data.draw(st.sampled_from(RECORDS))]))
@@ -212,7 +208,6 @@ def files_of_data() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", files_of_data())
-@CASES
 @given(data=st.data())
 def test_files_of_data(tmp_path: Path, name: str, data: st.DataObject):
     (tmp_path / name).write_bytes(data.draw(damaged(files_of_data()[name])))
@@ -221,7 +216,6 @@ def test_files_of_data(tmp_path: Path, name: str, data: st.DataObject):
             assert document.kind in KINDS
 
 
-@CASES
 @given(data=st.data())
 def test_weights(tmp_path: Path, data: st.DataObject):
     header = {
@@ -264,7 +258,6 @@ def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
     return bytes(changed)
 
 
-@CASES
 @given(data=st.data())
 def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject):
     path = tmp_path / "m.gguf"
@@ -296,7 +289,6 @@ METADATA = [
 ]
 
 
-@CASES
 @given(data=st.data())
 def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
     """Metadata may have other types, or numbers that are impossible for a model."""
@@ -311,7 +303,6 @@ def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
         convert(path)
 
 
-@CASES
 @given(data=st.data())
 def test_configurations(tmp_path: Path, data: st.DataObject):
     config = {"seq_len": 8, "projections": ["q", "v"], "learning_rate": 1e-4, "rslora": True}
@@ -322,7 +313,6 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
         read_config(click.Context(train, info_name="mesp-train"), None, path)
 
 
-@CASES
 @given(data=st.data())
 def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
     """MLX computes with each accepted function. An access outside of an array may crash this
@@ -346,7 +336,6 @@ def adapters(request: pytest.FixtureRequest, bundle: Path) -> Path:
     return write_peft(folder / "peft", bundle, folder) if "peft" in request.param else folder
 
 
-@CASES
 @given(data=st.data())
 def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObject):
     architecture = Bundle(bundle).architecture
@@ -368,7 +357,6 @@ def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObj
             assert all(mx.isfinite(each).all() for each in (a, b, *m))
 
 
-@CASES
 @given(data=st.data())
 def test_models(tmp_path: Path, data: st.DataObject):
     config = data.draw(st.sampled_from(sorted(FAMILIES)).map(FAMILIES.get))
@@ -385,7 +373,6 @@ def test_models(tmp_path: Path, data: st.DataObject):
         write_config_and_tokenizer(source, tmp_path / "out", arch, quantizations)
 
 
-@CASES
 @given(data=st.data())
 def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
     """tokenizer_config.json and config.json, which has the end tokens, are damaged."""
@@ -398,7 +385,6 @@ def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
         Bundle(copy).config()
 
 
-@CASES
 @given(data=st.data())
 def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
     text = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
@@ -408,7 +394,6 @@ def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
         SafetensorsWeights(tmp_path, Architecture.from_config(FAMILIES["qwen2"]))
 
 
-@CASES
 @given(data=st.data())
 def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
     """A run continues with the settings in its folder, which may come from a stranger."""

@@ -70,7 +70,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def export_from_hub(endpoint: str, *arguments: object) -> subprocess.CompletedProcess:
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(Path("hub").absolute())}
     command = [COMMAND, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture

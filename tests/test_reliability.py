@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from helpers.commands import call, command, without_privileges
+from helpers.commands import HANG, call, command, wait_for, without_privileges
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
@@ -33,12 +34,11 @@ COLLECT = ROOT / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 STEPS = 12
 EVAL_EVERY = 4
-DEADLINE = 120  # seconds after which a hanging process is stopped
 
 
 def finish(line: list, **options: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [str(part) for part in line], capture_output=True, text=True, timeout=DEADLINE, **options
+        [str(part) for part in line], capture_output=True, text=True, timeout=HANG, **options
     )
 
 
@@ -141,10 +141,7 @@ class Engine:
             return json.loads(file.metadata()["state"])["step"]
 
     def wait_for_step(self, process: subprocess.Popen, step: int) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while self.last_step() < step:
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.002)
+        wait_for(lambda: self.last_step() >= step, process, pause=0.002)
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +174,12 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         engine = Engine(tmp_path / str(number), settings, save_every=save_every)
         finished = False
         while not finished:
-            process = engine.start()
+            process, before = engine.start(), engine.saved_step()
             kill_at_random(generator, process, duration, engine.output)
-            _, errors = process.communicate(timeout=DEADLINE)
+            _, errors = process.communicate(timeout=HANG)
             finished = process.returncode == 0
+            stuck = engine.saved_step() == before  # other programs made it slower
+            duration *= 0.8 if finished else 1.25 if stuck else 1
             kills += not finished
             assert process.returncode in (0, -signal.SIGKILL), errors
             assert engine.last_step() - engine.saved_step() <= save_every
@@ -229,7 +228,7 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
         if kills >= 0:
             process.join(generator.uniform(0, took))
             process.kill()
-        process.join(DEADLINE)
+        process.join(HANG)
         assert process.exitcode in (0, -signal.SIGKILL)
         killed = process.exitcode == -signal.SIGKILL
         took = took if killed else max(time.monotonic() - begun, 0.02)
@@ -249,15 +248,18 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
     for name in ("a", "b", "c"):
         shutil.copytree(whole.output, source / name)
     line = [sys.executable, str(COLLECT), "--from", str(source), "--out", str(out)]
-    begun = time.monotonic()
-    assert finish(line).returncode == 0
-    took = time.monotonic() - begun
-    kills = 0
+    kills, took = -1, 0.0  # the first is not killed but timed
     while kills < 20:
+        begun = time.monotonic()
         process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(generator.uniform(took / 3, took))  # Python starts during the first third
-        process.kill()
-        kills += process.wait() == -signal.SIGKILL
+        if kills >= 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # Python starts in the first third
+                process.wait(generator.uniform(took / 3, took))
+            process.kill()
+        killed = process.wait() == -signal.SIGKILL
+        assert killed or process.returncode == 0
+        took = took if killed else time.monotonic() - begun
+        kills += killed or kills < 0
         for name in ("a", "b", "c"):
             assert (out / name / "metrics.jsonl").read_bytes() == (
                 whole.output / "metrics.jsonl"
@@ -294,9 +296,7 @@ def test_a_second_export_into_the_same_folder_is_refused(model: Path, tmp_path: 
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    while not (tmp_path / ".out.mesp.partial").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
+    wait_for((tmp_path / ".out.mesp.partial").exists, process, pause=0.001)
     process.send_signal(signal.SIGSTOP)
     sentence = refused(finish(export_command(model, out, 16, "--overwrite")))
     assert "Another mesp-export" in sentence
@@ -317,7 +317,7 @@ def test_a_signal_saves_and_stops(settings: dict, whole: Engine, tmp_path: Path,
     process = engine.start()
     engine.wait_for_step(process, 2)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=DEADLINE)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 0 and not errors
     assert engine.records()[-1]["reason"] in ("stopped", "finished")
     assert engine.finish().returncode == 0
@@ -330,7 +330,7 @@ def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_
     engine.wait_for_step(process, 2)
     process.stdout.close()
     process.stdout = None
-    _, errors = process.communicate(timeout=DEADLINE)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 0 and not errors
     assert engine.finish().returncode == 0
     assert engine.losses() == whole.losses()
@@ -379,12 +379,9 @@ def test_a_command_that_is_ended_leaves_nothing(
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + DEADLINE
-    while not begun.exists() and not list(out.iterdir()):
-        assert started.poll() is None and time.monotonic() < deadline, started.communicate()
-        time.sleep(0.001)
+    wait_for(lambda: begun.exists() or list(out.iterdir()), started, pause=0.001)
     started.send_signal(number)
-    _, errors = started.communicate(timeout=DEADLINE)
+    _, errors = started.communicate(timeout=HANG)
     assert (started.returncode, errors) == (128 + number, "")
     assert not list(out.iterdir()) and not list(temporary.iterdir())
     assert not begun.exists() or not Path("/proc", begun.read_text().strip()).exists()
@@ -409,7 +406,7 @@ def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_pa
         process.stdout.readline()
         time.sleep(0.003 * number)
         process.terminate()
-        _, errors = process.communicate(timeout=DEADLINE)
+        _, errors = process.communicate(timeout=HANG)
         assert (process.returncode, errors) == (0, b"")
 
 
@@ -419,18 +416,19 @@ def test_an_ended_engine_computes_nothing_more(bundle: Path, large: Path, tmp_pa
 def test_a_clock_that_is_set_back_changes_no_run(
     settings: dict, whole: Engine, tmp_path: Path, clock_set_back: dict
 ):
+    begun = time.monotonic()
     engine = Engine(tmp_path, settings, save_every=1)
     process = engine.start(env=clock_set_back)
     engine.wait_for_step(process, 3)
     process.terminate()
-    process.communicate(timeout=DEADLINE)
+    process.communicate(timeout=HANG)
     assert engine.finish(env=clock_set_back).returncode == 0
     assert engine.losses() == whole.losses()
     assert adapters(engine) == adapters(whole)
     times = [record["time"] for record in engine.records()]
     assert times[0] > times[1] > times[2], "it was set back"
     took = [record["seconds"] for record in engine.records() if "seconds" in record]
-    assert took and all(0 <= each < DEADLINE for each in took)
+    assert took and all(0 <= each <= time.monotonic() - begun for each in took)
 
 
 def test_a_clock_that_is_set_back_changes_no_measured_time(
@@ -451,11 +449,13 @@ def test_a_clock_that_is_set_back_changes_no_measured_time(
         "top_p": 1.0,
         "seed": 0,
     }
+    begun = time.monotonic()
     end = record("generate", **text, stop=[])
-    assert 0 < end["prompt_seconds"] < DEADLINE and 0 < end["seconds"] < DEADLINE
+    assert 0 < end["prompt_seconds"] <= time.monotonic() - begun
+    assert 0 < end["seconds"] <= time.monotonic() - begun
     checks = ["eval.empty", "repeats", "time.8"]
     end = record("self-check", seconds=0.05, repeats=2, checks=checks)
-    assert 0 < end["seconds"] < DEADLINE
+    assert 0 < end["seconds"] <= time.monotonic() - begun
 
 
 # Files that cannot be written, or change
@@ -484,7 +484,7 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
         process.kill()
         pytest.skip("only Linux can limit a process that runs")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
-    _, errors = process.communicate(timeout=DEADLINE)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
     assert engine.finish().returncode == 0
     assert engine.losses() == whole.losses()
@@ -629,7 +629,7 @@ def test_a_file_that_changes_in_use_is_one_sentence(
     process = engine.start()
     engine.wait_for_step(process, 2)
     change(copy / file)
-    _, errors = process.communicate(timeout=DEADLINE)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
     shutil.rmtree(copy)
     shutil.copytree(bundle, copy)
@@ -643,7 +643,7 @@ def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
     process = engine.start()
     engine.wait_for_step(process, 2)
     process.send_signal(signal.SIGBUS)
-    _, errors = process.communicate(timeout=DEADLINE)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
     assert "The last saved state is kept" in errors
     engine.settings["steps"] = engine.last_step() + 1
@@ -670,7 +670,11 @@ def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: 
     def limited(name: str, limit: int, **more: object) -> subprocess.CompletedProcess:
         engine = Engine(tmp_path / name, settings, **(changes | {"optimizer": "sgd"} | more))
         limits = (int(limit), int(limit))
-        return engine.finish(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits))
+        return engine.finish(
+            # The number of buffers that several threads take at once depends on other programs.
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits),
+        )
 
     predicted = json.loads(limited("free", 10**10, dry_run=True).stdout)["predicted_peak_bytes"]
     for limit in range(100_000_000, 10**9, 5_000_000):

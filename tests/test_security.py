@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from helpers.adapters import RANK, write_adapters
-from helpers.commands import call, command, run, without_privileges
+from helpers.commands import HANG, call, command, run, without_privileges
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -133,7 +133,7 @@ def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, ent
     change(bundle / "config.json", **entries)
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
-    subprocess.run(arguments, capture_output=True, check=True, timeout=120)
+    subprocess.run(arguments, capture_output=True, check=True, timeout=HANG)
 
 
 def test_a_tokenizer_takes_no_memory_by_the_ids_of_its_tokens(bundle: Path):
@@ -143,7 +143,7 @@ def test_a_tokenizer_takes_no_memory_by_the_ids_of_its_tokens(bundle: Path):
     file.write_text(json.dumps(value))
     list_again(bundle)
     arguments = command("generate", bundle, "--prompt", "far", "--max-tokens", 1)
-    subprocess.run(arguments, capture_output=True, check=True, timeout=120)
+    subprocess.run(arguments, capture_output=True, check=True, timeout=HANG)
 
 
 def test_a_token_that_the_tokenizer_lacks_is_a_sentence(bundle: Path):
@@ -473,7 +473,7 @@ def test_paths_that_lead_nowhere_are_refused(
     elif what == "file":
         path.write_text("{")
         if arguments[-2:] == ("--out", "PATH") and arguments[0] == "evaluate":
-            pytest.skip("which it replaces")
+            pytest.skip("mesp evaluate replaces a file, and so has nothing to refuse")
     (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
     named = {"PATH": path, "BUNDLE": exported, "ADAPTERS": trained}
     named["QUESTIONS"] = tmp_path / "questions.jsonl"
@@ -710,7 +710,7 @@ def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     code = "import pathlib, sys, mesp.runs.log as log; log.RunLog.load(pathlib.Path(sys.argv[1]))"
     line = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=HANG)
     assert "MespError" in done.stderr and "is not a regular file" in done.stderr
 
 

@@ -38,6 +38,8 @@ TYPES = {
     "order": "Order",
     "seed": "UInt64",
     "stop": "[Int]",
+    "beta1": "Double",
+    "beta2": "Double",
     "replay_share": "Double",
     "max_forgetting": "Double",
     "memory_limit_mb": "Double",

@@ -23,9 +23,11 @@ def megabytes(size: float | None) -> str:
     return decimal(None if size is None else size / 1e6, 1)
 
 
-def perplexity(loss: float) -> float:
-    """Returns exp(loss) for a loss in nats per token, or infinity for a loss of 700 or more."""
-    return math.exp(loss) if loss < 700 else math.inf
+def perplexity(loss: float) -> float | None:
+    """Returns exp(loss) for a loss in nats per token, or None for a loss of 700 or more, whose
+    perplexity is above every number.
+    """
+    return math.exp(loss) if loss < 700 else None
 
 
 def quality(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from helpers.adapters import write_adapters
 from helpers.commands import call
 from helpers.models import FAMILIES, write_model
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="`make test-slow` installs torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.transformers

@@ -268,8 +268,6 @@ def test_adapters_of_any_lora_config_give_pefts_numbers_or_are_refused(
 
     @settings(
         max_examples=CASES,
-        deadline=None,
-        derandomize=True,  # the same cases each time
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )

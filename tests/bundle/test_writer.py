@@ -7,11 +7,11 @@ import resource
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
+from helpers.commands import wait_for
 from helpers.exports import COMMAND, export, exported, refused
 from helpers.models import TINY
 from mesp.bundle.reader import Bundle
@@ -43,10 +43,7 @@ def test_killed_export_leaves_no_bundle(tiny):
     Path("large/config.json").write_text(json.dumps(config))
     command = ["--model", "large", "--random-weights", "--seq-len", "8", "--out", "out.mesp"]
     process = subprocess.Popen([COMMAND, *command])
-    deadline = time.monotonic() + 120
-    while not Path(".out.mesp.partial/embedding.bin").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(Path(".out.mesp.partial/embedding.bin").exists, process)
     process.send_signal(signal.SIGSTOP)  # stops the export while it writes
     assert "Another mesp-export is writing" in refused("--model", tiny, "--out", "out.mesp")
     process.send_signal(signal.SIGKILL)

@@ -421,8 +421,6 @@ def made_up(strategy: Any, count: int, name: str, marked: bool):
         chosen = settings(
             max_examples=count,
             phases=[Phase.generate, Phase.shrink],
-            database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mesp
+from helpers.commands import wait_for
 from helpers.paths import FAKE_ENGINE, ROOT
 from mesp.block_function import mlxfn
 from mesp.engine import build
@@ -325,10 +326,9 @@ def test_an_engine_that_does_not_start_any_more_is_built_again(
 def test_two_processes_at_once_build_one_engine(installed: Path, fakes: Path):
     (fakes / "slow").touch()
     first = start(installed)
-    while not calls(fakes):
-        time.sleep(0.02)
+    wait_for(lambda: calls(fakes), first)
     second = start(installed)
-    time.sleep(0.5)  # usually long enough for the process to reach the lock
+    assert second.stderr.readline().endswith("; waiting for it.\n")
     (fakes / "slow").unlink()
     said = [process.communicate()[0] for process in (first, second)]
     assert said[0] == said[1] != ""
@@ -338,8 +338,7 @@ def test_two_processes_at_once_build_one_engine(installed: Path, fakes: Path):
 def test_a_build_that_is_killed_leaves_no_engine(installed: Path, fakes: Path, tmp_path: Path):
     (fakes / "slow").touch()
     process = start(installed)
-    while not calls(fakes):
-        time.sleep(0.02)
+    wait_for(lambda: calls(fakes), process)
     process.kill()
     process.communicate()
     assert list((tmp_path / "cache").rglob("mesp-engine")) == []

@@ -19,7 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 import mesp
 from helpers.adapters import with_weighted_sum, write_adapters
-from helpers.commands import call, command, refused, run
+from helpers.commands import HANG, call, command, refused, run
 from helpers.models import FAMILIES, TINY, write_model
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
@@ -43,7 +43,7 @@ def engine(folder: Path, *words: str, **settings: object) -> subprocess.Complete
     path = folder / "settings.json"
     path.write_text(json.dumps(settings))
     return subprocess.run(
-        [find_engine(), *words, path], capture_output=True, text=True, timeout=300
+        [find_engine(), *words, path], capture_output=True, text=True, timeout=HANG
     )
 
 
@@ -264,7 +264,7 @@ def test_a_signal_ends_the_text(bundle: Path, number: int):
     )
     beginning = process.stdout.read(20)
     process.send_signal(number)
-    rest, errors = process.communicate(timeout=120)
+    rest, errors = process.communicate(timeout=HANG)
     assert (process.returncode, errors) == (128 + number, "")
     assert beginning and rest.endswith("\n")
 

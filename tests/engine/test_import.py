@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mesp
-from helpers.commands import call, without_privileges
-from helpers.damage import CASES, changed, damaged, texts
+from helpers.commands import HANG, call, without_privileges
+from helpers.damage import changed, damaged, texts
 from helpers.mlx_models import (
     CONFIGS,
     add_terms,
@@ -43,9 +43,8 @@ from mesp.runs.log import RunLog
 pytestmark = pytest.mark.slow
 SEEDS = 4
 ENGINE = cache(find_engine)
-DEADLINE = 120  # seconds
 # Each of these cases imports and exports a hostile folder, which takes longer than other cases.
-FEWER_CASES = settings(CASES, max_examples=max(CASES.max_examples // 4, 1))
+FEWER_CASES = settings(max_examples=max(settings.default.max_examples // 4, 1))
 
 
 class Done(NamedTuple):
@@ -78,7 +77,7 @@ def run_import(
         [ENGINE(), "import", file],
         capture_output=True,
         text=True,
-        timeout=DEADLINE,
+        timeout=HANG,
         preexec_fn=before,
         env=os.environ | {name: str(value) for name, value in (environment or {}).items()},
     )

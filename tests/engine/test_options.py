@@ -293,6 +293,31 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
     assert all(part <= each["seconds"] for part, each in zip(parts, run.steps, strict=True))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("beta2", [0.999, 0.99999])
+def test_a_step_has_the_size_of_mlx_optimizers(
+    bundle: Path, tmp_path: Path, optimizer: str, beta2: float
+):
+    """Without a bias correction, the first step of AdamW is η (1 - β₁) / √(1 - β₂) for any gradient
+    far above ε.
+    """
+    options = ("--optimizer", optimizer, "--beta2", beta2, "--epsilon", 1e-30, *SLOW)
+    train(bundle, tmp_path / "run", *options, steps=1)
+    zero, one = {"w": mx.zeros(1)}, {"w": mx.ones(1)}
+    peer = optim.AdamW(1e-3, betas=[0.9, beta2], eps=1e-30, weight_decay=0)
+    expected = abs(peer.apply_gradients(one, zero)["w"].item())
+    arrays = saved(tmp_path / "run").items()
+    steps = np.concatenate([np.array(b).ravel() for name, b in arrays if name.endswith("lora_b")])
+    assert abs(np.median(np.abs(steps)) - expected) <= 1e-6 * expected
+
+
+def test_adapters_that_are_not_finite_are_not_saved(bundle: Path, tmp_path: Path):
+    options = ("--optimizer", "adamw", "--learning-rate", 3e38, "--val-batches", 0, "--steps", 1)
+    done = run("train", bundle, "--out", tmp_path / "run", *options)
+    assert done.returncode == 2 and "no adapters had been saved" in done.stderr
+    assert "is not finite after step 1; start again with a lower learning rate" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the bundle of examples, exported again with two shorter sequence lengths besides."""

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 import mesp
-from helpers.commands import call, run, wait_for
+from helpers.commands import HANG, call, run, wait_for
 from helpers.oracle import RANK, Oracle, Recipe, distance, saved
 from mesp import rewards
 from mesp.engine.process import running
@@ -198,21 +197,35 @@ def test_records_of_other_than_one_answer_are_refused(tmp_path: Path, turns: lis
     assert "--reward needs records of a prompt and one answer, and record" in done.stderr
 
 
+# A reward that never returns. It writes a file when it begins, and one after a signal's handler.
+HANGS = """
+import pathlib, signal, time
+
+def reward(**_):
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def noted(*arguments):
+        handler(*arguments)
+        pathlib.Path("signalled").touch()
+
+    signal.signal(signal.SIGTERM, noted)
+    pathlib.Path("begun").touch()
+    while True:
+        time.sleep(600)
+"""
+
+
 def test_a_second_signal_ends_a_reward_that_hangs(bundle: Path, tmp_path: Path):
-    begun = tmp_path / "begun"
-    (tmp_path / "hangs.py").write_text(
-        "import time\ndef reward(**_):\n    open('begun', 'w').close()\n    time.sleep(600)\n"
-    )
+    (tmp_path / "hangs.py").write_text(HANGS)
     command = [sys.executable, "-m", "mesp", "train", bundle, "--steps", "1", "--out", "run"]
     options = ["--reward", "hangs:reward", "--max-tokens", "4", "--val-batches", "0"]
     process = subprocess.Popen(
         [*command, *options], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
-    wait_for(begun.exists)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
+    for event in ("begun", "signalled"):
+        wait_for((tmp_path / event).exists, process)
+        process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=HANG)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert b"ended at once" in said and b"Traceback" not in said
 

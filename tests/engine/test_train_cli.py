@@ -7,13 +7,12 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.commands import command, run
+from helpers.commands import HANG, command, run, wait_for
 from helpers.models import FAMILIES, TINY
 from helpers.paths import FAKE_ENGINE
 from mesp.bundle.manifest import FORMAT
@@ -735,9 +734,6 @@ def test_what_else_the_engine_prints_is_passed_on(bundle: Path, tmp_path: Path):
     assert done.stderr.endswith("The bundle was exported for the CPU.\n")
 
 
-DEADLINE = 120  # seconds
-
-
 def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Popen:
     arguments = command("train", bundle, "--steps", 5000, "--out", run)
     process = subprocess.Popen(
@@ -748,12 +744,12 @@ def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Po
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + DEADLINE
-    log = run / "metrics.jsonl"
-    while not log.exists() or len(log.read_text().splitlines()) < 5:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    wait_for_lines(run / "metrics.jsonl", 5, process)
     return process
+
+
+def wait_for_lines(file: Path, count: int, process: subprocess.Popen) -> None:
+    wait_for(lambda: file.exists() and len(file.read_text().splitlines()) >= count, process)
 
 
 @pytest.mark.parametrize(
@@ -768,7 +764,7 @@ def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=DEADLINE)
+    output, errors = process.communicate(timeout=HANG)
     assert process.returncode == 128 + signal.SIGINT, errors
     assert (run / "signals").read_text() == "SIGINT\n"
     assert records(run)[-1]["reason"] == "stopped"
@@ -789,9 +785,9 @@ def test_a_signal_that_is_ignored_stays_so(bundle: Path, tmp_path: Path):
     finally:
         signal.signal(signal.SIGINT, previous)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    wait_for_lines(run / "metrics.jsonl", len(records(run)) + 5, process)
     process.terminate()
-    process.communicate(timeout=DEADLINE)
+    process.communicate(timeout=HANG)
     assert process.returncode == 128 + signal.SIGTERM
     assert (run / "signals").read_text() == "SIGTERM\n"
 
@@ -800,10 +796,9 @@ def test_a_second_ctrl_c_ends_the_engine_at_once(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
     process = start_and_wait_for_steps(bundle, run, "deaf")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    assert process.poll() is None
+    wait_for_lines(run / "signals", 1, process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=DEADLINE)
+    _, errors = process.communicate(timeout=HANG)
     assert process.returncode == 130
     assert errors.splitlines()[-1].startswith("Error: The run was ended at once. The log is in ")
     assert records(run)[-1]["type"] == "step", "the engine was not left running to its end"

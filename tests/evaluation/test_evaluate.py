@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import dequantize_model
 
 from helpers.adapters import with_weighted_sum, write_adapters
-from helpers.commands import call, command, run
+from helpers.commands import HANG, call, command, run, wait_for
 from helpers.models import FAMILIES, write_model
 from mesp.adapters.weighted import weigh
 from mesp.bundle.reader import Bundle
@@ -451,10 +450,9 @@ def test_ctrl_c_leaves_nothing(bundle: Path, tmp_path: Path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "MESP_ENGINE": str(engine)},
     )  # fmt: skip
-    while not runs.exists():
-        time.sleep(0.05)
+    wait_for(runs.exists, process)
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=HANG)
     assert (process.returncode, printed, errors) == (130, "", "")
     assert not out.exists()
 

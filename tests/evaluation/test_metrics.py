@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from mesp.errors import MespError
 from mesp.evaluation.metrics import Metric, compare, exponential
 from mesp.exact_match import canonical_json, extract, f1
 
@@ -14,7 +15,8 @@ def test_a_metric_is_weighted():
     metric = Metric.of("perplexity", [6.0, 2.0], [3, 1], final=exponential)
     assert metric.value == pytest.approx(math.exp(8 / 4))
     assert Metric.of("acc", [1, 0, 1, 1]).value == 0.75
-    assert exponential(1e6) == math.inf
+    with pytest.raises(MespError, match="the loss is 1e\\+06 nats a token"):
+        exponential(1e6)
 
 
 def test_the_interval_of_a_mean_is_the_normal_distributions():

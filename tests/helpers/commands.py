@@ -31,12 +31,19 @@ def call(module: str, *arguments: object, **options: object) -> subprocess.Compl
     return done
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits until the condition is true. Fails after two minutes."""
-    deadline = time.monotonic() + 120
+# Seconds after which a process is taken for one that hangs. A busy machine takes far less.
+HANG = 900
+
+
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen | None = None, pause: float = 0.02
+) -> None:
+    """Waits until the condition is true. Fails if it hangs, or if `process` ends before."""
+    begun = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        assert time.monotonic() - begun < HANG
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(pause)
 
 
 def without_privileges() -> None:

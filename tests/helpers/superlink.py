@@ -70,6 +70,7 @@ class SuperLink:
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
+            sent = 0  # bytes of endless answers
 
             def handle_error(self, *_: object) -> None:
                 pass

@@ -31,7 +31,7 @@ from mesp.quantization.choose import Quantizations
 from mesp.source_model.forward_pass import SideInputs, SourceModel
 from mesp.source_model.safetensors import SafetensorsWeights
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="`make test-slow` installs torch")
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402

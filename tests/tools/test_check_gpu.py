@@ -57,7 +57,6 @@ def check(*arguments: object, **environment: str) -> subprocess.CompletedProcess
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
     )
 
 

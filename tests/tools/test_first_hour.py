@@ -28,7 +28,6 @@ def first_hour(*arguments: object, **environment: str) -> subprocess.CompletedPr
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=600,
     )
 
 

@@ -9,8 +9,10 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from mesp.adapters.checkpoint import config_of_text, make_checkpoint, save_checkpoint
+from mesp.adapters.load import is_finite
 from mesp.bundle.model_card import write_card
 from mesp.bundle.reader import Bundle
+from mesp.errors import MespError
 from mesp.files import read_object
 from mesp.models.config_json import for_mlx_lm
 from mesp.source_model.copied_files import copy_files, files_to_copy, write_config
@@ -27,6 +29,8 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
     quantized to `bits`. The other layers keep their quantization, but if `bits` is 16, no layer is
     quantized. Floating-point arrays become bfloat16, except those that mlx-lm does not cast.
 
+    Raises MespError if a weight is not finite.
+
     Returns: the quantization of each quantized new layer, by its path, as in mlx-lm's config.json.
     """
     from mesp.dependencies import mlx_lm
@@ -37,6 +41,7 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
         if not isinstance(layer, lora.LoRALinear | lora.LoRASwitchLinear):
             continue
         linear = layer.fuse(dequantize=True)
+        _check_finite(path, linear)
         if bits != BFLOAT16:
             group = next(size for size in GROUPS if linear.weight.shape[-1] % size == 0)
             linear = linear.to_quantized(group, bits)
@@ -56,8 +61,16 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
             model.parameters(),
         )
     )
-    mx.eval(model.parameters())
+    _check_finite("the model", model)
     return quantized
+
+
+def _check_finite(name: str, module: nn.Module) -> None:
+    arrays = (array for _, array in tree_flatten(module.parameters()))
+    if not is_finite(*(array for array in arrays if mx.issubdtype(array.dtype, mx.floating))):
+        raise MespError(
+            f"With the adapters in it, {name} has numbers that are not finite; train them again."
+        )
 
 
 def save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -36,6 +37,8 @@ def measure_held_out_loss(
         raise MespError(
             f"The valid data of {bundle.path} has nothing to predict; replace it with mesp data."
         )
+    if not math.isfinite(total):
+        raise MespError("The held-out loss is not finite; train the adapters again.")
     return total / tokens
 
 

@@ -75,7 +75,7 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
         _check(layers, shapes, config)
         arrays = {name: _array(tensor) for name, tensor in deserialize(file.read_bytes())}
         for name, array in sorted(arrays.items()):
-            if not mx.isfinite(array).all():
+            if not is_finite(array):
                 raise ValueError(f"{name} has numbers that are not finite; train them again")
         matrices = {}
         for layer in layers:
@@ -91,10 +91,11 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
     """Returns the weighted sum of the changes that adapters make to a model of mlx-lm.
 
     Adapters of weight 0 are left out. The sum of several adapters has scale 1, and its rank is the
-    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. Adapters
-    with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
+    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. The
+    gain of a row of zeros is 0. Adapters with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
 
-    Raises MespError naming the folder if a matrix fits no layer of the model.
+    Raises MespError naming the folder if a matrix fits no layer of the model, or if its numbers are
+    too large.
     """
     modules = dict(model.named_modules())
     kept = [(_with_gains(each, modules), weight) for each, weight in weighted if weight]
@@ -107,6 +108,8 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
         return AdapterSum(only.matrices, only.rank, only.scale * weight, gains)
     paths = dict.fromkeys(path for each, _ in kept for path in each.matrices)
     matrices = {path: _stack(kept, path) for path in paths}
+    if not is_finite(*(b for _, b in matrices.values()), *gains.values()):
+        raise MespError("The sum of the adapters has numbers that are too large; lower --weights.")
     return AdapterSum(matrices, sum(each.rank for each, _ in kept), 1.0, gains)
 
 
@@ -117,12 +120,24 @@ def _with_gains(adapters: Adapters, modules: dict[str, nn.Module]) -> AdapterSum
         linear = _linear(modules, path, a, b, adapters.folder)
         if m:
             whole = dequantized(linear) + adapters.scale * (a @ b).T
-            gains[path] = m[0] / mx.linalg.norm(whole, axis=1)
+            squares = mx.square(whole).sum(axis=1)
+            # As in the trainer, also for a row whose squares are below float32's normal numbers.
+            norms = mx.where(squares < 2.0**-126, mx.inf, mx.sqrt(squares))
+            gains[path] = m[0] / norms
             b = gains[path] * b
             # Evaluated here, so that only one whole matrix is in memory at a time.
             mx.eval(gains[path], b)
+            if not is_finite(squares):
+                raise MespError(
+                    f"The adapters in {adapters.folder} have numbers too large for {path}; train "
+                    "them again."
+                )
         matrices[path] = a, b
     return AdapterSum(matrices, adapters.rank, adapters.scale, gains)
+
+
+def is_finite(*arrays: mx.array) -> bool:
+    return all(mx.isfinite(array).all().item() for array in arrays)
 
 
 def _linear(

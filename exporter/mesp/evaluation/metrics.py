@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mesp.errors import MespError
+from mesp.formatting import perplexity
+
 RESAMPLES = 1000
 
 
@@ -16,9 +19,15 @@ def mean(value: float) -> float:
     return value
 
 
-def exponential(value: float) -> float:
-    """Returns exp(value), or infinity for `value` of 700 or more."""
-    return math.exp(value) if value < 700 else math.inf
+def exponential(loss: float) -> float:
+    """Returns `perplexity(loss)`. Raises MespError if it is above every number."""
+    found = perplexity(loss)
+    if found is None:
+        raise MespError(
+            f"The perplexity is above every number, because the loss is {loss:g} nats a token: "
+            "train the adapters again."
+        )
+    return found
 
 
 def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:

@@ -204,6 +204,11 @@ class Screened(Strategy):
         if averaged is None:
             raise MespError(f"The strategy returned no adapters in round {number}.")
         arrays = {name: array.astype(np.float32) for name, array in to_numpy(averaged).items()}
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            raise MespError(
+                f"The strategy's adapters of round {number} are not finite; lower its rates in "
+                "--strategy-options."
+            )
         return to_record(self.keep(number, arrays, self.report)), metrics
 
     def _screened(self, reply: Message) -> Message:

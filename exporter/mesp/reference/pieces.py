@@ -62,7 +62,8 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
 
 
 def row_norms(p: Projection, scale: float) -> mx.array:
-    """Returns n [out], the norm of each row of W + s (A B)ᵀ. The gradient treats n as a constant.
+    """Returns n [out], the norm of each row of W + s (A B)ᵀ, or ∞ if the row is zero. The gradient
+    treats n as a constant.
 
     For each row,
 
@@ -72,7 +73,8 @@ def row_norms(p: Projection, scale: float) -> mx.array:
     of_w = mx.sum(p.W * p.W, axis=1)
     of_both = mx.sum((p.W @ p.A) * p.B.T, axis=1)
     of_lora = mx.sum((p.B.T @ (p.A.T @ p.A)) * p.B.T, axis=1)
-    return mx.stop_gradient(mx.sqrt(of_w + 2 * scale * of_both + scale**2 * of_lora))
+    squares = of_w + 2 * scale * of_both + scale**2 * of_lora
+    return mx.stop_gradient(mx.where(squares < 2.0**-126, mx.inf, mx.sqrt(squares)))
 
 
 def _masked(x: mx.array, M: mx.array | None) -> mx.array:

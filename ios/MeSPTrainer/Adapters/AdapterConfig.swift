@@ -96,9 +96,9 @@ struct AdapterConfig {
                 let its = config["lora_alpha"] == nil ? 8 : fields.loraAlpha
             else { throw MeSPError("\(file) lacks r or lora_alpha") }
             (format, rank, alpha) = (.peft, r, its)
-            scale = fields.useRslora == true ? alpha / Float(r).squareRoot() : alpha / Float(r)
+            scale = Float(Double(alpha) / (fields.useRslora == true ? Double(r).squareRoot() : Double(r)))
         }
-        guard rank >= 1, scale.isFinite, scale > 0 else {
+        guard rank >= 1, (.leastNormalMagnitude..<0x1p63).contains(scale) else {
             throw MeSPError("\(file) has a rank or scale that is not a positive number")
         }
         if format == .peft { joins = try findsJoins(architecture) }

@@ -66,6 +66,12 @@ import Observation
                     send(.progress(Double(records.count * index + done) / all))
                 }
             }
+            if records[0].kind == .perplexity, let part = parts.joined().first(where: { $0.mean >= ScorePart.mostLoss })
+            {
+                throw MeSPError(
+                    "The perplexity is above every number, because the loss is \(part.mean) nats a token: train the adapters again."
+                )
+            }
             send(.ended(Score(records[0].kind, base: parts[0], tuned: parts.count > 1 ? parts[1] : nil)))
         }
         Task {
@@ -101,6 +107,11 @@ import Observation
 struct ScorePart: Equatable {
     var sum: Double
     var weight = 1.0
+
+    /// The loss in nats whose exponential is about the largest number.
+    static let mostLoss = 700.0
+
+    var mean: Double { sum / weight }
 }
 
 extension Evaluation.Score {

@@ -32,8 +32,8 @@ import Observation
     @ObservationIgnored private var work: Task<Void, Never>?
     /// Whether the app has been inactive since this was last reset.
     @ObservationIgnored private var wasLeft = false
-    /// The time for which the app must be active before generation starts by itself.
-    @ObservationIgnored var settling = Duration.seconds(5)
+    /// Waits as long as the app must be active before generation starts by itself.
+    @ObservationIgnored var settle: @MainActor () async throws -> Void = { try await Task.sleep(for: .seconds(5)) }
 
     init(monitor: any DeviceMonitor) {
         self.monitor = monitor
@@ -118,11 +118,11 @@ import Observation
         }
     }
 
-    /// Waits until the app has been active for `settling` without interruption.
+    /// Waits until the app has been active during `settle` without interruption.
     private func stayInFront() async throws {
         repeat {
             wasLeft = false
-            try await Task.sleep(for: settling)
+            try await settle()
         } while wasLeft || monitor.scene != .active
     }
 

@@ -105,7 +105,8 @@ def copy(
     """Copies the file. The tensors in `changed` are replaced by new ones of type `kind`.
 
     `changed` has a function for each of these tensors, from the old float32 numbers to the new
-    ones. Raises OSError if the file cannot be written, or the disk has less space than it takes.
+    ones. Raises OSError if the file cannot be written, or the disk has less space than it takes,
+    and MespError if a new number is not finite.
     """
     block, size = GGML_QUANT_SIZES[kind]
     counts = {
@@ -127,7 +128,14 @@ def copy(
             out.write(bytes(-out.tell() % file.alignment))
             data = tensor.data
             if name in changed:
-                data = quantize(changed[name](numbers(tensor.type, data)), kind)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    data = quantize(changed[name](numbers(tensor.type, data)), kind)
+                    is_finite = np.isfinite(numbers(kind.name, data)).all()
+                if not is_finite:
+                    raise MespError(
+                        f"With the adapters in it, {name} has numbers that are not finite in "
+                        f"{kind.name}; train them again."
+                    )
             out.write(np.ascontiguousarray(data))
         out.write(bytes(-out.tell() % file.alignment))
 

@@ -221,35 +221,6 @@ extension AllTests {
             }
         }
 
-        /// Takes the minimum time of interleaved runs, so that other work on the machine has little effect.
-        @Test func unpackingTakesAsLongForAnyBits() {
-            let x = MLXRandom.normal([1, 1024], key: MLXRandom.key(0))
-            let widths = [4, 2, 3, 5, 6, 8]
-            let matrices = widths.map {
-                quantized(MLXRandom.normal([1024, 1024], key: MLXRandom.key(1)), groupSize: 32, bits: $0)
-            }
-            var least = widths.map { _ in [true: Duration.seconds(1000), false: .seconds(1000)] }
-            for _ in 0..<40 {
-                for (i, (w, bits)) in zip(matrices, widths).enumerated() {
-                    for transpose in [true, false] {
-                        let time = ContinuousClock().measure {
-                            eval(
-                                quantizedMM(
-                                    x, w.wq, scales: w.scales, biases: w.biases, transpose: transpose, groupSize: 32,
-                                    bits: bits))
-                        }
-                        least[i][transpose] = min(least[i][transpose] ?? time, time)
-                    }
-                }
-            }
-            for transpose in [true, false] {
-                for (bits, times) in zip(widths, least) {
-                    let (time, bar) = (times[transpose], least[0][transpose])
-                    #expect(time! < bar! * 2, "\(bits) bits: \(time!), 4 bits: \(bar!)")
-                }
-            }
-        }
-
         @Test func exponentials() {
             let values: [Float] =
                 [-.infinity, -200, -88.1, -87, -0.5, -1e-7, 0, 0.3, 1, 12.5, 87, .infinity]

@@ -183,7 +183,8 @@ extension Evaluator.Score {
             isGreedy = isGreedy && token.isGreedy
         }
         guard logLikelihood.isFinite else {
-            throw MeSPError("A log-likelihood is not finite: the adapters hold numbers that are not; train them again.")
+            throw MeSPError(
+                "A log-likelihood is not finite: the adapters hold numbers that are too large; train them again.")
         }
     }
 }

@@ -7,12 +7,12 @@ import MeSPBundle
 ///     y = g ∘ (x Wᵀ + s (x A) B) + b        g = m / n        n = ‖W + s (A B)ᵀ‖
 ///
 /// where n `[out]` holds the norms of the matrix's rows. `LoRALinear` computes y from A, B̃ = B ∘ g and G = g. As in the paper, the gradient treats n
-/// as a constant.
+/// as a constant. A row of zeros has g = 0.
 struct DoRA {
     private let layout: LoRALayout
     /// A, B and m `[P]`.
     private let lora: MLXArray
-    /// n of all modules with magnitudes.
+    /// n of all modules with magnitudes. It is ∞ for a row of zeros, and NaN where n² is too large for float32.
     let norms: MLXArray
 
     /// - Parameters:
@@ -23,7 +23,7 @@ struct DoRA {
         machine: Machine
     ) {
         (self.layout, self.lora) = (layout, lora)
-        // For a row w of W and a column b of B, n² = ‖w‖² + 2 s ⟨w, A b⟩ + s² ‖A b‖². The lower bound avoids 0 / 0 if a row is zero.
+        // For a row w of W and a column b of B, n² = ‖w‖² + 2 s ⟨w, A b⟩ + s² ‖A b‖².
         norms = concatenated(
             layout.modules.compactMap { module in
                 guard let squares = layout.magnitudes(module, in: squares) else { return nil }
@@ -33,7 +33,10 @@ struct DoRA {
                     machine.each(of: w.rows, size: machine.projectionRows) { w.rows($0).apply(a.T, as: .float32) },
                     axis: 1)
                 let products = 2 * wA + scale * matmul(matmul(a.T, a), b)
-                return sqrt(maximum(squares + scale * (b * products).sum(axis: 0), Float.leastNormalMagnitude))
+                let all = squares + scale * (b * products).sum(axis: 0)
+                return which(
+                    all .< Float.leastNormalMagnitude, Float.infinity,
+                    which(all .< Float.infinity, sqrt(all), Float.nan))
             })
     }
 

@@ -272,8 +272,10 @@ public struct Generator {
                     drawn(logits[i], text.request, text.random)?.asType(Int.dtype) ?? likeliest[i]
                 })
         // Evaluating y also evaluates attention's keys and values, but not the last recurrent states.
-        eval([tokens] + caches.flatMap(\.recurrentStates))
+        let zero = (logits * 0).sum()
+        eval([tokens, zero] + caches.flatMap(\.recurrentStates))
         let chosen = try tokens.numbers(Int.self)
+        try Self.check(zero)
         Memory.clearCache()
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
@@ -306,7 +308,16 @@ public struct Generator {
         try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
         let logits = try project(last)[0]
         try logits.compute()
+        try Self.check((logits * 0).sum())
         return logits
+    }
+
+    /// - Parameter zero: the sum of 0 times each logit, which is NaN if a logit is not finite.
+    private static func check(_ zero: MLXArray) throws {
+        guard try zero.number(Float.self) == 0 else {
+            throw MeSPError(
+                "The logits are not finite: the adapters hold numbers that are too large; train them again.")
+        }
     }
 
     /// Returns the logits `[n, vocabulary]` (float32) from the last block's output `[n, hidden]`.

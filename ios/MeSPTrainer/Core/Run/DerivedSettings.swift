@@ -4,7 +4,7 @@ import MLX
 
 extension RunSettings {
     /// The adapters' scale s: alpha / rank, or alpha / √rank with rsLoRA.
-    package var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
+    package var scale: Float { Float(Double(alpha) / (rslora ? Double(rank).squareRoot() : Double(rank))) }
 
     /// The number of a step's sequences; with an objective, the number of its pairs or answers.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }

@@ -13,13 +13,13 @@ extension RunSettings {
 
     /// Returns the default learning rate for the model and these settings.
     package func defaultLearningRate(for architecture: Architecture) -> Float {
-        let rate: Float
+        let rate: Double
         switch (method, effectiveOptimizer) {
         case (.mezo, _): return Self.paperLearningRate
-        case (_, .adamw), (_, .adamw8bit): rate = 0.007 / Float(architecture.hiddenSize).squareRoot()
+        case (_, .adamw), (_, .adamw8bit): rate = 0.007 / Double(architecture.hiddenSize).squareRoot()
         case (_, .sgd): rate = 0.1
         }
-        return objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate
+        return Float(objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate)
     }
 
     /// Sets the optimizer and the learning rate of the MeSP paper.

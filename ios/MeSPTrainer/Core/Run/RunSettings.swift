@@ -68,9 +68,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Momentum of SGD.
     package var momentum: Float = 0
     /// AdamW's β₁.
-    package var beta1: Float = 0.9
+    package var beta1: Double = 0.9
     /// AdamW's β₂.
-    package var beta2: Float = 0.999
+    package var beta2: Double = 0.999
     /// AdamW's ε.
     package var epsilon: Float = 1e-08
     /// Weight decay.

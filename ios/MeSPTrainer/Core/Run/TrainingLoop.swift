@@ -308,6 +308,11 @@ final class TrainingLoop {
     }
 
     private func save() throws {
+        if let name = try trainer.model.firstNotFinite() {
+            throw MeSPError(
+                "The parameter \(name) is not finite after step \(state.step); start again with a lower learning rate. The last saved state is kept."
+            )
+        }
         try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
         // The log is synchronized before the state is saved, because the state contains the log's length.
         state.logBytes = try log.synchronize()

@@ -39,6 +39,14 @@ extension BlockwiseModel {
         }
     }
 
+    /// Returns the name of the first trained matrix that is not finite; nil if all are finite.
+    func firstNotFinite() throws -> String? {
+        for block in trained {
+            if let name = try clock.repeating({ try firstNotFinite(lora.read(block), block) }) { return name }
+        }
+        return nil
+    }
+
     /// Returns the name of the first matrix in a block's vector `[P]` that is not finite; nil if all are finite.
     private func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
         for module in layouts[block].modules {
@@ -52,5 +60,5 @@ extension BlockwiseModel {
         return nil
     }
 
-    private func isFinite(_ array: MLXArray) throws -> Bool { try array.sum().number(Float.self).isFinite }
+    private func isFinite(_ array: MLXArray) throws -> Bool { try (array * 0).sum().number(Float.self) == 0 }
 }

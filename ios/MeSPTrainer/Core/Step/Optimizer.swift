@@ -71,8 +71,8 @@ struct Optimizer {
                 m = maps.first.dequantized(m, count: g.size)
                 v = maps.second.dequantized(v, count: g.size)
             }
-            m = s.beta1 * m + (1 - s.beta1) * g
-            v = s.beta2 * v + (1 - s.beta2) * g.square()
+            m = Float(s.beta1) * m + Float(1 - s.beta1) * g
+            v = Float(s.beta2) * v + Float(1 - s.beta2) * g.square()
             let decay = rate * s.weightDecay
             let decayed = factors.map { w * (1 - decay * $0) } ?? w * (1 - decay)
             let new = decayed - scaled(rate * m / (v.sqrt() + s.epsilon))
@@ -90,14 +90,14 @@ extension RunSettings {
     /// Returns the learning rate η of update `step`, counted from 0. η rises linearly from 0 during the warm-up, and then follows the schedule, as in
     /// mlx-lm.
     func learningRate(step: Int, of architecture: Architecture) -> Float {
-        let rate = effectiveLearningRate(for: architecture)
+        let rate = Double(effectiveLearningRate(for: architecture))
         let start = warmup > 0 ? warmup + 1 : 0
-        guard step >= start else { return rate * Float(step) / Float(warmup) }
-        let progress = Float(step - start) / Float(max(1, steps - start))
+        guard step >= start else { return Float(rate * Double(step) / Double(warmup)) }
+        let progress = Double(step - start) / Double(max(1, steps - start))
         switch schedule {
-        case .constant: return rate
-        case .linear: return rate * (1 - progress)
-        case .cosine: return rate * 0.5 * (1 + cosf(.pi * progress))
+        case .constant: return Float(rate)
+        case .linear: return Float(rate * (1 - progress))
+        case .cosine: return Float(rate * 0.5 * (1 + cos(.pi * progress)))
         }
     }
 }

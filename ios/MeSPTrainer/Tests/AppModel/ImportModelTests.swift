@@ -174,8 +174,14 @@ import Testing
         }
         #expect(count.most == 1)
         let gate = DispatchSemaphore(value: 0)
-        let first = Task { try await serial.run { gate.wait() } }
-        try await Task.sleep(for: .milliseconds(20))
+        let (begins, begin) = AsyncStream.makeStream(of: Void.self)
+        let first = Task {
+            try await serial.run {
+                begin.yield()
+                gate.wait()
+            }
+        }
+        for await _ in begins { break }
         let second = Task { try await serial.run { Issue.record("it was cancelled") } }
         second.cancel()
         await #expect(throws: CancellationError.self) { try await second.value }

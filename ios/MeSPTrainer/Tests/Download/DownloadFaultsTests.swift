@@ -59,7 +59,8 @@
         }
 
         /// The body of the separate process.
-        @Test(.enabled(if: environment["MESP_DOWNLOAD_INTO"] != nil)) func goesOnWithTheDownload() async throws {
+        @Test(.enabled(if: environment["MESP_DOWNLOAD_INTO"] != nil, "another test starts it"))
+        func goesOnWithTheDownload() async throws {
             let hub = try #require(Self.environment["MESP_HUB"].flatMap { URL(string: $0) })
             let documents = try #require(Self.environment["MESP_DOWNLOAD_INTO"].map { URL(fileURLWithPath: $0) })
             let monitor = TestMonitor()

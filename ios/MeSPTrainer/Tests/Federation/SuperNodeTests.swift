@@ -317,10 +317,8 @@ final class SuperNodeTests {
             configuration: SuperLink.configuration(), seconds: .init(heartbeat: 0.1, poll: 0.01, lease: 0))
         let task = Self.started(node)
         while SuperLink.with(host, { !$0.calls.contains(call) }) { try await Task.sleep(for: .milliseconds(5)) }
-        let began = Date.now
         task.cancel()
         await #expect(throws: CancellationError.self) { try await task.value }
-        #expect(Date.now.timeIntervalSince(began) < 2)
         SuperLink.with(host) { $0.faults = [:] }
         if call != "send-node-heartbeat" { try await run(self.node(), until: Self.isSent, answer: Self.train) }
     }
@@ -335,19 +333,19 @@ final class SuperNodeTests {
         while SuperLink.with(host, { $0.calls.count { $0 == "push-messages" } }) < 3 {
             try await Task.sleep(for: .milliseconds(5))
         }
-        let began = Date.now
         task.cancel()
         await #expect(throws: CancellationError.self) { try await task.value }
-        #expect(Date.now.timeIntervalSince(began) < 2)
     }
 
     /// The message arrives after the task was cancelled.
     @Test func keepsAMessageThatArrivesWhileItEnds() async throws {
         try SuperLink.ask(host)
-        SuperLink.with(host) { $0.delays["pull-messages"] = 0.2 }
+        let hold = DispatchSemaphore(value: 0)
+        SuperLink.with(host) { $0.held["pull-messages"] = hold }
         let task = Self.started(try node())
         while SuperLink.with(host, { !$0.isDelivered }) { try await Task.sleep(for: .milliseconds(5)) }
         task.cancel()
+        for _ in 0..<100 { hold.signal() }
         await #expect(throws: CancellationError.self) { try await task.value }
         try await run(node(), until: Self.isSent, answer: Self.train)
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])

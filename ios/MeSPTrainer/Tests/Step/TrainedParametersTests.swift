@@ -140,8 +140,7 @@ import Testing
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         func take(_ change: (inout RunSettings) -> Void) throws -> (measured: Int, predicted: Int, vectors: Int) {
             var settings = RunSettings(bundle: "", output: "")
-            // MLX's thread frees the arrays of the previous trainer after a short time.
-            Thread.sleep(forTimeInterval: 0.1)
+            Stream.cpu.synchronize()  // MLX's thread may still hold arrays of the previous trainer
             let before = Memory.activeMemory
             let trainer = try fixture.trainer(.mesp) {
                 ($0.optimizer, $0.maxGradNorm) = (.adamw, 1)

@@ -13,8 +13,8 @@ final class SuperLink: URLProtocol {
         var calls = [String]()
         /// Faulty responses by the name of the call, in order. The status 0 means a lost connection, and −1 means no response.
         var faults = [String: [(status: Int, body: String)]]()
-        /// Delays of responses by the name of the call, in seconds.
-        var delays = [String: Double]()
+        /// By the name of a call, the semaphore that each of its responses waits for.
+        var held = [String: DispatchSemaphore]()
         var question: (tree: FlowerObjectTree, contents: [String: Data])?
         var isDelivered = false
         var wanted = Set<String>()
@@ -62,7 +62,7 @@ final class SuperLink: URLProtocol {
             return (200, (try? Self.answer(url.lastPathComponent, ProtobufMessage(sent), &state)) ?? Data())
         }
         if status == Self.never { return }
-        Thread.sleep(forTimeInterval: Self.with(host) { $0.delays[url.lastPathComponent] ?? 0 })
+        Self.with(host) { $0.held[url.lastPathComponent] }?.wait()
         guard status != 0,
             let response = HTTPURLResponse(
                 url: url, statusCode: status, httpVersion: nil, headerFields: ["content-length": String(body.count)])
