@@ -9,6 +9,7 @@ import pytest
 
 import generate
 from helpers.paths import ROOT
+from mesp.block_function.attention import FUSED_HEADS
 from mesp.settings.declaration import Setting
 from mesp.settings.optimizer_defaults import PAPER
 from mesp.settings.train_settings import TrainSettings
@@ -58,3 +59,9 @@ def test_the_document_lists_every_setting_with_its_default():
         each.key: "DIR" if each.is_needed else each.default for each in generate.list_properties()
     }
     assert json.loads(listed) == json.loads(json.dumps(defaults | PAPER))
+
+
+def test_the_widths_of_fused_attention_are_those_of_the_block_function():
+    processor = (ROOT / "ios/MeSPTrainer/Core/Machine/Processor.swift").read_text("utf-8")
+    (widths,) = re.findall(r"var fusedHeads = \[(.*)\]", processor)
+    assert tuple(map(int, widths.split(","))) == FUSED_HEADS

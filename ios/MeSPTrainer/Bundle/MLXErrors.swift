@@ -4,11 +4,12 @@ import MeSPSentences
 
 /// Collects the errors that MLX reports during work, and repeats failed work.
 ///
-/// MLX's functions do not throw. mlx-swift passes an error to the current error handler and returns. Then `eval` has computed nothing, and `item()`
-/// is 0. A GPU can report an error after `eval` has returned, when the stream is synchronized or used again. The evaluated arrays then hold garbage.
+/// MLX's functions do not throw. mlx-swift passes an error to the current error handler and returns. Then `eval` has computed nothing, and reading
+/// the array ends the process. A GPU can report an error after `eval` has returned, when the stream is synchronized or used again. The evaluated
+/// arrays then hold garbage. Synchronizing commits an empty command buffer, which can fail too.
 ///
-/// Therefore a value may be used only after it is confirmed: the stream was synchronized and no error was found. Failed work is repeated from
-/// confirmed arrays.
+/// Therefore a value may be used only after it is confirmed: the stream was synchronized and no error was found. A run does all its work on a GPU in
+/// pieces (`repeating`). A piece begins with confirmed arrays and ends with the one wait that confirms its results. A piece that fails is repeated.
 package enum MLXErrors {
     private struct Work: Sendable {
         let errors: ErrorBox
@@ -35,17 +36,12 @@ package enum MLXErrors {
 
     @TaskLocal private static var work: Work?
 
-    /// The number of failures after which work is not repeated.
-    private static let most = 3
-    /// The number of refusals of background work by iOS that do not count as failures, and the seconds between attempts.
-    private static let (mostRefusals, secondsOfRefusal) = (60, 1.0)
-
     /// Calls `body` and collects MLX's errors in it. A nested call on the same stream is part of the outer work.
     ///
     /// - Parameter stream: the stream of the GPU, or nil on a CPU.
     /// - Throws: `MeSPError` with MLX's first error (`MLXFailure` in a nested call), or else the error of `body`.
     package static func collect<R>(on stream: MLX.Stream? = nil, _ body: () throws -> R) throws -> R {
-        if let work, work.stream == stream { return try confirmed(body) }
+        if let work, work.stream == stream { return try checked(body) }
         do {
             return try collect(stream, isRepeated: false, Failures(), body)
         } catch let failure as MLXFailure {
@@ -58,14 +54,15 @@ package enum MLXErrors {
     ) throws -> R {
         try withError { errors in
             let work = Work(errors: errors, stream: stream, isRepeated: isRepeated, failures: failures)
-            return try $work.withValue(work) { try confirmed(body) }
+            return try $work.withValue(work) { try checked(body) }
         }
     }
 
-    /// Calls `body` and confirms its result. MLX's error takes precedence over the error that `body` throws.
-    private static func confirmed<R>(_ body: () throws -> R) throws -> R {
+    /// Calls `body` and checks for errors. An error of MLX takes precedence over another error that `body` throws.
+    private static func checked<R>(_ body: () throws -> R) throws -> R {
         let result = Result { try body() }
-        try confirm()
+        if case .failure(let error) = result, error is MLXFailure { throw error }
+        try check()
         return try result.get()
     }
 
@@ -92,39 +89,74 @@ package enum MLXErrors {
     /// Before the call, all arrays that `body` reads must be confirmed. `body` must not change them. A nested call is part of the outer repeated
     /// work.
     ///
-    /// - Parameter beforeRetry: called before `body` is called again. It may wait or throw.
-    /// - Throws: `MLXFailure` if earlier work failed, `MLXFailure` with `isFinal` set if MLX has failed too often, or the error of `body` or
-    ///   `beforeRetry`.
-    package static func repeating<R>(beforeRetry: () throws -> Void = {}, _ body: () throws -> R) throws -> R {
+    /// - Parameters:
+    ///   - confirms: false if `body` does nothing on the GPU after its last call of `number`, `numbers` or `compute`, which confirm.
+    ///   - beforeRetry: called before `body` is called again. It may wait or throw.
+    /// - Throws: `MLXFailure` with `isFinal` set if MLX has failed too often, or the error of `body` or `beforeRetry`.
+    package static func repeating<R>(
+        confirms: Bool = true, beforeRetry: () throws -> Void = {}, _ body: () throws -> R
+    ) throws -> R {
         guard let work, let stream = work.stream, !work.isRepeated else { return try body() }
-        // Reports errors of earlier work first.
-        try confirm()
-        var (failures, refusals) = (0, 0)
+        var attempts = Attempts()
         while true {
             do {
-                return try collect(stream, isRepeated: true, work.failures, body)
-            } catch var failure as MLXFailure {
-                if failure.isRefusal, refusals < mostRefusals {
-                    refusals += 1
-                    Thread.sleep(forTimeInterval: secondsOfRefusal)
-                } else {
-                    failures += 1
+                return try collect(stream, isRepeated: true, work.failures) {
+                    do {
+                        let result = try body()
+                        if confirms { stream.synchronize() }
+                        return result
+                    } catch let error where !(error is MLXFailure) {
+                        // The reason may be garbage of a failed command buffer.
+                        stream.synchronize()
+                        throw error
+                    }
                 }
-                if failures == most {
+            } catch var failure as MLXFailure {
+                guard attempts.allowAnother(after: failure) else {
                     failure.isFinal = true
                     throw failure
                 }
                 work.failures.add(failure.message)
-                try beforeRetry()
+                try attempts.wait(beforeRetry)
             }
         }
     }
 
-    /// Returns `value` on a GPU, so that the caller can restore it before work is repeated. Returns nil on a CPU, which repeats no work.
-    package static func held<T>(_ value: T) -> T? { work?.stream == nil ? nil : value }
+    /// The failed attempts at a piece of work.
+    private struct Attempts {
+        /// The number of failures after which work is not repeated.
+        private static let most = 3
+        /// The number of refusals of background work by iOS that do not count as failures, the time between attempts, and the longest time of all
+        /// attempts. iOS lets an app run for some five seconds after it has left the front.
+        private static let (mostRefusals, pause, longest) = (4, Duration.seconds(1), Duration.seconds(5))
+
+        private var (failures, refusals) = (0, 0)
+        private var begin = ContinuousClock.now
+
+        mutating func allowAnother(after failure: MLXFailure) -> Bool {
+            guard failure.isRefusal else {
+                failures += 1
+                return failures < Self.most
+            }
+            refusals += 1
+            guard refusals <= Self.mostRefusals, .now - begin < Self.longest else { return false }
+            Thread.sleep(forTimeInterval: Self.pause / .seconds(1))
+            return true
+        }
+
+        /// Calls `body`. If it waits, as a paused run does, the refusals before it do not count.
+        mutating func wait(_ body: () throws -> Void) throws {
+            let start = ContinuousClock.now
+            try body()
+            if .now - start > Self.pause { (refusals, begin) = (0, .now) }
+        }
+    }
+
+    /// Whether work is on a GPU, which may report an error late. Such work is repeated; so the arrays that it reads must be kept.
+    package static var areLate: Bool { work?.stream != nil }
 
     /// Evaluates `arrays` on a GPU, so that later work does not depend on unevaluated results of repeated work. Does nothing on a CPU.
-    package static func evaluateOnGPU(_ arrays: [MLXArray]) { if work?.stream != nil { eval(arrays) } }
+    package static func evaluateOnGPU(_ arrays: [MLXArray]) { if areLate { eval(arrays) } }
 
     /// Returns MLX's messages of failures after which work was repeated, since the last call.
     package static func takeFailures() -> [String] { work?.failures.take() ?? [] }
@@ -162,9 +194,9 @@ extension MLXArray {
     ///
     /// - Throws: `MLXFailure` if MLX cannot compute the array.
     package func number<T: HasDType>(_ type: T.Type) throws -> T {
-        let number = item(type)
-        try MLXErrors.confirm()
-        return number
+        let array = asType(T.dtype)
+        try array.compute()
+        return array.item(type)
     }
 
     /// Returns the elements in row-major order.
@@ -178,17 +210,20 @@ extension MLXArray {
 
     /// Calls `body` with the bytes of the elements in row-major order. The bytes are not copied if the array is contiguous.
     ///
+    /// - Parameter confirms: false if the array is confirmed already, or if the caller confirms it later and then repeats what `body` does.
     /// - Throws: `MLXFailure` if MLX cannot compute the array, or the error of `body`.
-    package func withBytes<R>(_ body: (Data) throws -> R) throws -> R {
-        try compute()
+    package func withBytes<R>(confirms: Bool = true, _ body: (Data) throws -> R) throws -> R {
+        try compute(confirms: confirms)
         return try withExtendedLifetime(self) { try body(asData(access: .noCopyIfContiguous).data) }
     }
 
     /// Evaluates the array.
+    ///
+    /// - Parameter confirms: false to report only errors that MLX has found already.
     /// - Throws: `MLXFailure` if MLX cannot compute the array.
-    package func compute() throws {
+    package func compute(confirms: Bool = true) throws {
         eval()
-        try MLXErrors.confirm()
+        try confirms ? MLXErrors.confirm() : MLXErrors.check()
     }
 }
 

@@ -92,7 +92,7 @@ extension CheckSuite {
             let tiny = try TinyBundle(mixer: mixer).write(to: folder, like: bundle)
             let model = try CachedModel(tiny)
             let (whole, single) = (try read(model, pieces: Self.decoded), try read(model, pieces: 1))
-            return [
+            return try [
                 Measurement("\(variant): y", error(tamper("decode.\(name)", single.y), whole.y)),
                 Measurement("\(variant): logits", error(single.logits, whole.logits)),
                 Measurement("\(variant): state", worst(zip(single.state, whole.state).map(error))),

@@ -51,26 +51,26 @@ extension CheckSuite {
             errors)
     }
 
-    func error(_ a: MLXArray, _ b: MLXArray) -> Double {
+    func error(_ a: MLXArray, _ b: MLXArray) throws -> Double {
         let (a, b) = (a.asType(.float32), b.asType(.float32))
-        return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
+        return Double(try ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).number(Float.self))
     }
 
     /// Returns the largest error; NaN if an error is not finite, or if there are no errors.
     func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
 
     /// Returns the errors of the gradients of each module's A and B. Each is the largest error over the blocks.
-    func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
+    func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray]) throws
         -> [Measurement]
     {
-        architecture.modules.flatMap { module -> [Measurement] in
+        try architecture.modules.flatMap { module -> [Measurement] in
             var (a, b) = ([Double](), [Double]())
             for (block, gradient) in gradients where layouts[block].modules.contains(module) {
                 guard let right = expected[block] else { continue }
                 let layout = layouts[block]
                 let (ours, theirs) = (layout.matrices(module, in: gradient), layout.matrices(module, in: right))
-                a.append(error(ours.a, theirs.a))
-                b.append(error(ours.b, theirs.b))
+                a.append(try error(ours.a, theirs.a))
+                b.append(try error(ours.b, theirs.b))
             }
             return a.isEmpty
                 ? [] : [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
@@ -114,9 +114,9 @@ extension CheckSuite {
             }
             let expected = try cpu(trainer).outputs(block, x, lora, side).list
             let names = BlockOutputs.names(of: architecture.block(block).mixer)
-            return zip(names, zip(outputs, expected)).map { name, pair in
+            return try zip(names, zip(outputs, expected)).map { name, pair in
                 let name = "\(block).\(name)" + (records == nil ? "" : ".packed")
-                return Measurement(name, error(tamper("block.outputs", pair.0), pair.1))
+                return Measurement(name, try error(tamper("block.outputs", pair.0), pair.1))
             }
         }
         let packed = [0..<shortest / 3, shortest / 3..<shortest].filter { !$0.isEmpty }
@@ -134,8 +134,8 @@ extension CheckSuite {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
         let (sum, expected) = try gradientsOnCPU(trainer, inputOfTrained(trainer))
-        let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
-        return compare(
+        let found = try errors(trainer.model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
+        return try compare(
             "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
@@ -156,7 +156,7 @@ extension CheckSuite {
         _ block: Int, _ x: MLXArray, _ model: BlockwiseModel, _ context: BlockwiseModel.SequenceContext
     ) throws -> MLXArray {
         try bundle.withBlock(block) {
-            try model.forward(model.makeForwardCall(block, $0, model.parameters(block), context, x), x).y
+            try model.forward(block, $0, context, x).y
         }
     }
 
@@ -215,8 +215,8 @@ extension CheckSuite {
         let trainer = try makeTrainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
         let (expectedLoss, expected) = try gradients(self.makeTrainer(fewBlocks(.mebp)))
-        let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
-        return compare(
+        let found = try errors(trainer.model.layouts, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
+        return try compare(
             "The gradients of \(fewBlocks) blocks by MeSP", with: "those by automatic differentiation",
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
     }
@@ -232,7 +232,7 @@ extension CheckSuite {
             let few = Example(tokens: whole.tokens, counted: Array(shortest - count..<shortest))
             let (loss, dy) = try model.lossAndGradient(y, few, scale: 1)
             let (expectedLoss, expected) = try cpu(trainer).lossAndGradient(y, few, scale: 1)
-            return [
+            return try [
                 Measurement("loss of \(count)", error(MLXArray(loss), expectedLoss)),
                 Measurement("gradient of \(count)", error(tamper("head.few_targets", dy), expected)),
             ]

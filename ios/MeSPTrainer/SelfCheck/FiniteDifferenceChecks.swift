@@ -69,7 +69,7 @@ extension CheckSuite {
             }
             for part in model.layouts[block].parts where errors.isEmpty || ContinuousClock.now < end {
                 try atBlock()
-                let error = try differenceError(gradient * part.mask, lora, size: norm(lora * part.mask), loss)
+                let error = try differenceError(gradient * part.mask, lora, size: try norm(lora * part.mask), loss)
                 errors[part.name] = error.isFinite ? max(errors[part.name] ?? 0, error) : .nan
             }
         }
@@ -84,7 +84,7 @@ extension CheckSuite {
     private func differenceError(
         _ gradient: MLXArray, _ lora: MLXArray, size: Float, _ loss: (MLXArray) throws -> Double
     ) throws -> Double {
-        let slope = norm(gradient)
+        let slope = try norm(gradient)
         let h = min(Self.differenceInLoss / slope, size)
         func f(_ steps: Float) throws -> Double {
             let moved = lora + (steps * h / slope) * gradient
@@ -95,7 +95,7 @@ extension CheckSuite {
         return abs(difference - Double(slope)) / Double(slope)
     }
 
-    private func norm(_ x: MLXArray) -> Float { x.square().sum().sqrt().item(Float.self) }
+    private func norm(_ x: MLXArray) throws -> Float { try x.square().sum().sqrt().number(Float.self) }
 
     /// The intended change of the loss at the distance h, in nats.
     private static let differenceInLoss: Float = 0.005

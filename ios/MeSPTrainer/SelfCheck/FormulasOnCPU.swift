@@ -43,7 +43,7 @@ struct FormulasOnCPU {
     func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
         try withHead { head in
             let (loss, dy) = head.lossAndGradient(
-                y.asType(.float32), targets: MLXArray(example.targets), counted: example.counted, scale: scale,
+                y.asType(.float32), targets: Array(example.targets), counted: example.counted, scale: scale,
                 atBoundary: {})
             eval(loss, dy)
             return (loss, dy)
@@ -54,7 +54,7 @@ struct FormulasOnCPU {
     func loss(_ y: MLXArray, _ example: Example) throws -> Double {
         try withHead { head in
             let losses = head.scores(
-                y.squeezed(axis: 0).asType(.float32), targets: MLXArray(Array(example.targets)), atBoundary: {}
+                y.squeezed(axis: 0).asType(.float32), targets: Array(example.targets), atBoundary: {}
             ).losses
             return try losses.numbers(Float.self).reduce(0) { $0 + Double($1) } / Double(example.counted.count)
         }

@@ -85,7 +85,7 @@ extension CheckSuite {
             guard pwrite(file, &word, 4, off_t(index * 4)) == 4 else {
                 throw MeSPError("Cannot write a file in \(Self.temporaryFolder.path): \(lastError()).")
             }
-            return words[index..<index + 1].item(UInt32.self) != word
+            return try words[index..<index + 1].number(UInt32.self) != word
         }
         return withExtendedLifetime(mapped) {
             Finding(
@@ -182,7 +182,7 @@ extension CheckSuite {
             return found
         }
         let found = try caught()
-        let sum = (MLXArray(Float(1)) + 1).item(Float.self)
+        let sum = try (MLXArray(Float(1)) + 1).number(Float.self)
         let isGood = !found.before && found.after && sum == 2
         return Finding(
             isGood ? .pass : .fail,

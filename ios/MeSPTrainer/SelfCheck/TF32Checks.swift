@@ -5,7 +5,7 @@ import MeSPSentences
 
 extension CheckSuite {
     func checkTF32() throws -> Finding {
-        let errors = errorsOfProducts()
+        let errors = try errorsOfProducts()
         let isRounded = errors.contains { !($0.value ?? .infinity <= Self.roundedFrom) }
         let isOff = getenv("MLX_ENABLE_TF32").map { atoi($0) == 0 } ?? false
 
@@ -14,7 +14,7 @@ extension CheckSuite {
         let exact = try gradientsOnCPU(trainer, input)
         let rounded = try TF32.$isEmulated.withValue(true) { try gradientsOnCPU(trainer, input) }
         let effects =
-            [Measurement("loss", error(rounded.loss, exact.loss))]
+            try [Measurement("loss", error(rounded.loss, exact.loss))]
             + self.errors(trainer.model.layouts, rounded.gradients, exact.gradients)
         let worst = effects.compactMap(\.value).max() ?? .nan
         let effect = String(format: "%.1e", worst)
@@ -41,20 +41,20 @@ extension CheckSuite {
 
     /// Returns the relative errors of products with a diagonal matrix. Their exact results are known, because each element is one product of two
     /// numbers.
-    private func errorsOfProducts() -> [Measurement] {
+    private func errorsOfProducts() throws -> [Measurement] {
         let (rows, features) = (256, 512)
         let x = MLXRandom.normal([rows, features], key: MLXRandom.key(0))
         let diagonal = MLXArray.eye(features)
         let (weight, scales, biases) = quantized(diagonal, groupSize: 64, bits: 8)
         let dense = dequantized(weight, scales: scales, biases: biases, groupSize: 64, bits: 8)
         let ofDiagonal = x * (dense * diagonal).sum(axis: 0)
-        return [
+        return try [
             ("matmul", MLX.matmul(x, diagonal), x),
             ("addMM", MLX.addMM(MLXArray.zeros([rows, features]), x, diagonal), x),
             (
                 "quantizedMM",
                 MLX.quantizedMM(x, weight, scales: scales, biases: biases, groupSize: 64, bits: 8), ofDiagonal
             ),
-        ].map { name, product, expected in Measurement(name, error(tamper("tf32", product), expected)) }
+        ].map { name, product, expected in Measurement(name, try error(tamper("tf32", product), expected)) }
     }
 }

@@ -88,14 +88,14 @@
             let losses = whole.log.map(loss)
 
             for share in [0, 2, 4, 6] {
-                let first = 1 + (whole.report.evaluations - 1) * share / 6
+                let first = 1 + (whole.report.commandBuffers - 1) * share / 6
                 let (error, report, log, adapters) = try run(refused(from: first))
                 #expect(error.contains("Unable to allocate"), "evaluation \(first): \(error)")
                 #expect(report.faults == [:], "evaluation \(first)")
                 #expect(adapters == nil || adapters == whole.adapters, "evaluation \(first)")
                 #expect(log.map(loss) == Array(losses.prefix(log.count)), "evaluation \(first)")
                 // A failed run stops at the end of the current block or head.
-                #expect(report.evaluations - first < 80, "evaluation \(first): \(report.evaluations - first)")
+                #expect(report.commandBuffers - first < 80, "evaluation \(first): \(report.commandBuffers - first)")
             }
         }
 
@@ -112,7 +112,7 @@
                     try Generator(bundle).generate(request) { text.append($0) }
                 }
                 #expect(message { _ = try result.get() }.contains("Unable to allocate"))
-                #expect(report.faults == [:] && report.evaluations - first < 40)
+                #expect(report.faults == [:] && report.commandBuffers - first < 40)
             }
         }
 

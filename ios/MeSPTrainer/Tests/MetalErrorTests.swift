@@ -32,7 +32,16 @@ import MeSPSentences
             return .init(failingBuffers: failing)
         }
 
-        /// Checks that `work` returns the same result if a command buffer fails.
+        /// Returns rules under which `count` allocations fail, beginning with number `first`.
+        private func refusal(_ first: Int, count: Int = 1) -> MetalRules {
+            var failing = FailingCommandBuffers(first: first)
+            (failing.isAtOnce, failing.count) = (true, count)
+            failing.message = "[metal::malloc] Unable to allocate 2048 bytes."
+            return .init(failingBuffers: failing)
+        }
+
+        /// Checks that `work` returns the same result if a command buffer or an allocation fails, and that it ends with a promised sentence if all
+        /// fail from one on.
         ///
         /// - Parameters:
         ///   - step: the distance between the buffers that are tested.
@@ -41,24 +50,35 @@ import MeSPSentences
             every step: Int = 1, _ name: String = "",
             _ work: (_ failing: (() throws -> Void) throws -> Void) throws -> R
         ) throws {
-            func result(_ rules: MetalRules) throws -> (R, Int) {
+            func result(_ rules: MetalRules) throws -> (R, buffers: Int) {
                 var buffers = 0
                 let result = try work { body in
                     let (result, report) = withMetal(rules, body)
-                    buffers = report.evaluations
+                    buffers = report.commandBuffers
+                    #expect(report.faults.isEmpty, "\(name): \(report.faults)")
                     try result.get()
                 }
                 return (result, buffers)
             }
             let (expected, buffers) = try result(.init())
-            #expect(buffers > 0)
-            for buffer in stride(from: 1, through: buffers, by: step) {
-                do {
-                    let (found, all) = try result(failure(buffer))
-                    #expect(found == expected, "\(name) buffer \(buffer) of \(buffers)")
-                    #expect(all >= buffer, "\(name) buffer \(buffer)")
-                } catch {
-                    Issue.record("\(name) buffer \(buffer) of \(buffers): \(error.plainSentence.english)")
+            let allocations = try result(refusal(.max)).buffers
+            #expect(buffers > 0 && allocations > 0)
+            for (kind, count) in [("buffer", buffers), ("allocation", allocations)] {
+                func rules(_ number: Int, count: Int = 1) -> MetalRules {
+                    kind == "buffer" ? failure(number, count: count) : refusal(number, count: count)
+                }
+                for number in stride(from: 1, through: count, by: step) {
+                    do {
+                        let (found, all) = try result(rules(number))
+                        #expect(found == expected, "\(name) \(kind) \(number) of \(count)")
+                        #expect(all >= number, "\(name) \(kind) \(number)")
+                    } catch {
+                        Issue.record("\(name) \(kind) \(number) of \(count): \(error.plainSentence.english)")
+                    }
+                }
+                for number in stride(from: 1, through: count, by: max(step, 1 + count / 8)) {
+                    let error = message { _ = try result(rules(number, count: .max)) }
+                    #expect(error.contains("failed three times"), "\(name) from \(kind) \(number) on: \(error)")
                 }
             }
         }
@@ -219,6 +239,27 @@ import MeSPSentences
             }
         }
 
+        @Test func aResumedRunIsTheSame() throws {
+            try compare(every: 5) { failing in
+                try inFolder { output in
+                    _ = try run(output)
+                    var saved = Saved()
+                    try failing { saved = try run(output) { ($0.resume, $0.steps) = (true, 2) } }
+                    return saved
+                }
+            }
+        }
+
+        @Test(arguments: [2, 3, 4, 5, 8, 13, 21, 34]) func ofManyErrorsNoneGivesAWrongNumber(_ period: Int) throws {
+            let whole = try inFolder { output in try run(output) }
+            var rules = failure(period, count: .max)
+            rules.failingBuffers?.period = period
+            let result = inFolder { output in withMetal(rules) { try run(output) }.result }
+            let error = message { _ = try result.get() }
+            #expect(error == "" || error.contains("failed three times"), "\(error)")
+            if error == "" { #expect(try result.get() == whole) }
+        }
+
         @Test func whatWasDoneAgainIsLogged() throws {
             try inFolder { output in
                 _ = try withMetal(failure(40)) { try run(output) }.result.get()
@@ -232,7 +273,7 @@ import MeSPSentences
         @Test func workThatFailsThreeTimesEndsTheRun() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }
-                return (try result.get(), report.evaluations)
+                return (try result.get(), report.commandBuffers)
             }
             let twice = try inFolder { output in
                 try withMetal(failure(buffers / 2, count: 2)) { try run(output) }.result.get()
@@ -268,7 +309,7 @@ import MeSPSentences
                     try fixture.restore(trainer)
                     let buffers = withMetal(.init()) {
                         _ = try? trainer.model.saveAdapters(to: output.appendingPathComponent("other"))
-                    }.report.evaluations
+                    }.report.commandBuffers
                     for buffer in 1...buffers {
                         let result = withMetal(failure(buffer, count: .max)) {
                             try fixture.bundle.withDevice { try trainer.model.saveAdapters(to: output) }
@@ -285,6 +326,7 @@ import MeSPSentences
         private func request(_ temperature: Float, _ tokens: Int, prompt: [Int] = [1, 2, 3]) -> Generator.Request {
             var request = Generator.Request(prompt: prompt)
             (request.maxTokens, request.temperature, request.seed) = (tokens, temperature, 3)
+            request.topP = temperature > 0 ? 0.9 : 1
             return request
         }
 
@@ -351,13 +393,38 @@ import MeSPSentences
                         of: Array(1...9), window: 4)
                 }
                 let (expected, report) = withMetal(.init()) { try evaluate() }
-                for buffer in stride(from: 1, through: report.evaluations, by: 3) {
+                for buffer in stride(from: 1, through: report.commandBuffers, by: 3) {
                     for count in [1, .max] {
                         let result = withMetal(failure(buffer, count: count)) { try evaluate() }.result
                         let error = message { _ = try result.get() }
                         #expect(error.contains("three times") == (count == .max), "buffer \(buffer): \(error)")
                         #expect(!error.contains("adapters"), "buffer \(buffer): \(error)")
                         if count == 1 { #expect(try result.get() == expected.get(), "buffer \(buffer)") }
+                    }
+                }
+            }
+        }
+
+        @Test(arguments: plain) func adaptersAreReadAgain(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            try inFolder { adapters in
+                try fixture.bundle.withDevice {
+                    let trainer = try fixture.trainer(.mesp)
+                    try fixture.restore(trainer)
+                    try trainer.model.saveAdapters(to: adapters)
+                }
+                for others in [[], [WeightedAdapters(adapters, weight: 0.5)]] {
+                    try compare(every: 3) { failing in
+                        var found = [Double]()
+                        try failing {
+                            let all = [WeightedAdapters(adapters)] + others
+                            try Generator(fixture.bundle, adapters: all).generate(request(1, 2)) {
+                                found.append(Double($0))
+                            }
+                            found.append(
+                                try Evaluator(fixture.bundle, adapters: all).logLikelihood(of: [1, 2, 3], window: 4))
+                        }
+                        return found
                     }
                 }
             }
@@ -374,23 +441,39 @@ import MeSPSentences
                 let suite = CheckSuite(bundle: fixture.bundle, settings: settings)
                 let check = try #require(suite.checks.first { $0.name == name })
                 let (result, report) = withMetal(rules) { try SelfCheck.perform(check, fixture.bundle) }
-                return (try result.get(), report.evaluations)
+                return (try result.get(), report.commandBuffers)
             }
             let (expected, buffers) = try check(.init())
             #expect(expected.verdict == .pass, "\(expected.sentence.english)")
             for buffer in stride(from: 1, through: buffers, by: max(1, buffers / 8)) {
-                let (found, _) = try check(failure(buffer))
-                #expect(found.verdict == .pass, "buffer \(buffer): \(found.sentence.english)")
-                #expect(found.measured.map(\.value) == expected.measured.map(\.value), "buffer \(buffer)")
+                for rules in [failure(buffer), refusal(buffer)] {
+                    let (found, _) = try check(rules)
+                    #expect(found.verdict == .pass, "buffer \(buffer): \(found.sentence.english)")
+                    #expect(found.measured.map(\.value) == expected.measured.map(\.value), "buffer \(buffer)")
+                }
+                let sentence = try check(failure(buffer, count: .max)).0.sentence.english
+                #expect(sentence.contains("failed three times"), "from buffer \(buffer) on: \(sentence)")
             }
         }
 
         // MARK: - Reasons
 
+        @Test func aRunThatIsAlwaysRefusedEndsWithTheRemedy() throws {
+            let buffers = try inFolder { output in withMetal(.init()) { try run(output) }.report.commandBuffers }
+            var rules = failure(buffers / 2, count: .max)
+            rules.failingBuffers?.message = FailingCommandBuffers.refusedInBackground
+            try inFolder { output in
+                let error = message { _ = try withMetal(rules) { try run(output) }.result.get() }
+                #expect(error == "iOS refuses the GPU to an app that is not in front; open the app and resume.")
+                let errors = try LogSummary(folder: output).events.filter { $0.name == "gpu_error" }
+                #expect((1...4).contains(errors.count))
+            }
+        }
+
         @Test func aRunThatIsRefusedWaitsForTheFront() throws {
             let (whole, buffers) = try inFolder { output in
                 let (result, report) = withMetal(.init()) { try run(output) }
-                return (try result.get(), report.evaluations)
+                return (try result.get(), report.commandBuffers)
             }
             var rules = failure(buffers / 2, count: 4)
             rules.failingBuffers?.message = FailingCommandBuffers.refusedInBackground
@@ -424,19 +507,16 @@ import MeSPSentences
 
         @Test(arguments: [false, true]) func aRunOutOfMemoryGoesOnWithACheaperPlan(_ changed: Bool) throws {
             let (whole, buffers) = try inFolder { output in
-                let (result, report) = withMetal(.init()) {
-                    try run(output) { ($0.steps, $0.saveEvery, $0.valBatches) = (3, 1, 0) }
-                }
-                return (try result.get(), report.evaluations)
+                let (result, report) = withMetal(.init()) { try run(output) { ($0.steps, $0.saveEvery) = (3, 1) } }
+                return (try result.get(), report.commandBuffers)
             }
+            let losses = whole.log.filter { $0.hasPrefix("step") }
             var cheaper = 0
             for buffer in buffers / 3..<buffers where cheaper == 0 {
                 var rules = failure(buffer, count: 3)
                 rules.failingBuffers?.message = FailingCommandBuffers.outOfMemory
                 try inFolder { output in
-                    let result = withMetal(rules) {
-                        try run(output) { ($0.steps, $0.saveEvery, $0.valBatches) = (3, 1, 0) }
-                    }.result
+                    let result = withMetal(rules) { try run(output) { ($0.steps, $0.saveEvery) = (3, 1) } }.result
                     let error = message { _ = try result.get() }
                     let events = try LogSummary(folder: output).events.map(\.name)
                     guard events.contains("cheaper_plan") else {
@@ -445,15 +525,35 @@ import MeSPSentences
                     #expect(error == "")
                     guard events.contains("resumed") == changed else { return }
                     cheaper += 1
+                    #expect(try result.get().log.filter { $0.hasPrefix("eval 0") }.count == 1)
                     let steps = try LogSummary(folder: output).steps
                     #expect(steps.map(\.step) == [1, 2, 3])
-                    for (step, line) in zip(steps, whole.log) {
+                    for (step, line) in zip(steps, losses) {
                         let loss = try #require(Float(line.split(separator: " ")[2]))
                         #expect(abs(step.loss - loss) < 1e-5 * loss)
                     }
                 }
             }
             #expect(cheaper > 0)
+        }
+
+        @Test(arguments: [8, 14, 16, 20, 30]) func memoryMayBeShortForSomeTime(_ count: Int) throws {
+            let buffers = try inFolder { output in withMetal(.init()) { try run(output) }.report.commandBuffers }
+            for buffer in [buffers / 4, buffers / 2] {
+                var rules = failure(buffer, count: count)
+                rules.failingBuffers?.message = FailingCommandBuffers.outOfMemory
+                try inFolder { output in
+                    let error = message { _ = try withMetal(rules) { try run(output) }.result.get() }
+                    #expect(error == "", "buffer \(buffer)")
+                    let lines = try Data(contentsOf: LogWriter.url(in: output)).split(separator: UInt8(ascii: "\n"))
+                    var peaks = [Int]()
+                    for line in lines {
+                        guard case .plan(_, let plan) = try LogRecord.read(line).0 else { continue }
+                        peaks.append(plan.predictedPeakBytes)
+                    }
+                    #expect(peaks.count > 1 && zip(peaks, peaks.dropFirst()).allSatisfy { $0 > $1 }, "\(peaks)")
+                }
+            }
         }
 
         private final class Locked<Value>: @unchecked Sendable {

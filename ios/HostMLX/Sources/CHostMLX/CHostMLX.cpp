@@ -189,6 +189,7 @@ HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int
         for (int dim : s) {
             bytes *= dim;
         }
+        failing::allocate(bytes);
         mx::array a(mx::allocator::malloc(bytes), std::move(s), dtype(type));
         if (bytes > 0) {
             std::memcpy(a.data<char>(), data, bytes);
@@ -324,9 +325,6 @@ void host_array_eval(HostArray a) {
         }
         failing::evaluate({get(a)}, [&] { get(a).eval(); });
     });
-}
-bool host_array_is_computed(HostArray a) {
-    return guarded([&] { return get(a).is_available(); });
 }
 const void *host_array_data(HostArray a) {
     return guarded([&] {
@@ -870,6 +868,6 @@ void host_synchronize(HostStream s) {
         } else if (host::gpu_stream() != stream) {  // nothing is computed on that stream
             mx::synchronize(stream);
         }
-        failing::throw_error_after_wait();
+        failing::wait();
     });
 }

@@ -30,7 +30,8 @@ std::mutex mutex;
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
 std::string message;
-/// The number of evaluations. Each counts as one command buffer.
+/// The number of command buffers: evaluations and waits for a stream, which commit an empty one. If buffers fail at once, it is the number of
+/// evaluations and of new arrays, which allocate memory.
 size_t buffers = 0;
 /// The number of failed buffers. `has_error` is true while an error is pending. A wait throws the error, as does the evaluation that follows
 /// `evaluations_until_error` other ones.
@@ -89,6 +90,16 @@ void throw_error() {
     throw std::runtime_error(rules.message);
 }
 
+/// Returns whether the buffer that was counted last fails.
+bool buffer_fails() {
+    if (rules.first_failing == 0 || buffers < rules.first_failing || failed_buffers == rules.failing_count ||
+        (buffers - rules.first_failing) % rules.period != 0) {
+        return false;
+    }
+    failed_buffers += 1;
+    return true;
+}
+
 /// Counts a command buffer. Throws a pending error that is due, or the buffer's own error if it fails at once.
 ///
 /// \returns whether the buffer fails, so that its error is pending.
@@ -103,10 +114,9 @@ bool next_buffer_fails(const std::vector<mx::array> &outputs) {
         evaluations_until_error -= 1;
         return false;
     }
-    if (rules.first_failing == 0 || buffers < rules.first_failing || failed_buffers == rules.failing_count) {
+    if (!buffer_fails()) {
         return false;
     }
-    failed_buffers += 1;
     if (rules.fails_at_once) {
         throw_error();
     }
@@ -131,9 +141,25 @@ void evaluate(const std::vector<mx::array> &outputs, const std::function<void()>
     buffer.fill_with_garbage(rules.leaves_zeros);
 }
 
-void throw_error_after_wait() {
+void wait() {
     const std::lock_guard lock(mutex);
-    if (is_on && has_error) {
+    if (!is_on || rules.fails_at_once) {
+        return;
+    }
+    buffers += 1;
+    if (has_error || buffer_fails()) {
+        throw_error();
+    }
+}
+
+void allocate(size_t bytes) {
+    const std::lock_guard lock(mutex);
+    // MLX takes smaller arrays from a heap that it has already (metal/allocator.h:60).
+    if (!is_on || !rules.fails_at_once || bytes <= 256) {
+        return;
+    }
+    buffers += 1;
+    if (buffer_fails()) {
         throw_error();
     }
 }

@@ -14,8 +14,12 @@ namespace failing {
 /// of a failed buffer if that error is due.
 void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<void()> &evaluate);
 
-/// Throws the pending error of a failed buffer. It is called after a stream was synchronized.
-void throw_error_after_wait();
+/// Counts the empty command buffer that a wait for a stream commits. Throws its error if it fails, or the pending error of an earlier buffer. It is
+/// called after the stream was synchronized.
+void wait();
+
+/// Throws an error if an allocation of `bytes` for a new array fails. Only rules under which buffers fail at once let allocations fail.
+void allocate(size_t bytes);
 
 /// Counts a read of an array that was never computed, where mlx-swift would dereference a null pointer. Throws an error if no rules of Metal apply.
 ///

@@ -1,15 +1,17 @@
-/// A simulation of failing command buffers, in which each evaluation is one command buffer.
+/// A simulation of failing command buffers. Each evaluation is one command buffer, and each wait for a stream commits an empty one.
 public struct FailingCommandBuffers: Sendable {
     /// The number of the first command buffer that fails, counted from 1.
     public var first: Int
     /// The number of command buffers that fail. After a failure, the next buffer fails only after the error has been thrown.
     public var count = 1
+    /// The number of command buffers from one that fails to the next.
+    public var period = 1
     /// The number of evaluations that still succeed after the failing one. The next evaluation throws the error and computes nothing. Synchronizing a
     /// stream throws the error earlier. The arrays of the failed buffer count as evaluated, and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
-    /// Whether the failing evaluation itself throws the error and computes nothing, as when an allocation fails. Reading an array that it did not
-    /// compute then counts as a fault, because it would end a process on Metal.
+    /// Whether memory is refused: a failing evaluation computes nothing and throws the error itself, and so does the creation of an array of more
+    /// than 256 bytes. Reading an array that was not computed then counts as a fault, because it would end a process on Metal.
     public var isAtOnce = false
     public var message = hang
 

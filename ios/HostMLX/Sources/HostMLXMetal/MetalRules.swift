@@ -21,8 +21,9 @@ public struct MetalRules: Sendable {
 
 /// What happened during a call of `withMetal`.
 public struct MetalReport: Sendable, Equatable {
-    /// The number of evaluations that had something to compute, including those that threw an error.
-    public var evaluations = 0
+    /// The number of command buffers: of evaluations that had something to compute, and of waits for a stream. Under rules that refuse memory, the
+    /// number of these evaluations and of new arrays.
+    public var commandBuffers = 0
     /// The faults that would have ended a process on Metal, with their counts.
     public var faults = [String: Int]()
 }
@@ -40,7 +41,8 @@ public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
         host_metal_begin(
             HostMetalRules(
                 tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
-                first_failing: failing?.first ?? 0, failing_count: failing?.count ?? 0, delay: failing?.delay ?? 0,
+                first_failing: failing?.first ?? 0, failing_count: failing?.count ?? 0,
+                period: failing?.period ?? 1, delay: failing?.delay ?? 0,
                 leaves_zeros: failing?.garbage == .zeros, fails_at_once: failing?.isAtOnce ?? false, message: message))
     }
     precondition(begun, "HostMLX behaves like Metal already")
@@ -48,7 +50,7 @@ public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
         rules.gpuByDefault ? try Device.withDefaultDevice(Device(.gpu), body) : try body()
     }
     var report = MetalReport()
-    report.evaluations = withUnsafeMutablePointer(to: &report.faults) { faults in
+    report.commandBuffers = withUnsafeMutablePointer(to: &report.faults) { faults in
         host_metal_end(faults) { context, text, count in
             guard let context, let text else { return }
             context.assumingMemoryBound(to: [String: Int].self).pointee[String(cString: text)] = count

@@ -108,9 +108,10 @@ extension MLXArray {
         return scalar(type)
     }
 
-    /// Returns the first element of an evaluated array with elements of type `T`. As in mlx-c, returns 0 if the evaluation failed.
+    /// Returns the first element of an evaluated array with elements of type `T`. Returns 0 if the evaluation failed, where mlx-swift would
+    /// dereference a null pointer.
     private func scalar<T>(_ type: T.Type) -> T {
-        guard host_array_is_computed(ctx), let data = host_array_data(ctx) else {
+        guard let data = host_array_data(ctx) else {
             return withUnsafeTemporaryAllocation(of: T.self, capacity: 1) { zero in
                 UnsafeMutableRawBufferPointer(zero).initializeMemory(as: UInt8.self, repeating: 0)
                 return zero[0]

@@ -218,8 +218,8 @@ public func argSort(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .defa
     call(host_argsort_1, array, axis, stream)
 }
 
-public func argSort(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_argsort, array, stream)
+public func sorted(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
+    call(host_sort, array, stream)
 }
 
 // MARK: - Shapes

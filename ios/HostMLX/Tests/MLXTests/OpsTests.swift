@@ -60,7 +60,8 @@ extension AllTests {
 
         @Test func indices() {
             let v = MLXArray([3, 1, 2] as [Float])
-            expectClose(argSort(v), [1, 2, 0])
+            expectClose(argSort(v, axis: 0), [1, 2, 0])
+            expectClose(sorted(v), v.take(MLXArray([1, 2, 0])).asArray(Float.self))
             expectClose(take(x, MLXArray([3, 0]), axis: 1), [3, 0, 7, 4], [2, 2])
             expectClose(x.take(MLXArray([5])), [5])
             expectClose(takeAlong(x, MLXArray([1, 2], [2, 1]), axis: 1), [1, 6], [2, 1])

@@ -82,6 +82,14 @@ final class StepTests {
         #expect(planners[1].peak(plan) < planners[0].peak(plan))
     }
 
+    /// A wait asks for errors, and is a round trip to the GPU.
+    @Test(arguments: [true, false]) func aStepWaitsOnceForEachPieceOfWork(_ hasFunctions: Bool) throws {
+        let settings = try settings { $0.bundle = (hasFunctions ? Self.demo : bare).path }
+        let (ledger, planner, _) = try step(settings)
+        // The forward pass, the backward pass and the update of a block, and the keys, the embeddings and the head.
+        #expect(ledger.waits == 3 * planner.architecture.numHiddenLayers + 3)
+    }
+
     @Test func waitsForMemorySleep() throws {
         let (ledger, _, _) = try step(settings(256))
         #expect(ledger.secondsSpinning() < 0.01 * ledger.seconds())
@@ -116,7 +124,7 @@ final class StepTests {
                 if tokens == 4 { Ledger.restart() }
             }
         }
-        #expect(ledger.evals == 8 && ledger.asyncEvals == 0)
+        #expect(ledger.evals == 8 && ledger.asyncEvals == 0 && ledger.waits == 8)
     }
 
     @Test func evaluationMapsEachFileOnce() throws {

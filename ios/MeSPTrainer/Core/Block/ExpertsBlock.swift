@@ -75,16 +75,20 @@ private struct Routed {
     struct Pairs {
         let expert: Int
         let positions: [Int]
-        /// The rows of the tokens `[count]`, and the indices of the pairs among all `T · k` pairs `[count]`.
-        let tokens, places: MLXArray
+        /// The rows of the tokens `[count]`.
+        let tokens: MLXArray
+        /// The indices of the pairs among all `T · k` pairs `[count]`.
+        let places: [Int32]
 
         var count: Int { positions.count }
     }
 
     /// The pairs in the order of the experts. An expert with many tokens has several elements.
     let byExpert: [Pairs]
-    /// The experts of each token, the router's outputs for them, and their weights, `[T, k]` each.
-    private let chosen, z, w: MLXArray
+    /// The experts of each token `[T · k]`.
+    private let chosen: [Int32]
+    /// The router's outputs for the chosen experts, and their weights, `[T, k]` each.
+    private let z, w: MLXArray
     private let experts: Experts
 
     /// - Parameters:
@@ -92,36 +96,38 @@ private struct Routed {
     ///   - most: the maximum number of tokens in an element of `byExpert`
     init(_ experts: Experts, _ weights: BlockWeights, _ x: MLXArray, most: Int, _ machine: Machine) {
         self.experts = experts
-        let all = weights.router(experts).apply(x)
-        let chosen = weights.chosen(experts, all)
-        let z = takeAlong(all, chosen, axis: -1)
-        (self.chosen, self.z, w) = machine.part(chosen, z, experts.weights(z))
+        let (all, perToken) = (weights.router(experts).apply(x), Int32(experts.numExpertsPerTok))
+        // The numbers are addresses, so they are confirmed. After an MLX error they cannot be read. Then any experts are used, because the block's
+        // result is discarded.
+        chosen =
+            (try? weights.chosen(experts, all).numbers(Int32.self))
+            ?? (0..<Int32(x.dim(0)) * perToken).map { $0 % Int32(experts.numExperts) }
+        let z = takeAlong(all, MLXArray(chosen, [x.dim(0), Int(perToken)]), axis: -1)
+        (self.z, w) = machine.part(z, experts.weights(z))
         var places = [[Int32]](repeating: [], count: experts.numExperts)
-        // After an MLX error the numbers cannot be read. Then any experts are used, because the block's result is discarded.
-        let numbers = (try? chosen.numbers(Int32.self)) ?? (0..<chosen.size).map { Int32($0 % experts.numExperts) }
-        for (place, expert) in numbers.enumerated() { places[Int(expert)].append(Int32(place)) }
-        let perToken = Int32(experts.numExpertsPerTok)
+        for (place, expert) in chosen.enumerated() { places[Int(expert)].append(Int32(place)) }
         byExpert = places.enumerated().flatMap { expert, places in
             tiles(of: places.count, size: most).map { some in
                 let tokens = places[some].map { $0 / perToken }
                 return Pairs(
                     expert: expert, positions: tokens.map { Int($0) }, tokens: MLXArray(tokens),
-                    places: MLXArray(Array(places[some])))
+                    places: Array(places[some]))
             }
         }
     }
 
     /// Returns the weights of an expert's pairs, `[count, 1]`.
     func weights(_ pairs: Pairs) -> MLXArray {
-        w.flattened().take(pairs.places, axis: 0).expandedDimensions(axis: -1)
+        w.flattened().take(MLXArray(pairs.places), axis: 0).expandedDimensions(axis: -1)
     }
 
     /// Returns dz `[T, E]` from dw of all pairs in the order of `byExpert`. dz is 0 for experts that were not chosen.
     func backward(dw: MLXArray) -> MLXArray {
-        let order = argSort(concatenated(byExpert.map(\.places)))
-        let dz = experts.weightsBackward(z, dw: dw.flattened().take(order, axis: 0).reshaped(z.shape))
-        let rows = MLXArray((0..<Int32(z.dim(0))).map { $0 * Int32(experts.numExperts) }).expandedDimensions(axis: -1)
-        return MLXArray.zeros([z.dim(0) * experts.numExperts])
-            .at[(rows + chosen.asType(.int32)).flattened()].add(dz.flattened()).reshaped([z.dim(0), experts.numExperts])
+        var order = [Int32](repeating: 0, count: chosen.count)
+        for (index, place) in byExpert.flatMap(\.places).enumerated() { order[Int(place)] = Int32(index) }
+        let dz = experts.weightsBackward(z, dw: dw.flattened().take(MLXArray(order), axis: 0).reshaped(z.shape))
+        let (all, perToken) = (experts.numExperts, experts.numExpertsPerTok)
+        let places = chosen.enumerated().map { Int32($0 / perToken * all) + $1 }
+        return MLXArray.zeros([z.dim(0) * all]).at[MLXArray(places)].add(dz.flattened()).reshaped([z.dim(0), all])
     }
 }

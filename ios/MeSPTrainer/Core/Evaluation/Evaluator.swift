@@ -159,7 +159,7 @@ package struct Evaluator {
                 weights: weights, architecture: model.bundle.architecture,
                 machine: model.machine(rows: targets.count, length: targets.count))
             let (losses, isLargest) = try head.scores(
-                y, targets: MLXArray(targets.map { Int32($0) }), atBoundary: atBlock)
+                y, targets: targets.map { Int32($0) }, atBoundary: atBlock)
             defer { Memory.clearCache() }
             return try zip(losses.numbers(Float.self), isLargest.numbers(Bool.self)).map { (-$0, $1) }
         }

@@ -44,15 +44,15 @@ package struct CrossEntropyHead {
     ///
     /// - Parameters:
     ///   - y: `[n, hidden]`
-    ///   - targets: token ids, `[n]` int32
+    ///   - targets: token ids `[n]`
     ///   - atBoundary: called between tiles; it may wait, or throw
     /// - Returns: the losses in nats, float32 `[n]`, and whether the target has the largest logit, bool `[n]`.
-    package func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
+    package func scores(_ y: MLXArray, targets: [Int32], atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
     {
         var (h, work) = ([norm(y.asType(.float32))], 0)
         let parts = try machine.each(of: y.dim(0), size: machine.lossTokens) {
-            try overVocabulary(&h, $0, targets[$0], wantsGradient: false, &work, atBoundary)
+            try overVocabulary(&h, $0, Array(targets[$0]), wantsGradient: false, &work, atBoundary)
         }
         return (concatenated(parts.map(\.losses))[0..., 0], concatenated(parts.map(\.isLargest))[0..., 0])
     }
@@ -61,11 +61,11 @@ package struct CrossEntropyHead {
     ///
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
-    ///   - targets: token ids of the counted positions, `[n]` int32
+    ///   - targets: token ids of the counted positions `[n]`
     ///   - counted: the n positions with a loss, in `0 ..< T` and ascending
     ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats, a float32 scalar.
-    func loss(_ y: MLXArray, targets: MLXArray, counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
+    func loss(_ y: MLXArray, targets: [Int32], counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
         try lossAndRows(rows(counted, of: y), targets, scale: nil, atBoundary).loss
     }
 
@@ -73,14 +73,14 @@ package struct CrossEntropyHead {
     ///
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
-    ///   - targets: token ids of the counted positions, `[n]` int32
+    ///   - targets: token ids of the counted positions `[n]`
     ///   - counted: the n positions with a loss, in `0 ..< T` and ascending
     ///   - scale: the factor of the gradient
     ///   - atBoundary: called between tiles, while nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype. dy is 0 at positions that
     ///   are not counted.
     package func lossAndGradient(
-        _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
+        _ y: MLXArray, targets: [Int32], counted: [Int], scale: Float, atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         var (loss, dy) = try lossAndRows(rows(counted, of: y), targets, scale: scale, atBoundary)
         if counted.count < y.dim(1) {
@@ -100,15 +100,16 @@ package struct CrossEntropyHead {
 
     /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed and must not be used.
     private func lossAndRows(
-        _ y: MLXArray, _ targets: MLXArray, scale: Float?, _ atBoundary: () throws -> Void
+        _ y: MLXArray, _ targets: [Int32], scale: Float?, _ atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         var work = 0
         let dtype = y.dtype
         let parts = try machine.each(of: y.dim(0), size: machine.mlpTokens) { rows in
             let y = y[rows].asType(.float32)
             var h = [norm(y)]
+            let targets = Array(targets[rows])
             let parts = try tiles(of: rows.count, size: machine.lossTokens).map {
-                try overVocabulary(&h, $0, targets[rows][$0], wantsGradient: scale != nil, &work, atBoundary)
+                try overVocabulary(&h, $0, Array(targets[$0]), wantsGradient: scale != nil, &work, atBoundary)
             }
             let losses = parts.dropFirst().reduce(parts[0].losses.sum()) { $0 + $1.losses.sum() }
             guard let scale else { return [losses] }
@@ -143,7 +144,7 @@ package struct CrossEntropyHead {
     ///   - h: one array, RMSNorm(y) of all tokens, `[n, hidden]`
     ///   - work: the number of multiplications since the last call of `atBoundary`
     private func overVocabulary(
-        _ h: inout [MLXArray], _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
+        _ h: inout [MLXArray], _ t: Range<Int>, _ targets: [Int32], wantsGradient: Bool, _ work: inout Int,
         _ atBoundary: () throws -> Void
     ) rethrows -> Scores {
         let w = matrix
@@ -156,10 +157,12 @@ package struct CrossEntropyHead {
             try machine.work(2 * t.count * h.dim(1) * rows.count, since: &work, leaving: sums, atBoundary)
             let wTile = w.rows(rows)
             let z = capped(wTile.apply(h[t]))
-            let place = (targets - rows.lowerBound)[0..., .newAxis]  // the target's index in the tile
-            let isHere = logicalAnd(place .>= 0, place .< rows.count)
-            sums.zTarget = which(
-                isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), sums.zTarget)
+            // The targets' indices in the tile. They are not computed on a GPU, where an error would leave garbage, and an address outside of z.
+            let (isHere, places) = (
+                MLXArray(targets.map { rows.contains(Int($0)) })[0..., .newAxis],
+                MLXArray(targets.map { Int32(min(max(Int($0) - rows.lowerBound, 0), rows.count - 1)) })[0..., .newAxis]
+            )
+            sums.zTarget = which(isHere, takeAlong(z, places, axis: 1), sums.zTarget)
             let m = Self.largest([sums.m, z])
             let p = Self.exponential([z, m])
             let rescale = exp(sums.m - m)
@@ -172,7 +175,7 @@ package struct CrossEntropyHead {
         // s ≥ 1, because the largest logit adds exp(0) = 1.
         var scores = Scores(losses: sums.m + log(sums.expSum) - sums.zTarget, isLargest: sums.zTarget .>= sums.m)
         guard let weighted = sums.weighted else { return scores }
-        let wTarget = machine.part(w.take(targets), scores.losses).0
+        let wTarget = machine.part(w.take(MLXArray(targets)), scores.losses).0
         let dh = weighted / sums.expSum - sloped(wTarget, sums.zTarget)
         h = machine.inputs(h, after: [dh])
         scores.dh = dh

@@ -16,15 +16,20 @@ struct DoRA {
     let norms: MLXArray
 
     /// - Parameters:
+    ///   - norms: n, if it is known already
     ///   - squares: the squared norms of the rows of W of all modules, from `BlockWeights.squaredNorms`
     ///   - machine: limits the number of rows of W that are processed at a time
     init(
-        _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, squares: MLXArray,
-        machine: Machine
+        _ weights: BlockWeights, _ lora: MLXArray, _ layout: LoRALayout, scale: Float, norms: MLXArray? = nil,
+        squares: MLXArray, machine: Machine
     ) {
         (self.layout, self.lora) = (layout, lora)
+        if let norms {
+            self.norms = norms
+            return
+        }
         // For a row w of W and a column b of B, n² = ‖w‖² + 2 s ⟨w, A b⟩ + s² ‖A b‖².
-        norms = concatenated(
+        self.norms = concatenated(
             layout.modules.compactMap { module in
                 guard let squares = layout.magnitudes(module, in: squares) else { return nil }
                 let (matrices, w) = (layout.matrices(module, in: lora), weights.matrix(module))

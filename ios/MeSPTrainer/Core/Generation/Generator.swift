@@ -250,7 +250,10 @@ public struct Generator {
             try atBlock()
         }
         do {
-            while !(waiting.isEmpty && texts.isEmpty) { try MLXErrors.repeating(beforeRetry: beginAgain, addTokens) }
+            while !(waiting.isEmpty && texts.isEmpty) {
+                // The token's number, which is read last, confirms the arrays.
+                try MLXErrors.repeating(confirms: false, beforeRetry: beginAgain, addTokens)
+            }
         } catch is CancellationError {
             for text in texts + waiting { try end(text, .stopped) }
         }
@@ -344,9 +347,15 @@ public struct Generator {
         guard request.temperature > 0 else { return nil }
         var logits = logits - logits.max()  // the likeliest token's logit stays 0 at every temperature
         if request.topP < 1 {
-            let order = argSort(logits)
-            let likelier = cumsum(softmax(logits.take(order)), reverse: true, inclusive: false)
-            logits = which(likelier.take(argSort(order)) .< request.topP, logits, -Float.infinity)
+            // Computed indices would be addresses, and after an error of the GPU they would be garbage. So nothing is gathered.
+            let ascending = sorted(logits)
+            let isTaken = cumsum(softmax(ascending), reverse: true, inclusive: false) .< request.topP
+            let least = -which(isTaken, -ascending, -Float.infinity).max()
+            let (isAbove, isLeast) = (logits .> least, (logits .== least).asType(.int32))
+            // Of the tokens that are as likely as the least likely one, only the last may be taken.
+            let ofLeast = isTaken.asType(.int32).sum() - isAbove.asType(.int32).sum()
+            let isLast = logicalAnd(isLeast .> 0, cumsum(isLeast, reverse: true) .< ofLeast + 1)
+            logits = which(isAbove, logits, which(isLast, logits, -Float.infinity))
         }
         return MLXRandom.categorical(logits * (1 / request.temperature), key: random)
     }

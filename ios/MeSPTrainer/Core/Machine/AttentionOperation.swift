@@ -4,13 +4,11 @@ import MeSPBundle
 /// Attention by a single MLX operation if the processor has one that computes the scores in tiles, the mixer does not cap its scores, and TF32 is not
 /// emulated. Otherwise attention is computed in tiles here.
 extension Machine {
-    private func hasOperation(_ attention: Attention) -> Bool {
-        processor.hasOperation(for: attention.mixer) && !TF32.isEmulated
-    }
-
     /// Returns attn_out `[n, heads·d]` in float32, of q̂ `[heads, n, d]` at the last n of N positions, over k̂ and v̂ `[kv_heads, N, d]`.
     func attention(_ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray) -> MLXArray {
-        guard hasOperation(attention) else { return attention.byTiles(q: q, k: k, v: v, machine: self) }
+        guard processor.hasForwardOperation(for: attention.mixer), !TF32.isEmulated else {
+            return attention.byTiles(q: q, k: k, v: v, machine: self)
+        }
         let start = k.dim(1) - q.dim(1)
         let keys = attention.seen(by: start..<k.dim(1))
         let q = q * attention.mixer.attentionScale
@@ -24,7 +22,7 @@ extension Machine {
         _ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray,
         carried: inout Attention.KeyValues?
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
-        guard hasOperation(attention) else {
+        guard processor.hasOperation(for: attention.mixer), !TF32.isEmulated else {
             return attention.tilesBackward(q: q, k: k, v: v, dOut: dOut, carried: &carried, machine: self)
         }
         let (q, k, v) = part(q, k, v)

@@ -47,9 +47,9 @@ package enum MetalMemory {
 /// MLX allocates an operation's output when it encodes the operation, and frees the inputs when the GPU has completed them. Without a limit, the
 /// arrays of several command buffers would exist at once. Mapped weights count too, so they must be mapped before the call.
 ///
-/// After an `eval`, MLX may not have freed all unused arrays yet. This function first synchronizes the stream, so that they do not count as existing.
+/// After an `eval`, MLX may not have freed all unused arrays yet, and they would count as existing. So call this only at the beginning of a piece of
+/// work (`MLXErrors.repeating`), after the wait that ended the piece before.
 func withWorkspace<R>(_ bytes: Int?, _ body: () throws -> R) rethrows -> R {
     guard let bytes else { return try body() }
-    Stream.defaultStream(Device.isCPU ? .cpu : .gpu).synchronize()
     return try MLXLimits.set(.memory, to: Memory.activeMemory + bytes, body)
 }

@@ -52,10 +52,20 @@ package struct Processor: Sendable {
 }
 
 extension Processor {
-    /// Returns whether a mixer's attention is a single MLX operation.
+    /// Returns whether a mixer's attention and its derivative are single MLX operations.
     func hasOperation(for attention: AttentionMixer) -> Bool {
         attendsByTiles && attention.attnLogitSoftcapping == nil
     }
+
+    /// Returns whether a mixer's attention is a single MLX operation, whose derivative need not be one.
+    func hasForwardOperation(for attention: AttentionMixer) -> Bool {
+        hasOperation(for: attention)
+            || backend == .gpu && attention.attnLogitSoftcapping == nil && Self.fusedHeads.contains(attention.headDim)
+    }
+
+    /// The widths of heads for which MLX's attention has GPU kernels, as in mesp/block_function/attention.py. For other widths it would hold all
+    /// scores at once. Tests set other widths.
+    @TaskLocal static var fusedHeads = [64, 80, 128]
 
     /// The maximum number of texts whose next tokens go through a model together in unsplit arrays.
     var uncutRows: Int { dequantizesInProduct ? CachedModel.mostTexts : QuantizedMatrix.fewRows }

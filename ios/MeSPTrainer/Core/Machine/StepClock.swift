@@ -30,7 +30,10 @@ package final class StepClock {
     /// Waits within a block, if `atBlock` waits. Ignores the errors of `atBlock`; a stop takes effect at the next boundary.
     func pause() { try? boundary() }
 
-    func repeating<R>(_ body: () throws -> R) throws -> R { try MLXErrors.repeating(beforeRetry: boundary, body) }
+    /// Returns the result of a piece of work, which is limited to a workspace and repeated if a GPU fails; see `MLXErrors.repeating`.
+    func repeating<R>(in workspace: Int? = nil, confirms: Bool = true, _ body: () throws -> R) throws -> R {
+        try MLXErrors.repeating(confirms: confirms, beforeRetry: boundary) { try withWorkspace(workspace, body) }
+    }
 
     /// Returns the array of `body`. On a GPU the array is evaluated and checked for errors (`MLXErrors`).
     func confirmed(_ body: () throws -> MLXArray) throws -> MLXArray {
@@ -44,13 +47,6 @@ package final class StepClock {
     /// Waits within work that must be finished, if `atBlock` waits. A stop takes effect at a later boundary.
     func wait() throws {
         do { try boundary() } catch is CancellationError {}
-    }
-
-    /// Returns the result of a phase's work. The work is timed, limited to a workspace, and repeated if a GPU fails.
-    func work<R>(
-        _ phase: WritableKeyPath<Phases, Double>, in workspace: Int?, _ body: () throws -> R
-    ) throws -> R {
-        try timed(phase) { try repeating { try withWorkspace(workspace, body) } }
     }
 
     func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {

@@ -37,7 +37,7 @@ final class ArrayFile {
     deinit { close(file) }
 
     func write(_ array: MLXArray, at index: Int) throws {
-        let done = try array.withBytes { data in
+        let done = try array.withBytes(confirms: false) { data in
             data.withUnsafeBytes { bytes in
                 var done = 0
                 while done < bytes.count {
@@ -106,21 +106,20 @@ package struct BlockArrays {
         return array
     }
 
-    /// Stores an array in place of the block's previous array, after it is evaluated and checked for errors (`MLXErrors`). If that fails, the
-    /// previous array is kept.
+    /// Stores an array, evaluated, in place of the block's previous array. If the evaluation fails, the previous array is kept.
+    ///
+    /// - Parameter array: a confirmed array, or any array in a piece of work that writes it again if the piece fails (`MLXErrors`).
     package mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
             let slot = keepsPrevious ? (slots[block] + arrays.count) % (2 * arrays.count) : slots[block]
             try file.write(array, at: slot)
             slots[block] = slot
+        } else if arrays[block] == nil || MLXErrors.areLate {
+            try array.compute(confirms: false)
+            arrays[block] = array
         } else {
-            guard arrays[block] != nil else {
-                try array.compute()
-                arrays[block] = array
-                return
-            }
-            // The array is copied into the memory of the block's previous array. `array` itself lies among temporary arrays and would fragment the
-            // memory.
+            // On a CPU the array is copied into the memory of the block's previous array. `array` itself lies among temporary arrays and would
+            // fragment the memory.
             try array.withBytes { bytes in
                 arrays[block] = nil
                 arrays[block] = MLXArray(bytes, array.shape, dtype: array.dtype)
@@ -131,9 +130,13 @@ package struct BlockArrays {
     /// Begins new sums. The next array that is added for a block replaces the block's sum.
     mutating func beginSums() { begun = [] }
 
-    /// Adds an array to the sum of a block. If the evaluation fails, the sum is unchanged.
-    mutating func add(_ array: MLXArray, _ block: Int) throws {
-        try write(begun.contains(block) ? read(block) + array : array, block)
+    /// Returns the sum of an array and a block's sum, if it has one since the last call of `beginSums`.
+    func sum(with array: MLXArray, _ block: Int) throws -> MLXArray {
+        try begun.contains(block) ? read(block) + array : array
+    }
+
+    mutating func writeSum(_ sum: MLXArray, _ block: Int) throws {
+        try write(sum, block)
         begun.insert(block)
     }
 

@@ -115,10 +115,12 @@ package struct Planner: Sendable {
         )
     }
 
-    /// Returns the fastest of the plans that take less memory than `plan`; nil if there is none.
+    /// Returns the fastest of the plans that take at least 1% less memory than `plan`, or else the plan with the least memory. Returns nil if no plan
+    /// takes less.
     package func cheaper(than plan: Plan) -> Plan? {
-        let limit = peak(plan)
-        guard var cheaper = plans.first(where: { peak($0) < limit }) else { return nil }
+        let (limit, plans) = (peak(plan), plans)
+        let least = plans.min { peak($0) < peak($1) }.flatMap { peak($0) < limit ? $0 : nil }
+        guard var cheaper = plans.first(where: { peak($0) <= limit - limit / 100 }) ?? least else { return nil }
         cheaper.keepsMaps = plan.keepsMaps && machineMemory.mapsAreClean
         return cheaper
     }

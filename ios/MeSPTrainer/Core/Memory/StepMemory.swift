@@ -83,11 +83,12 @@ extension Planner {
     var gradientBytes: Int { parameters.map { 4 * $0.trained }.max() ?? 0 }
     private var loraBytes: Int { parameters.map { 4 * $0.count }.max() ?? 0 }
 
-    /// The bytes of the side inputs: the shared keys and values and, with per-layer embeddings, the tokens' rows of the embedding table and the first
-    /// block's input.
+    /// The bytes of the side inputs: the shared keys and values, the norms of DoRA and, with per-layer embeddings, the tokens' rows of the embedding
+    /// table and the first block's input.
     var context: Int {
         let row = 4 * (manifest.perLayerEmbedding?.words ?? 0) / architecture.vocabSize
         return (architecture.perLayer == nil ? 0 : length * row + hidden) + activation(sharedWidth(from: 0))
+            + 4 * magnitudes
     }
 
     /// The bytes of the gradients of shared keys and values.

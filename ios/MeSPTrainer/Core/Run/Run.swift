@@ -67,15 +67,23 @@ package enum Run {
         if lock == nil { lock = try FolderLock(output) }
         // The first work on a GPU begins after this call, in which `atBlock` may wait. A stop takes effect at the next boundary.
         try? hooks.atBlock { _ in }
-        var isCutShort = false
+        var (isCutShort, start) = (false, SavedState?.none)
         while true {
+            let loop: TrainingLoop
             do {
-                return try TrainingLoop(
-                    settings, bundle, data, sources, planner, plan, from: saved, isCutShort: isCutShort, hooks: hooks
-                ).run()
+                loop = try TrainingLoop(
+                    settings, bundle, data, sources, planner, plan, from: saved, start: start, isCutShort: isCutShort,
+                    hooks: hooks)
+            } catch let failure as MLXFailure where failure.isOfMemory {
+                guard let cheaper = planner.cheaper(than: plan) else { throw failure }
+                (plan, isCutShort) = (cheaper, true)
+                continue
+            }
+            do {
+                return try loop.run()
             } catch let cut as TrainingLoop.CutShort {
-                // The run continues from the last saved state, or starts again if there is none.
-                (settings.resume, plan, isCutShort) = (true, cut.plan, true)
+                // The run continues from the last saved state, or from its start if there is none.
+                (settings.resume, plan, start, isCutShort) = (true, cut.plan, cut.start, true)
                 saved = try SavedState.load(from: output, settings)
             }
         }

@@ -102,12 +102,12 @@ extension Manifest {
         }
         guard seqLens.contains(length) else {
             throw MeSPError(
-                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(String(length))."
+                "\(name) was exported for sequences of \(list(seqLens)) tokens, not of \(length); choose one of these or export it with --seq-len \(String(length))."
             )
         }
         guard ranks.contains(rank) else {
             throw MeSPError(
-                "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
+                "\(name) was exported for rank \(list(ranks)), not \(rank); choose one of these or export it with --rank \(rank)."
             )
         }
     }

@@ -34,30 +34,39 @@ final class TrainingLoop {
     struct CutShort: Error {
         /// The plan with which the run continues from the last saved state.
         let plan: Plan
+        /// The state from which the run continues if none is saved: that of the first evaluation, without vectors.
+        let start: SavedState?
     }
+
+    private var start: SavedState?
 
     /// - Parameters:
     ///   - sources: the digests of the bundle and the data.
     ///   - plan: the plan to train with.
     ///   - saved: the state to continue from; nil at the beginning.
-    ///   - isCutShort: whether the run continues after `CutShort`, with another plan.
+    ///   - start: the state to continue from if none is saved; see `CutShort`.
+    ///   - isCutShort: whether the run continues with another plan after it ran out of memory.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
-        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, isCutShort: Bool = false, hooks: RunHooks
+        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, start: SavedState?, isCutShort: Bool,
+        hooks: RunHooks
     ) throws {
         (self.settings, self.bundle, self.data, self.planner, self.hooks) = (settings, bundle, data, planner, hooks)
-        state = saved?.state ?? SavedState(plan: plan, settings: settings, sources: sources)
+        state = saved?.state ?? start ?? SavedState(plan: plan, settings: settings, sources: sources)
+        self.start = start
         (state.plan, state.settings) = (plan, settings)
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
-        trainer = try Self.trainer(bundle, settings, plan, output)
+        trainer = try MLXErrors.repeating {
+            try Trainer(bundle: bundle, settings: settings, plan: plan, folder: URL(fileURLWithPath: settings.output))
+        }
         if saved == nil, let adapters = settings.adapters {
             try trainer.model.startFrom(URL(fileURLWithPath: adapters))
         }
         // A resumed run without a saved state starts again, with an empty log.
-        log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
+        log = try LogWriter(folder: output, resumeAt: settings.resume ? state.logBytes : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
-        allowPause()
+        trainer.clock.atBlock = { [unowned self] in try self.hooks.atBlock { try append(.event($0)) } }
         if let saved { try SavedState.restore(trainer) { saved.vectors[$0] } }
         if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
@@ -73,12 +82,6 @@ final class TrainingLoop {
             try note(
                 "schedule", "the schedule is now that of \(settings.steps) steps; it was that of \(before.steps)")
         }
-    }
-
-    private static func trainer(
-        _ bundle: ModelBundle, _ settings: RunSettings, _ plan: Plan, _ output: URL
-    ) throws -> Trainer {
-        try MLXErrors.repeating { try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output) }
     }
 
     /// Trains to the end, or until `CancellationError` from a block boundary.
@@ -111,34 +114,43 @@ final class TrainingLoop {
     }
 
     private func train() throws {
-        while true {
-            let last = state.step >= settings.steps
-            let due = settings.evalEvery > 0 && state.step % settings.evalEvery == 0
-            if state.step == 0 || last || due, state.evaluated != state.step { try evaluate() }
-            let early = settings.earlyStopping > 0 && state.evaluationsSinceBest >= settings.earlyStopping
-            if last || early || isTimeToSave { try save() }
-            if early, !last {
-                try note("early_stopping", "no lower held-out loss in \(state.evaluationsSinceBest) evaluations")
-            }
-            if last || early { return }
-
-            if let reason = hooks.memoryIsShort() ? "The system is short of memory" : overBudget {
-                overBudget = nil
-                try economize(reason)
-            }
-            trainer.clock.hasChanged = false
+        var isDone = false
+        while !isDone {
             do {
-                try stepOrSkip()
+                isDone = try advance()
             } catch let failure as MLXFailure where failure.isOfMemory {
                 if !trainer.clock.hasChanged {
-                    try economize("MLX ran short of memory in step \(state.step + 1)")
+                    try economize("MLX ran short of memory")
                 } else if let cheaper = planner.cheaper(than: state.plan) {
-                    throw CutShort(plan: cheaper)
+                    throw CutShort(plan: cheaper, start: start)
                 } else {
                     throw failure
                 }
             }
         }
+    }
+
+    /// Evaluates and saves if it is time, and takes a step unless the training is done.
+    ///
+    /// - Returns: whether the training is done.
+    private func advance() throws -> Bool {
+        trainer.clock.hasChanged = false
+        let last = state.step >= settings.steps
+        let due = settings.evalEvery > 0 && state.step % settings.evalEvery == 0
+        if state.step == 0 || last || due, state.evaluated != state.step { try evaluate() }
+        let early = settings.earlyStopping > 0 && state.evaluationsSinceBest >= settings.earlyStopping
+        if last || early || isTimeToSave { try save() }
+        if early, !last {
+            try note("early_stopping", "no lower held-out loss in \(state.evaluationsSinceBest) evaluations")
+        }
+        if last || early { return true }
+
+        if let reason = hooks.memoryIsShort() ? "The system is short of memory" : overBudget {
+            overBudget = nil
+            try economize(reason)
+        }
+        try stepOrSkip()
+        return false
     }
 
     // MARK: - Steps
@@ -221,29 +233,35 @@ final class TrainingLoop {
             trainer, batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }, number: number)
     }
 
+    /// Continues with a plan that takes less memory, and saves the state.
+    ///
+    /// - Throws: `MeSPError` if there is no such plan; the state is saved then too.
     private func economize(_ reason: Sentence) throws {
-        guard let cheaper = planner.cheaper(than: state.plan) else {
-            try save()
-            throw MeSPError(
-                "\(reason), and no plan takes less memory. The state after step \(state.step) is saved; resume the run when there is more, or with a higher memory limit."
-            )
+        while let cheaper = planner.cheaper(than: state.plan) {
+            state.plan = cheaper
+            do {
+                trainer = try MLXErrors.repeating(beforeRetry: trainer.clock.boundary) {
+                    let vectors = try SavedState.vectors(of: trainer)
+                    let new = try Trainer(bundle: bundle, settings: settings, plan: cheaper, folder: output)
+                    try SavedState.restore(new) { vectors[$0] }
+                    new.clock.atBlock = trainer.clock.atBlock
+                    return new
+                }
+            } catch let failure as MLXFailure where failure.isOfMemory {
+                continue
+            }
+            try appendCheaper(cheaper, reason)
+            return try save()
         }
-        let vectors = try SavedState.vectors(of: trainer)
-        state.plan = cheaper
-        trainer = try Self.trainer(bundle, settings, cheaper, output)
-        allowPause()
-        try SavedState.restore(trainer) { vectors[$0] }
-        try appendCheaper(cheaper, reason)
         try save()
+        throw MeSPError(
+            "\(reason), and no plan takes less memory. The state after step \(state.step) is saved; resume the run when there is more, or with a higher memory limit."
+        )
     }
 
     private func appendCheaper(_ plan: Plan, _ reason: Sentence) throws {
         try note("cheaper_plan", "\(reason); the run continues with a plan that takes less memory")
         try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
-    }
-
-    private func allowPause() {
-        trainer.clock.atBlock = { [unowned self] in try hooks.atBlock { try append(.event($0)) } }
     }
 
     // MARK: - Evaluations
@@ -256,9 +274,12 @@ final class TrainingLoop {
         state.evaluationsSinceBest += 1
         guard loss < state.best ?? .infinity else { return }
         (state.best, state.evaluationsSinceBest) = (loss, 0)
-        if settings.evalEvery > 0, state.step > 0 {
-            try trainer.model.saveAdapters(to: output.appendingPathComponent("best"))
+        guard state.step > 0 else {
+            state.logBytes = try log.synchronize()
+            start = state
+            return
         }
+        if settings.evalEvery > 0 { try trainer.model.saveAdapters(to: output.appendingPathComponent("best")) }
     }
 
     /// Logs and returns the mean loss of the first sequences of a split. Without an objective, the loss is in nats per token.

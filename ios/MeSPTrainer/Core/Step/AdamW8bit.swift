@@ -56,7 +56,8 @@ struct DynamicQuantization {
         let rows = padded.reshaped([-1, Self.rowCount])
         let scale = abs(rows).max(axis: 1, keepDims: true)
         let fraction = rows / which(scale .> 0, scale, 1)
-        let lowest = take(lowest, fraction.view(dtype: .uint32) >> 16)
+        // The tables have a number for each value of their indices' types, as an error of a GPU can leave any value.
+        let lowest = take(lowest, (fraction.view(dtype: .uint32) >> 16).asType(.uint16))
         let codes = lowest + (fraction .> take(middles, lowest)).asType(.uint8)
         return concatenated([scale.view(dtype: .uint8), codes], axis: 1)
     }

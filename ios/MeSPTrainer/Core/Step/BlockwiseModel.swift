@@ -78,7 +78,7 @@ package final class BlockwiseModel {
     package func parameters(_ block: Int) throws -> MLXArray {
         guard layouts[block].count > 0 else { return MLXArray.zeros([0]) }
         let stored = try lora.read(block)
-        return stored.dtype == .float32 ? stored : try clock.confirmed { stored.asType(.float32) }
+        return stored.asType(.float32)
     }
 
     /// Returns the parameters with which a trained block computes the base model's output.
@@ -92,10 +92,13 @@ package final class BlockwiseModel {
     /// - Parameters:
     ///   - weights: the block's weights, mapped
     ///   - lora: `[P]`
-    private func dora(_ block: Int, _ weights: BlockWeights, _ lora: MLXArray) throws -> DoRA? {
+    ///   - norms: n, if it is known already
+    private func dora(
+        _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, norms: MLXArray? = nil
+    ) throws -> DoRA? {
         guard layouts[block].count > 0, let squares = try squaredNorms?.read(block) else { return nil }
         return DoRA(
-            weights, lora, layouts[block], scale: scale, squares: squares,
+            weights, lora, layouts[block], scale: scale, norms: norms, squares: squares,
             machine: Machine(
                 bundle.architecture, group: bundle.manifest.featureGroup, length: settings.seqLen, bytes: tileBytes,
                 processor: bundle.processor))
@@ -135,6 +138,8 @@ package final class BlockwiseModel {
         fileprivate let dropout: DropoutKey?
         /// The shared keys and values, by the block that computes them.
         fileprivate var sharedKeyValues = [Int: MixerState.KeyValues]()
+        /// The norms n of DoRA, by the block.
+        fileprivate var norms = [Int: MLXArray]()
         /// The gradients of shared keys and values, by the block that computes them.
         var gradients = [Int: MixerState.KeyValues]()
 
@@ -153,7 +158,10 @@ package final class BlockwiseModel {
     ) throws -> SequenceContext {
         SequenceContext(
             example.records,
-            try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) }, dropout)
+            bundle.architecture.perLayer == nil
+                ? nil
+                : try clock.repeating { try bundle.layerEmbeddings(example.inputs, x0: x0.squeezed(axis: 0)) },
+            dropout)
     }
 
     /// Makes a block's call for a sequence.
@@ -164,57 +172,64 @@ package final class BlockwiseModel {
     func makeCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext
     ) throws -> BlockCall {
-        let perLayer = try clock.repeating { try bundle.part(of: context.embeddings, layer: block) }
+        let perLayer = try bundle.part(of: context.embeddings, layer: block)
         let shared = bundle.architecture.keysOf(block).flatMap { context.sharedKeyValues[$0] }
         var call = BlockCall(
             index: block, weights: weights, lora: lora,
             side: SideInputs(
                 records: context.records, perLayer: perLayer, shared: shared, dropout: context.dropout?[block]))
         if settings.dora {
-            call.dora = try clock.repeating {
-                let dora = try dora(block, weights, lora)
-                if let dora { eval(dora.norms) }
-                return dora
-            }
+            call.dora = try dora(block, weights, lora, norms: context.norms[block])
         }
         return call
     }
 
-    /// Makes a block's call in the forward pass. If other blocks attend to this block's keys and values, computes them from x `[1, T, hidden]`.
+    /// Makes a block's call in the forward pass. Computes what the context keeps: the norms n of DoRA and, if other blocks attend to this block's keys
+    /// and values, the keys and values of x `[1, T, hidden]`.
     package func makeForwardCall(
         _ block: Int, _ weights: BlockWeights, _ lora: MLXArray, _ context: SequenceContext, _ x: MLXArray
     ) throws -> BlockCall {
+        context.norms[block] = nil
         let call = try makeCall(block, weights, lora, context)
+        if let norms = call.dora?.norms {
+            eval(norms)
+            context.norms[block] = norms
+        }
         if bundle.architecture.owners.contains(block) {
-            context.sharedKeyValues[block] = try clock.work(\.forward, in: nil) {
-                let shared = self.block(call, x).keysAndValues(x)
-                eval(shared.arrays)
-                return shared
-            }
+            let shared = self.block(call, x).keysAndValues(x)
+            eval(shared.arrays)
+            context.sharedKeyValues[block] = shared
         }
         return call
     }
 
-    /// Returns the block's output y `[1, T, hidden]`, evaluated.
+    /// Returns the block's output y `[1, T, hidden]`, evaluated and confirmed.
     ///
     /// - Parameters:
+    ///   - weights: the block's weights, mapped
     ///   - x: `[1, T, hidden]`
+    ///   - moved: returns the parameters to use, if the block has any
     ///   - keepsIntermediates: whether to return the intermediates too, evaluated; otherwise they are nil
     package func forward(
-        _ call: BlockCall, _ x: MLXArray, keepsIntermediates: Bool = false
+        _ block: Int, _ weights: BlockWeights, _ context: SequenceContext, _ x: MLXArray,
+        parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 }, keepsIntermediates: Bool = false
     ) throws -> (y: MLXArray, intermediates: Intermediates?) {
         try clock.boundary()
         defer { freeCache() }
-        return try clock.work(\.forward, in: workspace) {
-            let pass = try forwardPass(call, x)
-            guard keepsIntermediates else {
-                let y = try pass.output(x)
-                eval(y)
-                return (y, nil)
+        return try clock.timed(\.forward) {
+            try clock.repeating(in: workspace) {
+                var lora = try parameters(block)
+                if layouts[block].count > 0 { lora = try moved(block, lora) }
+                let pass = try forwardPass(makeForwardCall(block, weights, lora, context, x), x)
+                guard keepsIntermediates else {
+                    let y = try pass.output(x)
+                    eval(y)
+                    return (y, nil)
+                }
+                let outputs = try pass.outputs(x)
+                eval([outputs.y] + outputs.intermediates.arrays)
+                return (outputs.y, outputs.intermediates)
             }
-            let outputs = try pass.outputs(x)
-            eval([outputs.y] + outputs.intermediates.arrays)
-            return (outputs.y, outputs.intermediates)
         }
     }
 
@@ -255,7 +270,7 @@ package final class BlockwiseModel {
     func loss(_ y: MLXArray, _ example: Example) throws -> Float {
         try head(y) { head in
             try head.loss(
-                y, targets: MLXArray(example.targets), counted: example.counted, atBoundary: { try clock.boundary() }
+                y, targets: Array(example.targets), counted: example.counted, atBoundary: { try clock.boundary() }
             ).number(Float.self)
         }
     }
@@ -266,7 +281,7 @@ package final class BlockwiseModel {
     {
         try head(y) { head in
             let (loss, dy) = try head.lossAndGradient(
-                y, targets: MLXArray(example.targets), counted: example.counted, scale: scale,
+                y, targets: Array(example.targets), counted: example.counted, scale: scale,
                 atBoundary: { try clock.boundary() })
             eval(loss, dy)
             return (try loss.number(Float.self), dy)
@@ -277,8 +292,11 @@ package final class BlockwiseModel {
         try clock.boundary()
         defer { freeCache() }
         return try bundle.withHead { weights in
-            try clock.work(\.loss, in: workspace) {
-                try body(CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine(y)))
+            try clock.timed(\.loss) {
+                // The loss at the end confirms the results.
+                try clock.repeating(in: workspace, confirms: false) {
+                    try body(CrossEntropyHead(weights: weights, architecture: bundle.architecture, machine: machine(y)))
+                }
             }
         }
     }
@@ -302,11 +320,7 @@ package final class BlockwiseModel {
         var x = try embed(example)
         let context = try makeContext(example, x0: x)
         for block in blocks {
-            x = try bundle.withBlock(block) { weights in
-                var lora = try parameters(block)
-                if layouts[block].count > 0 { lora = try clock.confirmed { [lora] in try moved(block, lora) } }
-                return try forward(makeForwardCall(block, weights, lora, context, x), x).y
-            }
+            x = try bundle.withBlock(block) { try forward(block, $0, context, x, parameters: moved).y }
             try check(block, x)
         }
         return x

@@ -11,7 +11,9 @@ extension Updates {
             let squares = try model.trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
             // An infinite norm would scale finite gradients to zeros.
             if !squares.isFinite {
-                for block in model.trained { try model.check(gradient(block), block) }
+                for block in model.trained where try !model.isFinite(gradient(block)) {
+                    throw try model.notFinite(gradient: gradient(block), block)
+                }
                 throw NotFinite(what: "The norm of the gradient")
             }
             return squares.squareRoot()

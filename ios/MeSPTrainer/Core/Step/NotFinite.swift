@@ -10,14 +10,12 @@ package struct NotFinite: Error {
 }
 
 extension BlockwiseModel {
-    /// Checks that a block's gradient is finite.
-    /// - Throws: `NotFinite` if it is not.
-    func check(_ gradient: MLXArray, _ block: Int) throws {
-        guard try !isFinite(gradient) else { return }
+    /// Returns the place of the first number that is not finite in a block's gradient.
+    func notFinite(gradient: MLXArray, _ block: Int) throws -> NotFinite {
         let layout = layouts[block]
         let whole = layout.replacing(in: MLXArray.zeros([layout.count]), trained: gradient)
         let place: Sentence = try firstNotFinite(whole, block).map { "\($0)" } ?? "block \(block)"
-        throw NotFinite(what: "The gradient of \(place)")
+        return NotFinite(what: "The gradient of \(place)")
     }
 
     /// Returns the place of the first number that is not finite in the forward pass of some sequences. Repeats the forward pass to find the place.
@@ -60,5 +58,5 @@ extension BlockwiseModel {
         return nil
     }
 
-    private func isFinite(_ array: MLXArray) throws -> Bool { try (array * 0).sum().number(Float.self) == 0 }
+    func isFinite(_ array: MLXArray) throws -> Bool { try (array * 0).sum().number(Float.self) == 0 }
 }

@@ -27,7 +27,7 @@ package struct PrivateStep {
             try loss.backpropagate(trainer, into: updates.makeSumSink(), &result)
             let (factor, norm) = try updates.computeClipping(to: clip, updates.sum)
             for block in trainer.model.trained {
-                try trainer.clock.repeating { try updates.clippedSums?.add(factor * updates.sum(block), block) }
+                try updates.add(to: \.clippedSums, block) { try factor * updates.sum(block) }
             }
             (count, norms) = (count + 1, norms + norm)
         }

@@ -92,13 +92,11 @@ package final class Trainer {
         for block in model.blocks {
             let keeps = model.settings.method.readsIntermediates && block >= firstKept
             try model.bundle.withBlock(block) { weights in
-                let lora = try model.parameters(block)
                 for index in sequences.indices {
-                    let x = sequences[index].residual
-                    let call = try model.makeForwardCall(block, weights, lora, sequences[index].context, x)
+                    let (x, context) = (sequences[index].residual, sequences[index].context)
                     if block >= model.trained[0] { try sequences[index].inputs.write(x, block) }
                     (sequences[index].residual, sequences[index].kept[block]) =
-                        try model.forward(call, x, keepsIntermediates: keeps)
+                        try model.forward(block, weights, context, x, keepsIntermediates: keeps)
                 }
             }
         }
@@ -153,20 +151,19 @@ package final class Trainer {
         // Gradients of shared keys and values are stored under the block that computes the keys and values.
         let owner = model.bundle.architecture.keysOf(block) ?? block
         var dShared = context.gradients.removeValue(forKey: owner)
-        let held = MLXErrors.held((sequence.residual, dShared))
-        let gradient = try clock.repeating {
+        let held = MLXErrors.areLate ? (sequence.residual, dShared) : nil
+        let isAutomatic = model.settings.method == .mebp
+        let gradient = try clock.repeating(in: isAutomatic ? nil : model.workspace) {
             if let held { (sequence.residual, dShared) = held }
             let call = try model.makeCall(block, weights, model.parameters(block), context)
             var gradient: MLXArray
-            if model.settings.method == .mebp {
+            if isAutomatic {
                 gradient = try model.automaticGradient(call, x, d: &sequence.residual, dShared: &dShared)
             } else {
-                gradient = try withWorkspace(model.workspace) {
-                    let recomputed = try intermediates.take() ?? model.recompute(call, x, all: areKept)
-                    return model.block(call, x).structuredBackward(
-                        x: x, consume recomputed, d: &sequence.residual, wantsDx: block > model.trained[0],
-                        dShared: &dShared)
-                }
+                let recomputed = try intermediates.take() ?? model.recompute(call, x, all: areKept)
+                gradient = model.block(call, x).structuredBackward(
+                    x: x, consume recomputed, d: &sequence.residual, wantsDx: block > model.trained[0],
+                    dShared: &dShared)
             }
             if let sum {
                 gradient = sum + gradient

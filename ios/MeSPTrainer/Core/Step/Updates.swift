@@ -40,7 +40,16 @@ package final class Updates {
 
     func makeSumSink() -> GradientSink {
         sums?.beginSums()
-        return { [self] block, gradient in try model.clock.repeating { try sums?.add(gradient, block) } }
+        return { [self] block, gradient in try add(to: \.sums, block) { gradient } }
+    }
+
+    /// Adds a block's array to a sum.
+    func add(
+        to sums: ReferenceWritableKeyPath<Updates, BlockArrays?>, _ block: Int, _ array: () throws -> MLXArray
+    ) throws {
+        guard let old = self[keyPath: sums] else { return }
+        let new = try model.clock.confirmed { try old.sum(with: array(), block) }
+        try self[keyPath: sums]?.writeSum(new, block)
     }
 
     func sum(_ block: Int) throws -> MLXArray {
@@ -55,9 +64,10 @@ package final class Updates {
     ///
     /// - Parameter gradient: computes the gradient.
     func update(_ block: Int, _ number: Int, _ key: MLXArray, _ gradient: () throws -> MLXArray) throws {
-        let update = try model.clock.repeating {
+        // The number at the end confirms the results.
+        let update = try model.clock.repeating(confirms: false) {
             var gradient = try gradient()
-            try model.check(gradient, block)
+            let (all, sum) = (gradient, gradient.sum())
             let (layout, parameters) = (model.layouts[block], try model.parameters(block))
             let old = layout.trained(in: parameters)
             if let mu = settings.proximalMu, let start = try start?.read(block) {
@@ -70,7 +80,8 @@ package final class Updates {
             if settings.loraDtype == .bfloat16 {
                 update.w = stochasticallyRounded(update.w, key: MLXRandom.split(key: key).0)
             }
-            MLXErrors.evaluateOnGPU(update.arrays)
+            MLXErrors.evaluateOnGPU([sum] + update.arrays)
+            guard try sum.number(Float.self).isFinite else { throw try model.notFinite(gradient: all, block) }
             return update
         }
         model.clock.hasChanged = true

@@ -69,7 +69,7 @@ import Testing
         settings.rank = 3
         await benchmark.run(settings) { folder.appendingPathComponent($0.rawValue) }
         #expect(benchmark.rows.isEmpty)
-        #expect(benchmark.problem?.english.contains("no trace for rank 3") == true)
+        #expect(benchmark.problem?.english.contains(", not 3;") == true)
     }
 
     @Test func cancellingEndsIt() async throws {

@@ -37,7 +37,7 @@ import Testing
             let z = matmul(h, w.T)
             let logits = head.architecture.finalLogitSoftcapping.map { tanh(z / $0) * $0 } ?? z
             for (row, target) in targets.asArray(Int32.self).enumerated() {
-                let loss = head.loss(y, targets: MLXArray([target]), counted: [row]) {}
+                let loss = head.loss(y, targets: [target], counted: [row]) {}
                 let expected = logits[row].logSumExp() - logits[row, Int(target)]
                 #expect(loss.item(Float.self) >= 0)
                 #expect(abs((loss - expected).item(Float.self)) < 2e-5)
@@ -48,14 +48,14 @@ import Testing
     @Test(arguments: [Fixture.tied, Fixture.roundedCases.first].compactMap { $0 }) func waitsBetweenTiles(_ folder: URL)
         throws
     {
-        let targets = MLXArray([3, 9, 64] as [Int32])
+        let targets: [Int32] = [3, 9, 64]
         func noise(_ weights: PackedWeights, _ a: Architecture) -> MLXArray {
             MLXRandom.normal([5, a.hiddenSize], key: MLXRandom.key(0))
         }
         let bundle = try Fixture(folder, "gradients").bundle
         let a = bundle.architecture
         func run(tilesBetween: Int) throws -> (boundaries: Int, loss: Float, dy: [Float], tiles: Int) {
-            let tileWork = 2 * targets.size * a.hiddenSize * 8
+            let tileWork = 2 * targets.count * a.hiddenSize * 8
             return try withHead(bundle, work: tilesBetween * tileWork, y: noise) { head, y in
                 var boundaries = 0
                 let (loss, dy) = head.lossAndGradient(y, targets: targets, counted: [0, 2, 3], scale: 0.5) {
@@ -82,7 +82,7 @@ import Testing
         func zeros(_ weights: PackedWeights, _ a: Architecture) -> MLXArray { MLXArray.zeros([1, a.hiddenSize]) }
         _ = try withHead(try Fixture(try #require(Fixture.tied), "gradients").bundle, work: 1, y: zeros) { head, y in
             #expect(throws: Ended.self) {
-                try head.lossAndGradient(y, targets: MLXArray([0] as [Int32]), counted: [0], scale: 1) { throw Ended() }
+                try head.lossAndGradient(y, targets: [0], counted: [0], scale: 1) { throw Ended() }
             }
         }
     }

@@ -350,7 +350,7 @@ import Testing
         #expect(try await refusal { $0.dropout = 1 } == "dropout must be below 1.")
         #expect(try await refusal { $0.memory = .megabytes(0) } == "memory must be above 0 megabytes.")
         #expect(try await refusal { $0.memory = .megabytes(.infinity) } == "memory must be a finite number.")
-        #expect(try await refusal { $0.sequenceLength = 33 }.contains("has no trace for sequences of 33 tokens"))
+        #expect(try await refusal { $0.sequenceLength = 33 }.contains("tokens, not of 33;"))
         let limit = try await refusal { $0.memory = .megabytes(1) }
         #expect(limit.hasPrefix("A memory limit of ") && limit.contains("MB is too low"))
         #expect(!tuner.canContinueTraining)

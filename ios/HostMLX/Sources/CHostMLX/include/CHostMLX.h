@@ -50,7 +50,6 @@ HostArray host_array_retain(HostArray a);
 void host_array_free(HostArray a);
 void host_array_assign(HostArray *a, HostArray other);
 
-bool host_array_is_computed(HostArray a);
 size_t host_array_ndim(HostArray a);
 size_t host_array_size(HostArray a);
 size_t host_array_nbytes(HostArray a);
@@ -76,7 +75,7 @@ HostArray host_vector_get(HostVector v, size_t index);
 // MARK: Operations
 
 #define HOST_UNARY_OPERATIONS(X) \
-    X(abs) X(exp) X(log) X(negative) X(ones_like) X(rsqrt) X(sigmoid) X(argsort) X(sqrt) X(square) X(squeeze) \
+    X(abs) X(exp) X(log) X(negative) X(ones_like) X(rsqrt) X(sigmoid) X(sort) X(sqrt) X(square) X(squeeze) \
     X(tanh) X(transpose) X(zeros_like)
 
 #define HOST_BINARY_OPERATIONS(X) \
@@ -241,18 +240,19 @@ void host_synchronize(HostStream s);
 typedef struct {
     bool tf32;                  // operands of float32 products are rounded to TF32
     bool gpu_by_default;        // the default device of C++ is the GPU
-    size_t first_failing;       // the number of the first failing command buffer, from 1; 0: none. Each evaluation is one
+    size_t first_failing;       // the number of the first failing command buffer, from 1; 0: none
     size_t failing_count;       // the number of failing buffers; each fails after the error of the one before was thrown
+    size_t period;              // the number of buffers from one failing buffer to the next
     size_t delay;               // the number of evaluations that succeed before an evaluation throws the error
     bool leaves_zeros;          // arrays of a failed buffer hold zeros in place of NaN
-    bool fails_at_once;         // the evaluation throws and computes nothing, as when memory is refused
+    bool fails_at_once;         // evaluations and new arrays fail for want of memory, and compute nothing
     const char *message;        // the message of the error
 } HostMetalRules;
 
 /// Applies the rules. Returns false if rules already apply.
 bool host_metal_begin(HostMetalRules rules);
-/// Ends the rules. Calls `fault` with each fault that would have ended a process on Metal, and its count. Returns the number of evaluations that had
-/// something to compute.
+/// Ends the rules. Calls `fault` with each fault that would have ended a process on Metal, and its count. Returns the number of command
+/// buffers, or of allocations if memory is refused.
 size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count));
 
 #ifdef __cplusplus
