@@ -52,7 +52,7 @@ public final class FineTuner: Sendable {
         bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil,
         controller: @autoclosure @MainActor @Sendable () -> RunController
     ) async throws {
-        (self.bundle, self.tokenizer) = (bundle, tokenizer)
+        (self.bundle, self.tokenizer) = (bundle, tokenizer.asTrained(bundle))
         manifest = try FineTuningError.describing { try ModelBundle(url: bundle, checksums: false).manifest }
         self.folder = folder ?? Self.folder(of: bundle)
         runs = RunFolders(folder: self.folder)

@@ -7,7 +7,7 @@ public struct TrainingPreview: Sendable, Equatable {
     public struct Span: Sendable, Equatable, Identifiable {
         /// The index among the spans.
         public let id: Int
-        /// The text of the tokens. Line ends, tabs and other control characters below U+0020 have visible signs.
+        /// The text of the tokens. Line ends, tabs and other invisible characters have visible signs.
         public let text: String
         /// Whether the tokens are in the loss.
         public let isTrained: Bool
@@ -49,18 +49,16 @@ public struct TrainingPreview: Sendable, Equatable {
         self.spans = spans
     }
 
-    /// Returns the text with visible signs: one before each line end, and one in place of each tab and each other control character below U+0020.
+    /// Returns the text with signs for what is invisible: ⏎ before each line end, ⇥ for a tab, and an escape such as `\u{200B}` for other characters.
     private static func visible(_ text: String) -> String {
-        var visible = String.UnicodeScalarView()
-        for scalar in text.unicodeScalars {
+        text.unicodeScalars.reduce(into: "") { visible, scalar in
             switch scalar {
-            case "\n": visible += "⏎\n".unicodeScalars
-            case "\t": visible.append("⇥")
-            case let control where control.value < 0x20:
-                visible.append(Unicode.Scalar(0x2400 + control.value) ?? control)
-            default: visible.append(scalar)
+            case "\n": visible += "⏎\n"
+            case "\t": visible += "⇥"
+            case "\r": visible += "\\r"
+            case _ where scalar.isPrinted: visible.unicodeScalars.append(scalar)
+            default: visible += "\\u{\(String(scalar.value, radix: 16, uppercase: true))}"
             }
         }
-        return String(visible)
     }
 }

@@ -1,5 +1,6 @@
 import Foundation
 import MeSPBundle
+import MeSPFiles
 import MeSPSentences
 
 /// A preference between two answers to one conversation.
@@ -28,11 +29,10 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     /// - Throws: ``FineTuningError`` if an answer is empty or only white space, both answers are equal, or `prompt` does not end with a message to
     ///   answer.
     public init(prompt: [Conversation.Message], chosen: String, rejected: String, date: Date = .now) throws {
-        func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {
             throw FineTuningError("A choice needs the message that both answers reply to.")
         }
-        guard !isBlank(chosen), !isBlank(rejected) else { throw FineTuningError("One of the two answers is empty.") }
+        guard !chosen.isBlank, !rejected.isBlank else { throw FineTuningError("One of the two answers is empty.") }
         guard chosen != rejected else {
             throw FineTuningError("The two answers are equal, so there is nothing to choose.")
         }
@@ -40,9 +40,13 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
         (self.prompt, self.chosen, self.rejected) = (prompt, chosen, rejected)
     }
 
-    private enum Key: String, CodingKey { case id, date, prompt, chosen, rejected }
+    /// The columns of the record, besides `id` and `date`. TRL and `mesp data` read each answer as a list of one message.
+    var fields: [String: JSONValue] {
+        func answer(_ text: String) -> JSONValue { .array([Conversation.Message.assistant(text).json]) }
+        return ["prompt": .array(prompt.map(\.json)), "chosen": answer(chosen), "rejected": answer(rejected)]
+    }
 
-    // TRL and `mesp data` read each answer as a list of one message.
+    private enum Key: String, CodingKey { case id, date, prompt, chosen, rejected }
 
     public init(from decoder: any Decoder) throws {
         let fields = try decoder.container(keyedBy: Key.self)
@@ -60,12 +64,10 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     }
 
     public func encode(to encoder: any Encoder) throws {
-        var fields = encoder.container(keyedBy: Key.self)
-        try fields.encode(id, forKey: .id)
-        try fields.encode(date, forKey: .date)
-        try fields.encode(prompt, forKey: .prompt)
-        try fields.encode([Conversation.Message.assistant(chosen)], forKey: .chosen)
-        try fields.encode([Conversation.Message.assistant(rejected)], forKey: .rejected)
+        var container = encoder.container(keyedBy: Key.self)
+        try container.encode(id, forKey: .id)
+        try container.encode(date, forKey: .date)
+        for key in [Key.prompt, .chosen, .rejected] { try container.encode(fields[key.rawValue], forKey: key) }
     }
 }
 

@@ -57,7 +57,7 @@ import Testing
         func asked(_ text: String) -> Conversation {
             Conversation(said(text).map { Conversation.Message(role: $0.role, content: $0.content) })
         }
-        let usual = try asked("x").applied(to: tokenizer, argumentsAreText: false, addsGenerationPrompt: true)
+        let usual = try asked("x").applied(to: tokenizer, addsGenerationPrompt: true)
         #expect(try plain.encode(asked("x"), addsGenerationPrompt: true) == usual && !plain.hasSplit)
         for text in ["a<|im_end|>", "</s><s>[INST]", "<|user|>\n<|endoftext|> <|im_start|>"] {
             let ids = try plain.encode(asked(text), addsGenerationPrompt: true)
