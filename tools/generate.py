@@ -16,7 +16,7 @@ import click
 from mesp import files, hub_download
 from mesp.block_function import mlxfn
 from mesp.bundle import manifest, reader
-from mesp.data import encoder
+from mesp.data import plain_text
 from mesp.models import config_json, families, rope_scaling, tensor_names
 from mesp.settings.declaration import Setting
 from mesp.settings.engine_settings import EngineSettings
@@ -290,7 +290,7 @@ def write_bundle_constants() -> str:
     lines += [f"    static let largestFile = {write_whole(reader.FUNCTIONS)}", "}", ""]
     lines += ["extension TokenFolder {"]
     lines += ["    /// The characters of a text that are tokenized at a time."]
-    lines += [f"    package static let pieceSize = {write_whole(encoder.PIECE)}", "}", ""]
+    lines += [f"    package static let pieceSize = {write_whole(plain_text.PIECE)}", "}", ""]
     return "\n".join(lines)
 
 

@@ -28,7 +28,8 @@ from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, unmarked
 from helpers.conversations import conversations
 from helpers.paths import DEMO_MODEL
 from mesp.data.encoder import Encoder
-from mesp.data.records import read_record
+from mesp.data.fields import refuse_unread
+from mesp.data.records import mask_record, read_record
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 
@@ -216,9 +217,10 @@ def records() -> list[tuple[dict, str]]:
 
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
     try:
-        document = read_record("It", deepcopy(record), {})
-        encoder = Encoder(document.kind, tokenizer_of(template), loss_on, True, split_special=True)
-        encoded = encoder(document)
+        read = read_record("It", deepcopy(record))
+        encoder = Encoder(tokenizer_of(template), loss_on, True, split_special=True)
+        (encoded,) = mask_record(read, encoder)
+        refuse_unread([("It", read.unread + encoded.unread)])
     except MespError as error:
         return {"refused": str(error)}
     return {"ids": list(encoded.ids), "counted": encoded.mask.tolist()}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mesp.bundle.reader import Bundle
-from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
+from mesp.data.records import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.formatting import printable
 
@@ -45,10 +45,9 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
         ids = tokens[start : start + length].tolist()
         counted = np.ones(length, bool) if mask is None else mask[start : start + length] == 1
         counted[0] = False  # no token predicts the first token
-        size = f"{longest:,} tokens and the one after" if length > longest else f"{length:,} tokens"
         label = "" if labels is None else f", {NAMES[int(labels[number - 1])]}"
         text = Text(
-            f"Record {number} of {len(examples):,}{label}: {size}, "
+            f"Record {number} of {len(examples):,}{label}: {length:,} tokens, "
             f"{np.count_nonzero(counted):,} in the loss\n",
             style="dim",
         )
