@@ -37,7 +37,7 @@ package struct Fields: Sendable {
     /// The names of what has a value and was not taken: of what may be content, and of what never is.
     package var left: LeftFields {
         let names = unread.union(values.filter { !$0.value.isEmpty }.keys)
-        let noted = names.filter { neverContent.contains($0.lowercased().replacing("-", with: "_")) }
+        let noted = names.filter { Self.neverContent.contains($0.lowercased().replacing("-", with: "_")) }
         return LeftFields(unread: names.subtracting(noted), noted: noted)
     }
 

@@ -159,19 +159,16 @@ extension RecordEncoder {
         let (conversation, rendering) = (shape.conversation, shape.marked)
         let ends = try templateEnds()
         let isEnd = Set(ends.stops + ends.followed + [tokenizer.endOfText].compactMap { $0 })
-        func message(_ number: Int) -> Int? {
-            marked.texts.indices.contains(number) ? marked.texts[number].message : nil
-        }
         var answers = [Int: Answer]()
         for index in Set(conversation.trained).union(answersOnly ? [] : conversation.untrained).sorted() {
-            let said = rendering.marks.filter { message($0.number) == index }
+            let said = rendering.marks.filter { marked.message(of: $0.number) == index }
             guard let first = said.first else { throw Self.notFound(index) }
             let start = try start(of: index, shape, first.range.lowerBound)
             let stop = try stop(of: index, shape)
             let inside = rendering.marks.filter { $0.range.lowerBound < stop && $0.range.upperBound > start }
             // A template may also write a text elsewhere, such as a tool's name with the tool's result.
             guard start < stop, Set(inside.map(\.number)).isSuperset(of: said.map(\.number)),
-                inside.allSatisfy({ message($0.number) == index }),
+                inside.allSatisfy({ marked.message(of: $0.number) == index }),
                 let last = said.map(\.range.upperBound).filter({ $0 <= stop }).max()
             else { throw Self.notFound(index) }
             var answer = Answer(start: start, said: last, stop: stop)
@@ -289,12 +286,10 @@ extension RecordEncoder {
         let results = messages[(index + 1)...].prefix { ["tool", "function"].contains($0.role) }.count
         let count = index + 1 + results
         let isAnswered = count < messages.count && messages[count].isAnswer
-        guard isAnswered || count == messages.count && (results > 0 || !messages[index].toolCalls.isEmpty) else {
-            return false
-        }
+        guard isAnswered || count == messages.count else { return false }
         let (quiet, loud) = (try probe(shape), try probe(shape, asks: true))
         let asks = quiet.bytes != loud.bytes
-        guard isAnswered || asks else { return false }
+        guard isAnswered || results > 0 || asks && !messages[index].toolCalls.isEmpty else { return false }
         var header = string(
             quiet.bytes.suffix(quiet.bytes.count - (quiet.bytes.places(of: Array("MeSP".utf8)).last ?? 0) - 4))
         if asks {
@@ -303,11 +298,11 @@ extension RecordEncoder {
             header = string((asked?.text.bytes ?? []).dropFirst(same))
         }
         header = String(header.drop(while: \.isWhitespace))
-        guard !header.isEmpty, isAnswered else { return header.isEmpty }
+        guard !header.isEmpty, isAnswered || !asks else { return header.isEmpty }
         let first = tokenizer.encode(header, addsSpecialTokens: false).first.flatMap { isSpecial($0) ? $0 : nil }
         let opening = first.map { tokenizer.decode([$0]) } ?? String(header.prefix { !$0.isWhitespace })
         func marks(_ message: Int) -> [Range<Int>] {
-            shape.marked.marks.filter { marked.texts[$0.number].message == message }.map(\.range)
+            shape.marked.marks.filter { marked.message(of: $0.number) == message }.map(\.range)
         }
         let (bytes, from) = (shape.marked.text.bytes, marks(index).map(\.upperBound).max() ?? 0)
         let to = marks(count).map(\.lowerBound).min() ?? bytes.count

@@ -25,6 +25,9 @@ struct MarkedConversation {
         self.texts = texts
     }
 
+    /// Returns the index of the message whose text has the mark; nil if there is no such mark.
+    func message(of number: Int) -> Int? { texts.indices.contains(number) ? texts[number].message : nil }
+
     static func mark(_ number: Int) -> String {
         let digits = String(number)
         return "Mk\(String(repeating: "0", count: max(0, 4 - digits.count)))\(digits)yQ"

@@ -11,13 +11,21 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     static let python = ProcessInfo.processInfo.environment["MESP_PYTHON"]
 
     struct Case: Decodable {
+        struct Answer: Decodable, Equatable {
+            let ids: [Int]
+            let counted: [Bool]
+        }
+
         let template: String
         let record: String
         let lossOn: String
         /// The exporter's reason to refuse the record; nil if the exporter accepts the record.
         let refused: String?
-        let ids: [Int]?
-        let counted: [Bool]?
+        /// The columns and keys that nothing reads, of a refused record.
+        let unread: [String]?
+        /// What the record is, such as "a conversation".
+        let kind: String?
+        let answers: [Answer]?
         let begin: Int?
         let end: Int?
         let special: Set<Int>

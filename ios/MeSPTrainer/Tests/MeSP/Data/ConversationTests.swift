@@ -370,7 +370,7 @@ import Testing
     }
 
     @Test(arguments: [
-        (#"[{"role": "user", "text": "a"}]"#, "a message has no \"content\" but \"text\""),
+        (#"[{"role": "user", "text": "a"}]"#, "a message has no \"content\" but \"role\", \"text\"; write its text"),
         (#"[{"from": "human", "value": "a"}]"#, "a message has no \"role\" but \"from\", \"value\""),
         (#"[{"role": "model", "content": "a"}]"#, "the role model is not known; write assistant"),
         (#"[{"role": "human", "content": "a"}]"#, "the role human is not known; write user"),
@@ -378,7 +378,7 @@ import Testing
         (#"[{"role": "narrator", "content": "a"}]"#, "the role narrator is not known; write system, user"),
         (#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]"#, "an answer is empty"),
         (#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]"#, "an answer is empty"),
-        (#"[{"role": "user", "content": null}]"#, "a message of user has no \"content\""),
+        (#"[{"role": "user", "content": null}]"#, "a message has no \"content\" but \"role\""),
         (#"[{"role": "user", "content": "a", "reasoning": "b"}]"#, "it has \"reasoning\", which nothing reads"),
         (#"[{"role": "assistant", "content": "", "tool_calls": [{}]}]"#, "a tool call has no \"name\""),
         (#"[{"role": "assistant", "tool_calls": 1}]"#, "\"tool_calls\" is not a list"),
