@@ -9,8 +9,11 @@ import logging
 import re
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -238,3 +241,238 @@ def test_every_string_is_read_or_refused_or_never_content(tmp_path_factory, capl
         for a, n in split.examples.tolist()
     ]
     assert found == [(each["input_ids"], each["assistant_masks"]) for each in expected]
+
+
+# Single cases
+
+CHAT, CHAT_MARKED = MODELS[0]
+
+
+def shown(split: Any, tokenizer: Any) -> list[str]:
+    """Returns each example, with ⟦ and ⟧ around the part in the loss."""
+    found = []
+    for start, length in split.examples.tolist():
+        text, was = "", 0
+        for at in range(start, start + length):
+            counts = int(split.mask[at]) if split.mask is not None else 1
+            text += "⟦" if counts > was else "⟧" if counts < was else ""
+            text += tokenizer.decode([int(split.tokens[at])])
+            was = counts
+        found.append(text + "⟧" * was)
+    return found
+
+
+def read(tmp_path: Path, records: list[dict], tokenizer: Any = CHAT, **options: Any) -> list[str]:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    chosen = DataOptions(hold_out=options.pop("hold_out", 0), **options)
+    splits = load(str(path), tokenizer, 256, len(tokenizer.get_vocab()), chosen)
+    return shown(splits["train"], tokenizer)
+
+
+ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n⟦{}<|im_end|>\n⟧"
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **others: Any) -> dict:
+    return {"role": "assistant", "content": content, **others}
+
+
+@pytest.mark.parametrize(
+    ("record", "asked", "answers"),
+    [
+        ({"question": "A?", "chosen": "b c", "rejected": "b d"}, "A?", ["b c", "b d"]),
+        ({"instruction": "A.", "input": "b", "output": "c"}, "A.\n\nb", ["c"]),
+        ({"instruction": "A.", "input": " ", "output": "c"}, "A.", ["c"]),
+        ({"instruction": "A.", "output": "c", "id": 1}, "A.", ["c"]),
+        ({"instruction": "A.", "context": "b", "response": "c"}, "A.\n\nb", ["c"]),
+    ],
+)
+def test_public_forms_are_read_by_their_columns(tmp_path, record, asked, answers):
+    assert read(tmp_path, [record]) == [ASKED.format(asked, answer) for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "named"),
+    [
+        ({"prompt": "a", "context": "b", "completion": "c"}, {}, "context"),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            {"columns": {"prompt": "instruction", "completion": "output"}},
+            "input",
+        ),
+        (
+            {"messages": [user("a") | {"mood": "x"}, assistant("b")], "system": "y", "plan": 3},
+            {},
+            "system,plan,mood",
+        ),
+        ({"text": "a", "label": "b"}, {}, "label"),
+    ],
+)
+def test_all_that_nothing_reads_is_refused_in_one_sentence(tmp_path, record, options, named):
+    with pytest.raises(MespError, match=f"Line 1 of .* has .*ignore` {named}\\.$"):
+        read(tmp_path, [record], selection=Selection(**options))
+    ignored = tuple(named.split(","))
+    assert read(tmp_path, [record], selection=Selection(ignored=ignored, **options), pack=False)
+
+
+def test_columns_of_later_records_are_named_too(tmp_path):
+    records = [{"prompt": "a", "completion": "b", **more} for more in ({"x": 1}, {"y": 2})]
+    with pytest.raises(MespError, match=r'Line 1 of .* and records after it have "x" and "y"'):
+        read(tmp_path, records)
+
+
+def test_only_the_models_own_turns_are_in_the_loss(tmp_path, caplog):
+    whole = [user("a"), assistant("b")]
+    call = assistant("", tool_calls=[{"name": "f", "arguments": {}}])
+    others = [[*whole, user("c")], [user("a"), call, {"role": "tool", "content": "d"}]]
+    records = [{"messages": each} for each in (whole, *others)]
+    assert read(tmp_path, records, loss_on="last") == [ASKED.format("a", "b")]
+    assert "Records that do not end with an answer to train were left out: 2." in caplog.text
+    with pytest.raises(MespError, match=r"No record of the train data .* ends with an answer"):
+        read(tmp_path, records[1:], loss_on="last")
+
+
+def test_a_dialogue_in_a_text_is_asked_up_to_its_last_answer(tmp_path):
+    begins = "\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: Nice.\n\nAssistant:"
+    pair = {"chosen": f"{begins} Glad you ask.", "rejected": f"{begins} Go away."}
+    found = read(tmp_path, [pair])
+    assert found == [f"{begins}⟦{pair[key][len(begins) :]}<|endoftext|>⟧" for key in pair]
+    pair["rejected"] = pair["rejected"].replace("Nice", "So what")
+    with pytest.raises(MespError, match=r"dialogues that differ .* write them as lists of messages"):
+        read(tmp_path, [pair])
+
+
+def test_nulls_are_kept_as_in_json_and_left_out_as_in_a_table(tmp_path):
+    arguments = {"zone": None, "l": [1, None], "o": {"a": None}}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+    messages = [user("a"), assistant("", tool_calls=[call]), assistant("b")]
+    (found,) = read(tmp_path, [{"messages": messages, "tools": tools}])
+    assert found.replace("⟦", "").replace("⟧", "") == CHAT._tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False
+    )
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), path)
+    table = load(str(path), CHAT, 256, len(CHAT.get_vocab()), DataOptions(hold_out=0))["train"]
+    assert '"arguments": {"l": [1, null], "o": {}}' in shown(table, CHAT)[0]
+
+
+def test_template_options_are_remembered(tmp_path, caplog):
+    template = CHAT.chat_template.replace("m.content", "m.content + (mood or '')")
+    tokenizer = tokenizer_of(template, False)
+    records = [
+        {"prompt": "a", "completion": "b", "chat_template_kwargs": {"mood": mood}}
+        for mood in ("!", "!", "?")
+    ]
+    for each, encoding in (
+        (records[:2], {"chat_template_kwargs": {"mood": "!"}}),
+        (records, {}),
+        (records[:0] or [{"prompt": "a", "completion": "b"}], {}),
+    ):
+        read(tmp_path, each, tokenizer)
+        size = len(tokenizer.get_vocab())
+        options = DataOptions(hold_out=0)
+        split = load(str(tmp_path / "data.jsonl"), tokenizer, 256, size, options)["train"]
+        assert split.encoding == encoding
+    assert 'Records differ in "chat_template_kwargs"' in caplog.text
+    (plain,) = read(tmp_path, [{"prompt": "a", "completion": "b"}], tokenizer)
+    (kept,) = read(
+        tmp_path,
+        [{"prompt": "a", "completion": "b"}],
+        tokenizer,
+        chat_template_kwargs={"mood": "!"},
+    )
+    assert "a!" in kept and "a!" not in plain
+
+
+def test_no_option_of_the_template_is_set_that_nobody_gives(tmp_path):
+    template = "{{- 'ON' if enable_thinking is defined }}" + CHAT.chat_template + "<think></think>"
+    (found,) = read(tmp_path, [{"prompt": "a", "completion": "b"}], tokenizer_of(template, False))
+    assert found.startswith("<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "prompt;completion\na;b\n", "has semicolons between its cells: write commas"),
+        (
+            "a.jsonl",
+            '[{"role": "user", "content": "a"}]\n[{"role": "user", "content": "b"}]\n',
+            r'Line 1 of .* is a list: write it as an object, {"messages": \[…\]}',
+        ),
+        ("a.jsonl", '{"prompt": "a", "completion": null}', 'has a null "completion"'),
+        ("a.jsonl", '{"chosen": "a b", "rejected": "a b c"}', "one is the beginning of the other"),
+    ],
+)
+def test_what_cannot_be_read_is_said_truly(tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(MespError, match=said):
+        load(str(tmp_path / name), CHAT, 256, 3000)
+
+
+def test_a_system_message_that_the_template_drops_goes_to_the_user(tmp_path):
+    tokenizer = tokenizer_of(
+        CHAT.chat_template.replace("in messages", "in messages if m.role != 'system'"), False
+    )
+    messages = [{"role": "system", "content": "s"}, user("a"), assistant("b")]
+    with pytest.raises(MespError, match="write it at the beginning of the user's message"):
+        read(tmp_path, [{"messages": messages}], tokenizer)
+
+
+def test_labels_that_are_held_out_are_said_to_be(tmp_path):
+    good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, False))
+    with pytest.raises(MespError, match="good answers alone, because its bad ones are held out"):
+        read(tmp_path, [*[good] * 9, bad], hold_out=0.1)
+    with pytest.raises(MespError, match=r"All labels of .* are alike"):
+        read(tmp_path, [good] * 10, hold_out=0.1)
+
+
+def test_line_ends_of_a_files_own_text_are_line_feeds(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'prompt,completion\r\n"a\r\nb",c\r\n,\r\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a\\r\\nb", "completion": "c"}')
+    texts = {}
+    for name in ("a.csv", "a.jsonl"):
+        path, size = str(tmp_path / name), len(CHAT.get_vocab())
+        texts[name] = shown(load(path, CHAT, 256, size, DataOptions(hold_out=0))["train"], CHAT)
+    assert texts == {"a.csv": [ASKED.format("a\nb", "c")], "a.jsonl": [ASKED.format("a\r\nb", "c")]}
+
+
+def test_what_systems_put_into_folders_is_no_data(tmp_path):
+    (tmp_path / "Thumbs.db").write_bytes(b"\xd0\xcf")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    assert load(str(tmp_path), CHAT, 256, len(CHAT.get_vocab()))
+
+
+@pytest.mark.parametrize("has_splits", [False, True])
+def test_a_folder_of_save_to_disk_is_read(tmp_path, has_splits):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"a{i}", "completion": "b", "tools": None} for i in range(3)]
+    made = datasets.Dataset.from_list(rows)
+    made = datasets.DatasetDict(train=made, validation=made) if has_splits else made
+    made.save_to_disk(str(tmp_path / "saved"))
+    size = len(CHAT.get_vocab())
+    splits = load(str(tmp_path / "saved"), CHAT, 256, size, DataOptions(hold_out=0))
+    assert [*splits] == ["train", "valid"][: 1 + has_splits]
+    assert shown(splits["train"], CHAT) == [ASKED.format(f"a{i}", "b") for i in range(3)]
+    state = next((tmp_path / "saved").rglob("state.json"))
+    state.write_text(state.read_text().replace('"data-', '"../../data-'))
+    with pytest.raises(MespError, match="names a file outside of it"):
+        load(str(tmp_path / "saved"), CHAT, 256, size)
+
+
+def test_ordinary_thoughts_are_no_control_tokens(tmp_path, caplog):
+    tokenizer = tokenizer_of(TEMPLATE, False)
+    tokenizer._tokenizer.add_special_tokens(
+        {"additional_special_tokens": [*SPECIAL, "<think>", "</think>"]}
+    )
+    read(tmp_path, [{"prompt": "a", "completion": "<think>\nb\n</think>\n\nc"}], tokenizer)
+    assert "control tokens" not in caplog.text
+
+
+def test_empty_keys_say_nothing(tmp_path):
+    answer = assistant("b", annotations=[], refusal=None, audio=None)
+    assert read(tmp_path, [{"messages": [user("a"), answer]}]) == [ASKED.format("a", "b")]
