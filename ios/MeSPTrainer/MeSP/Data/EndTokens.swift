@@ -10,12 +10,8 @@ package func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] 
         return (value?.array ?? value.map { [$0] })?.compactMap { if case .integer(let id) = $0 { id } else { nil } }
     }
     let config = tokens("eos_token_id", in: "generation_config.json") ?? tokens("eos_token_id", in: "config.json")
-    var ends = [Int]()
-    for token in (config ?? []) + (tokens("end_tokens", in: "manifest.json") ?? []) + tokenizer.trainedEnds
-    where token >= 0 && !ends.contains(token) {
-        ends.append(token)
-    }
-    return ends
+    return ((config ?? []) + (tokens("end_tokens", in: "manifest.json") ?? []) + tokenizer.trainedEnds)
+        .reduce(into: []) { if $1 >= 0, !$0.contains($1) { $0.append($1) } }
 }
 
 /// Returns the fields of a JSON file of a bundle that are not null; nil if it cannot be read.

@@ -12,8 +12,6 @@ package struct Fields: Sendable {
     package init(_ values: [String: JSONValue]) { self.values = values }
 
     /// Returns whether each of the columns has a value.
-    package func has(_ keys: String...) -> Bool { has(keys) }
-
     func has(_ keys: [String]) -> Bool { keys.allSatisfy { values[$0].map { $0 != .null } ?? false } }
 
     /// Returns and removes the value of a column; nil if the column is absent or null.
@@ -41,8 +39,6 @@ package struct Fields: Sendable {
         return LeftFields(unread: names.subtracting(noted), noted: noted)
     }
 
-    var names: String { Self.list(values.keys) }
-
     static func list(_ names: some Sequence<String>) -> String {
         names.sorted().map { "\"\($0)\"" }.joined(separator: ", ")
     }
@@ -56,12 +52,13 @@ package struct LeftFields: Sendable {
     package var noted = Set<String>()
 
     /// - Throws: `MeSPError` if anything may be content.
-    package func check() throws {
-        guard let name = unread.first else { return }
-        throw MeSPError(
-            unread.count == 1
-                ? "it has \"\(name)\", which nothing reads: write its text into what is read, or remove it."
-                : "it has \(Fields.list(unread)), which nothing reads: write their text into what is read, or remove them."
+    package func check() throws { if !unread.isEmpty { throw Self.refusal(of: unread) } }
+
+    static func refusal(of names: Set<String>) -> MeSPError {
+        MeSPError(
+            names.count == 1
+                ? "it has \(Fields.list(names)), which nothing reads: write its text into what is read, or remove it."
+                : "it has \(Fields.list(names)), which nothing reads: write their text into what is read, or remove them."
         )
     }
 }
@@ -92,8 +89,8 @@ package struct RecordPlace: Sendable {
 package struct RefusedRecords {
     private var first: Sentence?
     private var count = 0
-    /// The first record with unread fields, and the unread fields of all records.
-    private var unread: (place: RecordPlace, fields: LeftFields, ofAll: Set<String>)?
+    /// The first record with unread fields, their number, and the unread fields of all records.
+    private var unread: (place: RecordPlace, ofFirst: Int, ofAll: Set<String>)?
     /// The names of columns and keys that nothing reads and that are never content.
     package private(set) var noted = Set<String>()
 
@@ -113,20 +110,19 @@ package struct RefusedRecords {
         try collect(place) { left = try body() }
         guard let left else { return }
         noted.formUnion(left.noted)
-        if !left.unread.isEmpty {
-            unread = (unread?.place ?? place, unread?.fields ?? left, left.unread.union(unread?.ofAll ?? []))
-        }
+        guard !left.unread.isEmpty else { return }
+        unread = unread ?? (place, left.unread.count, [])
+        unread?.ofAll.formUnion(left.unread)
     }
 
     /// Throws if a record was refused.
     ///
     /// - Throws: `MeSPError` with the first refused record and the reason, and with the number of refused records if there are several.
-    package mutating func check() throws {
+    package func check() throws {
         if let first { throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.") }
         guard let unread else { return }
-        guard unread.ofAll.count > unread.fields.unread.count else {
-            try collect(unread.place) { try unread.fields.check() }
-            return try check()
+        guard unread.ofAll.count > unread.ofFirst else {
+            throw MeSPError("\(unread.place.sentence): \(LeftFields.refusal(of: unread.ofAll).sentence)")
         }
         throw MeSPError(
             "\(unread.place.sentence) and records after it have \(Fields.list(unread.ofAll)), which nothing reads: write their text into what is read, or remove them."

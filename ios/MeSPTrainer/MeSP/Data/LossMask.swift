@@ -11,12 +11,8 @@ struct Answer {
     var isEndless = false
 }
 
-struct TemplateEnds {
-    /// The tokens at which generation stops.
-    var stops = [Int]()
-    /// The tokens that end an answer if a question follows.
-    var followed = [Int]()
-}
+/// The tokens at which generation stops, and those that end an answer if a question follows.
+typealias TemplateEnds = (stops: [Int], followed: [Int])
 
 /// Marks the tokens of answers.
 ///
@@ -172,9 +168,9 @@ extension RecordEncoder {
                 let last = said.map(\.range.upperBound).filter({ $0 <= stop }).max()
             else { throw Self.notFound(index) }
             var answer = Answer(start: start, said: last, stop: stop)
-            let tail = string(rendering.text.bytes[last..<stop])
-            if tokenizer.encode(Self.withoutSpaceAtEnd(tail), addsSpecialTokens: false).last.map(isEnd.contains) != true
-            {
+            let tail = string(rendering.text.bytes[last..<stop]).replacing(
+                /\s+\z/.matchingSemantics(.unicodeScalar), with: "")
+            if tokenizer.encode(tail, addsSpecialTokens: false).last.map(isEnd.contains) != true {
                 // The end token may be part of the text that opens the next message.
                 if let end = endToken(beginning: rendering.text.bytes[stop...], isEnd) {
                     answer.stop += end
@@ -329,7 +325,7 @@ extension RecordEncoder {
             let text = rendering.text.bytes[rendering.marks[at].range.upperBound..<(next ?? rendering.text.bytes.count)]
             return tokenizer.encode(string(text), addsSpecialTokens: false)
         }
-        var ends = TemplateEnds()
+        var ends: TemplateEnds = ([], [])
         if let asked = try? tail(2, 0), let last = try? tail(2, 1), let followed = try? tail(3, 1),
             let end = last.last(where: isSpecial)
         {
@@ -345,12 +341,6 @@ extension RecordEncoder {
     private func isSpecial(_ token: Int) -> Bool { token == tokenizer.endOfText || tokenizer.isSpecial(token) }
 
     private func string(_ bytes: some Collection<UInt8>) -> String { String(decoding: bytes, as: UTF8.self) }
-
-    private static func withoutSpaceAtEnd(_ text: String) -> String {
-        let scalars = text.unicodeScalars
-        let end = scalars.lastIndex { !$0.properties.isWhitespace }.map { scalars.index(after: $0) }
-        return String(text[..<(end ?? text.startIndex)])
-    }
 }
 
 extension Conversation {

@@ -25,27 +25,17 @@ extension RecordEncoder {
 }
 
 extension TextRecord {
-    /// Cuts a long text at starts of lines, because tokenizing the whole text at once takes much memory.
+    /// Cuts a long text at starts of lines, because tokenizing the whole text at once takes much memory. Each line begins with a word, or with one
+    /// space and a word.
     static func pieces(_ text: String, size: Int = TokenFolder.pieceSize) -> [Substring] {
         var (pieces, rest) = ([Substring](), text[...])
         while let limit = rest.unicodeScalars.index(rest.startIndex, offsetBy: size, limitedBy: rest.endIndex),
-            let cut = startOfLine(in: rest.unicodeScalars[limit...])
+            let line = rest[limit...].firstMatch(of: /\n(?= ?\S)/.matchingSemantics(.unicodeScalar))
         {
-            pieces.append(rest[..<cut])
-            rest = rest[cut...]
+            pieces.append(rest[..<line.range.upperBound])
+            rest = rest[line.range.upperBound...]
         }
         return rest.isEmpty ? pieces : pieces + [rest]
-    }
-
-    /// Returns the start of the next line that begins with a word, or with one space and a word; nil if there is none.
-    private static func startOfLine(in text: Substring.UnicodeScalarView) -> String.Index? {
-        var rest = text
-        while let lineFeed = rest.firstIndex(of: "\n") {
-            rest = rest[rest.index(after: lineFeed)...]
-            let word = rest.first == " " ? rest.dropFirst() : rest
-            if let first = word.first, !first.properties.isWhitespace { return rest.startIndex }
-        }
-        return nil
     }
 }
 

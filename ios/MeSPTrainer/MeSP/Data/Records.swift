@@ -67,15 +67,15 @@ extension Conversation: Record {
     package static func read(_ fields: inout Fields) throws -> Conversation {
         let (tools, options) = (try fields.takeTools(), try fields.takeOptions())
         var conversation: Conversation
-        if fields.has("prompt", "completion") {
+        if fields.has(["prompt", "completion"]) {
             conversation = try Conversation(
                 fields.takeSaid("prompt", by: "user"), answer: fields.takeSaid("completion", by: "assistant"))
-        } else if fields.has("messages") {
+        } else if fields.has(["messages"]) {
             conversation = Conversation(try fields.takeMessages("messages"))
         } else {
-            let (source, answer) = fields.has("output") ? ("input", "output") : ("context", "response")
+            let (source, answer) = fields.has(["output"]) ? ("input", "output") : ("context", "response")
             let instruction = try fields.takeText("instruction")
-            let given = fields.has(source) ? try fields.takeText(source) : ""
+            let given = fields.has([source]) ? try fields.takeText(source) : ""
             let prompt = given.isBlank ? instruction : "\(instruction)\n\n\(given)"
             conversation = try Conversation(
                 ([.user(prompt)], true), answer: fields.takeSaid(answer, by: "assistant"))
@@ -150,7 +150,7 @@ struct PairRecord: Record {
 /// The records of a source, all of one kind.
 struct Records {
     /// The source's name, for messages.
-    let name: Sentence
+    private(set) var name: Sentence = "The data"
     private(set) var records = [(place: RecordPlace, record: any Record)]()
     /// The number of records that are excluded from training by a key.
     private(set) var leftOut = 0
@@ -162,31 +162,23 @@ struct Records {
     /// - Throws: `MeSPError` if it is a file that cannot be read, has no text, or has a refused record.
     init(_ source: TextData.Source) throws {
         switch source {
-        case .choices(let choices):
-            name = "The data"
-            try read(SourceRows.rows(choices.map(\.fields), .choice))
+        case .choices(let choices): try read(SourceRows.rows(choices.map(\.fields), .choice))
         case .conversations(let conversations):
-            name = "The data"
             try read(SourceRows.rows(conversations.map(\.fields), .conversation))
         case .text(let text):
             guard !text.isBlank else { throw MeSPError("There is no text yet.") }
             name = "The text"
-            take(text)
+            records = SourceRows.pieces(of: text)
         case .file(let url):
             let (file, kind) = (url.lastPathComponent, try TextFileKind(of: url))
             name = "\(file)"
             let text = try SourceRows.text(of: url)
             if kind == .text {
-                take(text)
+                records = SourceRows.pieces(of: text)
             } else {
                 try read(SourceRows.objects(in: Data(text.utf8), of: file, isList: kind == .list))
             }
         }
-    }
-
-    private mutating func take(_ text: String) {
-        let place = RecordPlace(number: 1, kind: .record, file: nil)
-        records = SourceRows.pieces(of: text).map { (place, $0) }
     }
 
     private mutating func read(_ rows: [SourceRows.Row]) throws {
@@ -233,19 +225,19 @@ extension Fields {
     /// Takes the columns of a record of any kind.
     fileprivate mutating func takeRecord(_ place: RecordPlace) throws -> any Record {
         if PairRecord.forms.contains(where: has), case .choice = place.kind { return try PairRecord.read(&self) }
-        if let key = has("chosen", "rejected") ? "chosen" : has("prompt", "completion", "label") ? "label" : nil {
+        if let key = has(["chosen", "rejected"]) ? "chosen" : has(["prompt", "completion", "label"]) ? "label" : nil {
             throw MeSPError(
                 "it has \"\(key)\", a preference, which the app does not train of files; train it with mesp on a Mac.")
         }
         let kinds: [any Record.Type] = [Conversation.self, TextRecord.self]
         if let kind = kinds.first(where: { $0.forms.contains(where: has) }) { return try kind.read(&self) }
         for form in kinds.flatMap({ $0.forms }) where form.allSatisfy({ values[$0] != nil }) {
-            if let null = form.first(where: { !has($0) }) {
+            if let null = form.first(where: { !has([$0]) }) {
                 throw MeSPError("it has a null \"\(null)\": write it, or leave the record out.")
             }
         }
         throw MeSPError(
-            "it has \(values.isEmpty ? "nothing" : names) and no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\"."
+            "it has \(values.isEmpty ? "nothing" : Self.list(values.keys)) and no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\"."
         )
     }
 }

@@ -33,10 +33,12 @@ package enum SourceRows {
     package typealias Row = (place: RecordPlace, fields: Fields?)
 
     /// Returns the pieces of a file's text.
-    static func pieces(of text: String) -> [TextRecord] {
+    static func pieces(of text: String) -> [(place: RecordPlace, record: any Record)] {
         let pieces = TextRecord.pieces(text)
         return pieces.enumerated().map { index, piece in
-            TextRecord(text: piece, isPiece: true, begins: index == 0, ends: index + 1 == pieces.count)
+            let ends = index + 1 == pieces.count
+            let record = TextRecord(text: piece, isPiece: true, begins: index == 0, ends: ends)
+            return (RecordPlace(number: index + 1, kind: .record, file: nil), record)
         }
     }
 

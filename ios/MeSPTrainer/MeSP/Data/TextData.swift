@@ -66,9 +66,7 @@ package struct TextData: Sendable {
     package func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
         var data = try Encoding(source, self)
         try data.encode(upTo: data.isText ? length + 1 : 1) { _ in }
-        guard data.isText else { return (try data.firstExample(), data.notices) }
-        if data.isWhole { _ = try data.windows() }
-        return (data.stream(data.tokens[...]).sequences(lengths: [length])[0], data.notices)
+        return (try data.first(), data.notices)
     }
 
     /// The encoded records of a source, and their splits.
@@ -79,9 +77,9 @@ package struct TextData: Sendable {
         /// The examples. The answers of a pair are together.
         private var parts = [[Encoded]]()
         /// The tokens of texts.
-        private(set) var tokens = [UInt32]()
+        private var tokens = [UInt32]()
         /// Whether all records are encoded.
-        private(set) var isWhole = false
+        private var isWhole = false
 
         init(_ source: Source, _ data: TextData) throws {
             (records, self.data) = (try Records(source), data)
@@ -93,14 +91,11 @@ package struct TextData: Sendable {
         }
 
         var isText: Bool { records.records.first?.record is TextRecord }
-        var notices: DataNotices {
-            var notices = encoder.notices
-            notices.hasSplit = encoder.plain.hasSplit
-            return notices
-        }
+        var notices: DataNotices { encoder.notices }
 
         /// Encodes records until there are `limit` examples or, of texts, tokens.
         mutating func encode(upTo limit: Int, progress: (Double) throws -> Void) throws {
+            defer { encoder.notices.hasSplit = encoder.plain.hasSplit }
             var refusals = RefusedRecords()
             for (index, (place, record)) in records.records.enumerated() {
                 guard (isText ? tokens.count : parts.count) < limit else { return }
@@ -149,7 +144,14 @@ package struct TextData: Sendable {
             return ["train": tokens.dropLast(held), "valid": tokens.suffix(held)].mapValues(stream)
         }
 
-        func stream(_ tokens: ArraySlice<UInt32>) -> TokenStream {
+        func first() throws -> Example {
+            if isText, isWhole { _ = try windows() }
+            guard isText || !parts.isEmpty else { throw tooFew }
+            let stream = isText ? stream(tokens[...]) : stream(parts[..<1])
+            return stream.sequences(lengths: [data.length])[0]
+        }
+
+        private func stream(_ tokens: ArraySlice<UInt32>) -> TokenStream {
             TokenStream(tokens: TextData.data(tokens), begin: data.tokenizer.begin)
         }
 
@@ -174,13 +176,6 @@ package struct TextData: Sendable {
             return TokenStream(
                 tokens: TextData.data(tokens), examples: TextData.data(bounds), mask: mask.contains(0) ? mask : nil,
                 labels: labels.isEmpty ? nil : labels)
-        }
-
-        func firstExample() throws -> Example {
-            guard let first = parts.first?.first else { throw tooFew }
-            return Example(
-                tokens: first.tokens.map { Int32(truncatingIfNeeded: $0) },
-                counted: first.counted.indices.dropFirst().filter { first.counted[$0] }.map { $0 - 1 })
         }
 
         private var tooFew: MeSPError {

@@ -2,6 +2,7 @@ import Foundation
 import Testing
 
 @testable import MeSP
+@testable import MeSPAppModel
 
 @Suite(.serialized) @MainActor final class ChoiceStoreTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
