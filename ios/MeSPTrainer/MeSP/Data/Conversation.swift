@@ -42,7 +42,7 @@ public struct Conversation: Codable, Sendable, Hashable {
     public func encode(to encoder: any Encoder) throws { try JSONValue.object(fields).encode(to: encoder) }
 
     /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line. A `.json` file has a record on each line, or one
-    /// list of records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records that are excluded from training by a
+    /// list of records. A record has `messages`, `prompt` and `completion`, or `instruction` and `output` or `response`, and optionally `tools`. Records that are excluded from training by a
     /// key such as `weight` are skipped.
     ///
     /// - Throws: ``FineTuningError`` if the file cannot be read, or with the first unsuitable record and the reason.

@@ -165,8 +165,8 @@ private struct WholeTemplate: TextTokenizer {
         #expect(found.text.contains(#""arguments": {"l": [1, null], "o": {"a": null}, "zone": null}"#))
         #expect(found.text.contains(#"{"default": null, "enum": ["UTC", null]}"#))
         let typed = try JSONDecoder().decode(Conversation.self, from: Data(record.utf8))
-        let again = try TextData(tokenizer: WholeTemplate(), length: 1024).first(of: .conversations([typed])).example
-        #expect(WholeTemplate().decode(again.tokens.map { Int($0) }) == found.text)
+        let reread = try TextData(tokenizer: WholeTemplate(), length: 1024).first(of: .conversations([typed])).example
+        #expect(WholeTemplate().decode(reread.tokens.map { Int($0) }) == found.text)
     }
 
     @Test func whatATemplateLeavesOutIsRefused() {
