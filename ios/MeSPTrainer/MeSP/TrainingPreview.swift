@@ -49,14 +49,16 @@ public struct TrainingPreview: Sendable, Equatable {
         self.spans = spans
     }
 
-    /// Returns the text with signs for what is invisible: ⏎ before each line end, ⇥ for a tab, and an escape such as `\u{200B}` for other characters.
+    /// Returns the text with signs for what is invisible: one before each line end, one in place of each tab and each other control character below
+    /// U+0020, and an escape such as `\u{200B}` in place of other characters.
     private static func visible(_ text: String) -> String {
         text.unicodeScalars.reduce(into: "") { visible, scalar in
             switch scalar {
             case "\n": visible += "⏎\n"
             case "\t": visible += "⇥"
-            case "\r": visible += "\\r"
             case _ where scalar.isPrinted: visible.unicodeScalars.append(scalar)
+            case let control where control.value < 0x20:
+                visible.unicodeScalars.append(Unicode.Scalar(0x2400 + control.value) ?? control)
             default: visible += "\\u{\(String(scalar.value, radix: 16, uppercase: true))}"
             }
         }

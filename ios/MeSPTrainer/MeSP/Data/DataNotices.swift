@@ -21,8 +21,6 @@ package struct DataNotices: Sendable, Equatable {
 
     init(length: Int) { self.length = length }
 
-    mutating func take(_ records: Records) { (leftOut, noted) = (records.leftOut, records.noted) }
-
     /// The notices, one sentence each.
     package var sentences: [Sentence] {
         var sentences = [Sentence]()

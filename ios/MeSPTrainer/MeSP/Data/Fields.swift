@@ -122,7 +122,7 @@ package struct RefusedRecords {
         if let first { throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.") }
         guard let unread else { return }
         guard unread.ofAll.count > unread.ofFirst else {
-            throw MeSPError("\(unread.place.sentence): \(LeftFields.refusal(of: unread.ofAll).sentence)")
+            throw MeSPError("\(unread.place.sentence): \(LeftFields.refusal(of: unread.ofAll).sentence).")
         }
         throw MeSPError(
             "\(unread.place.sentence) and records after it have \(Fields.list(unread.ofAll)), which nothing reads: write their text into what is read, or remove them."

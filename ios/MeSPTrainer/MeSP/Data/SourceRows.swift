@@ -36,8 +36,7 @@ package enum SourceRows {
     static func pieces(of text: String) -> [(place: RecordPlace, record: any Record)] {
         let pieces = TextRecord.pieces(text)
         return pieces.enumerated().map { index, piece in
-            let ends = index + 1 == pieces.count
-            let record = TextRecord(text: piece, isPiece: true, begins: index == 0, ends: ends)
+            let record = TextRecord(text: piece, isPiece: true, begins: index == 0, ends: index + 1 == pieces.count)
             return (RecordPlace(number: index + 1, kind: .record, file: nil), record)
         }
     }

@@ -87,7 +87,7 @@ package struct TextData: Sendable {
             var answersOnly = data.answersOnly
             if case .choices = source { answersOnly = true }
             encoder = RecordEncoder(tokenizer: data.tokenizer, answersOnly: answersOnly, length: data.length)
-            encoder.notices.take(records)
+            (encoder.notices.leftOut, encoder.notices.noted) = (records.leftOut, records.noted)
         }
 
         var isText: Bool { records.records.first?.record is TextRecord }
@@ -145,10 +145,14 @@ package struct TextData: Sendable {
         }
 
         func first() throws -> Example {
-            if isText, isWhole { _ = try windows() }
-            guard isText || !parts.isEmpty else { throw tooFew }
-            let stream = isText ? stream(tokens[...]) : stream(parts[..<1])
-            return stream.sequences(lengths: [data.length])[0]
+            if isText {
+                if isWhole { _ = try windows() }
+                return stream(tokens[...]).sequences(lengths: [data.length])[0]
+            }
+            guard let (tokens, counted) = parts.first.map({ ($0[0].tokens, $0[0].counted) }) else { throw tooFew }
+            return Example(
+                tokens: tokens.map { Int32(truncatingIfNeeded: $0) },
+                counted: counted.indices.dropFirst().filter { counted[$0] }.map { $0 - 1 })
         }
 
         private func stream(_ tokens: ArraySlice<UInt32>) -> TokenStream {

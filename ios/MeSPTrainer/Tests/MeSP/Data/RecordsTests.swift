@@ -231,6 +231,6 @@ private struct WholeTemplate: TextTokenizer {
         let ids = chatML.encode(found.text, addsSpecialTokens: false).map { Int32($0) }
         let preview = TrainingPreview(Example(tokens: ids, counted: [ids.count - 2]), tokenizer: chatML)
         #expect(
-            preview.spans.map(\.text).joined().contains("one\\r⏎\ntwo\\u{200B}three\\u{A0}⇥\\u{2028}"))
+            preview.spans.map(\.text).joined().contains("one␍⏎\ntwo\\u{200B}three\\u{A0}⇥\\u{2028}"))
     }
 }
