@@ -342,7 +342,7 @@ def test_a_dialogue_in_a_text_is_asked_up_to_its_last_answer(tmp_path):
     found = read(tmp_path, [pair])
     assert found == [f"{begins}⟦{pair[key][len(begins) :]}<|endoftext|>⟧" for key in pair]
     pair["rejected"] = pair["rejected"].replace("Nice", "So what")
-    with pytest.raises(MespError, match=r"dialogues that differ .* write them as lists of messages"):
+    with pytest.raises(MespError, match=r"dialogues that differ .* as lists of messages"):
         read(tmp_path, [pair])
 
 
