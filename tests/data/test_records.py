@@ -98,6 +98,8 @@ def records(draw: Any) -> dict[str, Any]:
     def call() -> dict[str, Any]:
         arguments = {f"a{i}": value() for i in range(draw(st.integers(0, 2)))}
         function = {"name": word(), "arguments": arguments}
+        if maybe():
+            function = {"arguments": arguments, "name": function["name"]}
         return {"type": "function", "function": function} if maybe(2) else function
 
     def text() -> str:
