@@ -21,8 +21,8 @@ _BLANK = re.compile(
 
 
 def escape(text: str) -> str:
-    """Returns the text with an escape such as \\u200b for each character that shows nothing. Spaces,
-    line feeds and tabs stay.
+    """Returns the text with an escape such as \\u200b for each character that shows nothing.
+    Spaces, line feeds and tabs stay.
     """
     return "".join(
         each

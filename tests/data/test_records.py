@@ -7,6 +7,7 @@ parts that a template may leave out. Each string has words of its own, so a test
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -14,16 +15,19 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.chat_templates import SPECIAL
 from helpers.paths import DEMO_MODEL
+from mesp.commands.export import main as export
 from mesp.data.fields import KEYS, NEVER_CONTENT
-from mesp.data.load import DataOptions, load
+from mesp.data.load import DataOptions, load, load_additional
 from mesp.data.sources import Selection
 from mesp.data.tokenizer import load_tokenizer
+from mesp.engine.generate import TextStream
 from mesp.errors import MespError
 
 # A template that writes all that a conversation can have. ⟦ and ⟧ are the marks of an answer.
@@ -98,6 +102,8 @@ def records(draw: Any) -> dict[str, Any]:
     def call() -> dict[str, Any]:
         arguments = {f"a{i}": value() for i in range(draw(st.integers(0, 2)))}
         function = {"name": word(), "arguments": arguments}
+        if maybe():
+            function = {"arguments": arguments, "name": function["name"]}
         return {"type": "function", "function": function} if maybe(2) else function
 
     def text() -> str:
@@ -342,7 +348,7 @@ def test_a_dialogue_in_a_text_is_asked_up_to_its_last_answer(tmp_path):
     found = read(tmp_path, [pair])
     assert found == [f"{begins}⟦{pair[key][len(begins) :]}<|endoftext|>⟧" for key in pair]
     pair["rejected"] = pair["rejected"].replace("Nice", "So what")
-    with pytest.raises(MespError, match=r"dialogues that differ .* write them as lists of messages"):
+    with pytest.raises(MespError, match=r"dialogues that differ .* as lists of messages"):
         read(tmp_path, [pair])
 
 
@@ -476,3 +482,43 @@ def test_ordinary_thoughts_are_no_control_tokens(tmp_path, caplog):
 def test_empty_keys_say_nothing(tmp_path):
     answer = assistant("b", annotations=[], refusal=None, audio=None)
     assert read(tmp_path, [{"messages": [user("a"), answer]}]) == [ASKED.format("a", "b")]
+
+
+def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog):
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    mood = "{{- mood or 'calm' }}: "
+    (model / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": mood + TEMPLATE.replace("⟦", "").replace("⟧", "")})
+    )
+    path = tmp_path / "data.jsonl"
+    record = {"prompt": "a", "completion": "b", "chat_template_kwargs": {"mood": "loud"}}
+    path.write_text(f"{json.dumps(record)}\n" * 3)
+    bundle = tmp_path / "bundle.mesp"
+    arguments = ["--model", model, "--data", path, "--seq-len", "64", "--out", bundle]
+    exported = CliRunner().invoke(export, list(map(str, arguments)), catch_exceptions=False)
+    assert exported.exit_code == 0, exported.output
+    encoding = json.loads((bundle / "manifest.json").read_text())["encoding"]
+    assert encoding == {"chat_template_kwargs": {"mood": "loud"}}
+    tokenizer = load_tokenizer(bundle)
+
+    def expected(**options: str) -> int:
+        asked = tokenizer._tokenizer.apply_chat_template(
+            [user("Hi")], tokenize=False, add_generation_prompt=True, **options
+        )
+        return len(tokenizer.encode(asked, add_special_tokens=False))
+
+    other = "very quiet indeed"
+    caplog.clear()
+    counts = {expected(mood="loud"), expected(mood=other), expected()}
+    assert len(counts) > 1
+    assert TextStream(bundle, "Hi").prompt_tokens == expected(mood="loud")
+    assert not caplog.messages
+    stream = TextStream(bundle, "Hi", chat_template_kwargs={"mood": other})
+    assert stream.prompt_tokens == expected(mood=other)
+    assert 'has the chat_template_kwargs {"mood": "loud"}, and the prompts' in caplog.text
+    # More data of the same bundle is encoded alike.
+    path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    more = load_additional(str(path), tokenizer, 64, len(tokenizer.get_vocab()), encoding)
+    assert tokenizer.decode(more.tokens).startswith("loud:")

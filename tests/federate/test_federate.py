@@ -306,7 +306,7 @@ def contents(documents: list) -> list[str]:
 
 def test_shares_are_a_partition_in_the_datas_order(data: Path):
     topics, held_out = read_topics(str(data))
-    everything = contents([unit.document for unit in topics["train"]])
+    everything = contents([unit.record for unit in topics["train"]])
     assert everything == [json.dumps(record) for record in RECORDS[:32]]
     assert len(held_out) == 8
     for split in ("iid", "dirichlet:0.5"):

@@ -49,8 +49,8 @@ MEANT = {
 class Text(NamedTuple):
     """A text of the message with the index `message`.
 
-    `kind` is `content`, `reasoning`, `call` for the name of a tool call, or `arguments` for a
-    string in the call's arguments.
+    `kind` is `content`, `reasoning`, `tool call` for its name, or `arguments of a tool call` for a
+    string in them.
     """
 
     message: int
@@ -206,25 +206,16 @@ class Rendering:
         for number, (index, kind, text) in enumerate(self.texts):
             if number in seen and any(form in self.text for form in _forms(text)):
                 continue
-            is_answer = messages[index]["role"] == "assistant"
-            if (
-                kind == "reasoning"
-                and is_answer
-                and (index < last_question or index not in trained)
-            ):
+            is_earlier = index < last_question or index not in trained
+            if kind == "reasoning" and messages[index]["role"] == "assistant" and is_earlier:
                 notes.append(
                     "Earlier or untrained answers without their reasoning, which the chat template "
                     "leaves out there"
                 )
                 continue
-            of = {
-                "content": "content",
-                "call": "tool call",
-                "arguments": "arguments of a tool call",
-            }
             raise MespError(
-                f"the chat template leaves out the {of.get(kind, kind)} of message {index + 1}, of "
-                f"the role {messages[index]['role']} ({_short(text)}): {_remedy(messages[index])}"
+                f"the chat template leaves out the {kind} of message {index + 1}, of the role "
+                f"{messages[index]['role']} ({_short(text)}): {_remedy(messages[index])}"
             )
         self._check_tools()
         self._check_options()
@@ -456,10 +447,10 @@ def _marked_call(
             return {key: marked(each) for key, each in value.items()}
         if isinstance(value, list):
             return [marked(each) for each in value]
-        return mark(index, "arguments", value) if isinstance(value, str) else value
+        return mark(index, "arguments of a tool call", value) if isinstance(value, str) else value
 
     function = call["function"]
-    name = mark(index, "call", function["name"])
+    name = mark(index, "tool call", function["name"])
     known = {"name": name, "arguments": marked(function["arguments"])}
     return {**call, "function": {**function, **known}}
 

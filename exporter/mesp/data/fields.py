@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from typing import Any
 
 from mesp.errors import MespError
@@ -12,27 +13,7 @@ OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 # Names of columns and keys, in lower case and with _ for -, that no public data set uses for what a
 # model reads or writes.
-NEVER_CONTENT = (
-    "__index_level_0__", "_id", "added_at", "avg_rating", "batch_id", "categories", "category",
-    "chosen_avg_rating", "chosen_model", "chosen_rating", "chosen_score", "chosen_source",
-    "conv_id", "conversation_hash", "conversation_id", "created", "created_at", "created_date",
-    "created_utc", "custom_id", "data_source", "dataset", "dataset_name", "dataset_source",
-    "date", "deleted", "dialog_id", "dialogue_id", "difficulty", "doc_id", "domain",
-    "example_id", "fold", "generator", "generator_name", "guid", "hash", "hashed_ip", "id",
-    "idx", "index", "item_id", "lang", "language", "languages", "level", "license", "line_id",
-    "margin", "message_id", "message_tree_id", "meta", "metadata", "model", "model_name",
-    "n_tokens", "num_tokens", "num_turns", "origin", "original_dataset", "original_id",
-    "original_source", "parent_id", "parent_message_id", "partition", "prompt_id", "qid",
-    "quality", "quality_score", "question_id", "quiz_id", "rank", "rating", "ratings",
-    "record_id", "redacted", "rejected_avg_rating", "rejected_model", "rejected_rating",
-    "rejected_score", "rejected_source", "review_count", "review_result", "row_id", "sample_id",
-    "score", "score_chosen", "score_rejected", "scores", "session_id", "source",
-    "source_dataset", "source_id", "source_name", "sources", "split", "subcategory", "subset",
-    "synthetic", "tag", "tags", "task_id", "task_name", "task_type", "text_id", "thread_id",
-    "timestamp", "timestamps", "token_count", "topic", "toxic", "toxicity", "tree_id",
-    "tree_state", "turn", "type", "uid", "updated_at", "updated_date", "url", "urls", "user_id",
-    "uuid", "version", "word_count",
-)  # fmt: skip
+NEVER_CONTENT = (*(files("mesp.data") / "never_content.txt").read_text("utf-8").split(),)
 
 
 def is_empty(value: Any) -> bool:

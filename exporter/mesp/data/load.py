@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -78,13 +78,8 @@ class DataOptions:
 
     def encoded_as(self, encoding: Mapping[str, Any]) -> DataOptions:
         """Returns the options with a bundle's `encoding` where they have none."""
-        return replace(
-            self,
-            chat=encoding.get("chat") if self.chat is None else self.chat,
-            split_special_tokens=self.split_special_tokens
-            or encoding.get("split_special_tokens", False),
-            chat_template_kwargs=self.chat_template_kwargs or encoding.get(OPTIONS, {}),
-        )
+        chat = {} if self.chat is None else {"chat": self.chat}
+        return replace(self, **{**encoding, **chat, **self.encoding})
 
 
 def load(
@@ -142,13 +137,16 @@ def tokenize(
         tokenizer, loss_on, options.chat, options.split_special_tokens, options.chat_template_kwargs
     )
     encoded = encode_all(data, kept, encoder)
-    splits = {
-        split: _as_split(data, split, each, kind, seq_len, pack, options.long, tokenizer)
-        for split, each in encoded.items()
-    }
+    splits = {}
+    for split, each in encoded.items():
+        if kind in (Pair, Labelled):
+            splits[split] = as_answers(data, each, seq_len)
+        elif kind is Text and pack:
+            splits[split] = as_stream(each, begin_of_text(tokenizer))
+        else:
+            splits[split] = as_examples(data, split, each, seq_len, options.long, pack)
     if kind is Text and pack:
         hold_out_tokens(data, splits, seq_len, options.hold_out)
-        _check_lengths(data, splits, seq_len)
     check_labels(data, splits)
     largest = max(int(split.tokens.max()) for split in splits.values())
     if largest >= vocab_size:
@@ -156,10 +154,11 @@ def tokenize(
             f"The model's tokenizer gives id {largest}, and the model knows {vocab_size} ids; the "
             "two do not belong together."
         )
-    kwargs = _kwargs_of(kept, options.chat_template_kwargs)
-    encoding = replace(options, chat_template_kwargs=kwargs[0] if len(kwargs) == 1 else {}).encoding
-    sentences = _report(splits, seq_len, options.long)
-    sentences += _notes(records, encoded, loss_on)
+    every = [*itertools.chain(*encoded.values())]
+    kwargs = {json.dumps(each.options, default=repr): each.options for each in every}
+    common = next(iter(kwargs.values())) if len(kwargs) == 1 else {}
+    encoding = replace(options, chat_template_kwargs=common).encoding
+    sentences = _counts(records, splits, seq_len, options.long, loss_on) + _notes(every)
     if len(kwargs) > 1:
         sentences.append(
             f'Records differ in "{OPTIONS}", so the model is asked without: {len(kwargs)} kinds.'
@@ -170,23 +169,6 @@ def tokenize(
         name: replace(split, ends=ends_of(split, tokenizer), encoding=encoding)
         for name, split in splits.items()
     }
-
-
-def _as_split(
-    data: str,
-    split: str,
-    encoded: list[Encoded],
-    kind: type[AnyRecord],
-    seq_len: int,
-    pack: bool,
-    long: str,
-    tokenizer: Any,
-) -> Split:
-    if kind in (Pair, Labelled):
-        return as_answers(data, encoded, seq_len)
-    if kind is Text and pack:
-        return as_stream(encoded, begin_of_text(tokenizer))
-    return as_examples(data, split, encoded, seq_len, long, pack)
 
 
 def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
@@ -218,14 +200,12 @@ def leave_out(data: str, records: Records, loss_on: str) -> Records:
                 "example by the weight 0: remove the mark from some."
             )
         if not kept[split]:
+            has = "ends with" if loss_on == "last" else "has"
             raise MespError(
-                f"No record of the {split} data of {data} {_ANSWER[loss_on]} to train: end records "
+                f"No record of the {split} data of {data} {has} an answer to train: end records "
                 "with an assistant's message, or take --loss-on all."
             )
     return kept
-
-
-_ANSWER = {"answers": "has an answer", "last": "ends with an answer", "all": "has an answer"}
 
 
 def has_answer(record: AnyRecord, loss_on: str) -> bool:
@@ -299,53 +279,31 @@ def _check_options(
         )
 
 
-def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
-    for split, each in splits.items():
-        if len(each.tokens) < seq_len + 1:
-            raise MespError(
-                f"The {split} data of {data} has {len(each.tokens):,} tokens, less than one "
-                f"sequence of {seq_len} and the token after; give it more text or export with a "
-                "smaller --seq-len."
-            )
+def _counts(
+    records: Records, splits: dict[str, Split], seq_len: int, long: str, loss_on: str
+) -> list[str]:
+    def by_split(count: str) -> str:
+        found = {name: getattr(split, count) for name, split in splits.items()}
+        return ", ".join(f"{number:,} in {name}" for name, number in found.items() if number)
 
-
-def _kwargs_of(records: Records, default: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the different arguments of the chat template that the records have."""
-    found = {}
-    for each in itertools.chain(*records.values()):
-        kwargs = each.options or default
-        found[json.dumps(kwargs, sort_keys=True, default=repr)] = kwargs
-    return [*found.values()]
-
-
-def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
-    def counts(of: Callable[[Split], int]) -> str:
-        return ", ".join(f"{of(each):,} in {split}" for split, each in splits.items() if of(each))
-
+    every = [*itertools.chain(*records.values())]
+    unanswered = sum(not (each.is_left_out or has_answer(each, loss_on)) for each in every)
+    have = "do not end with an" if loss_on == "last" else "have no"
+    fills = f"Records whose prompt fills {seq_len + 1} tokens were left out"
     sentences = {
-        f"Records longer than {seq_len + 1} tokens were {long}": counts(lambda s: s.too_long),
-        "Records with nothing to predict were left out": counts(lambda s: s.left_out),
-        f"Records whose prompt fills {seq_len + 1} tokens were left out": counts(
-            lambda s: s.no_room
+        f"Records longer than {seq_len + 1} tokens were {long}": by_split("too_long"),
+        "Records with nothing to predict were left out": by_split("left_out"),
+        fills: by_split("no_room"),
+        "Records that are marked not to be trained were left out": sum(
+            each.is_left_out for each in every
         ),
+        f"Records that {have} answer to train were left out": unanswered,
     }
-    return [f"{said}: {counted}." for said, counted in sentences.items() if counted]
+    return [f"{said}: {count}." for said, count in sentences.items() if count]
 
 
-def _notes(records: Records, encoded: dict[str, list[Encoded]], loss_on: str) -> list[str]:
-    sentences = []
-    marked = [each for each in itertools.chain(*records.values()) if not each.is_left_out]
-    if weightless := sum(map(len, records.values())) - len(marked):
-        sentences.append(
-            f"Records that are marked not to be trained were left out: {weightless:,}."
-        )
-    if others := sum(not has_answer(each, loss_on) for each in marked):
-        have = "do not end with an" if loss_on == "last" else "have no"
-        sentences.append(f"Records that {have} answer to train were left out: {others:,}.")
-    those = [*itertools.chain(*encoded.values())]
-    if columns := dict.fromkeys(itertools.chain(*(each.unread for each in those))):
-        sentences.append(f"Columns that were not read: {', '.join(columns)}.")
-    notes: Counter[str] = Counter()
-    for each in those:
-        notes.update({*each.notes})
-    return [*sentences, *(f"{note}: {count:,}." for note, count in notes.items())]
+def _notes(encoded: list[Encoded]) -> list[str]:
+    columns = dict.fromkeys(itertools.chain(*(each.unread for each in encoded)))
+    notes = Counter(note for each in encoded for note in {*each.notes})
+    unread = [f"Columns that were not read: {', '.join(columns)}."] if columns else []
+    return [*unread, *(f"{note}: {count:,}." for note, count in notes.items())]

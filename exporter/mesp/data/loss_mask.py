@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
 from operator import eq
@@ -48,14 +48,16 @@ class Span(NamedTuple):
 class Encoded:
     """The N token ids of a record's text, and a `mask` [N], true for tokens in the loss.
 
-    `notes` are messages for the user, and `unread` the names of keys that nothing reads. `label` is
-    of an answer in preference data, and `where` the record's place.
+    `notes` are messages for the user, `unread` the names of keys that nothing reads, and `options`
+    the arguments of the chat template. `label` is of an answer in preference data, and `where` the
+    record's place.
     """
 
     ids: list[int]
     mask: np.ndarray
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     label: int | None = None
     where: str = ""
 
@@ -98,7 +100,7 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
             _check_ends(tokenizer, ids, offsets, span, index)
     if trained and loss_on != "all" and (loss_on == "last" or conversation.prompt):
         _check_asked(rendering, trained[0], ids[: int(np.argmax(mask))])
-    return Encoded(ids, mask, tuple(notes), tuple(unread))
+    return Encoded(ids, mask, tuple(notes), tuple(unread), conversation.options)
 
 
 def empty_answer(index: int) -> MespError:

@@ -112,7 +112,7 @@ def _text(fields: Fields, where: str, content: Any) -> str:
         text = part
         if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
             text = part.get("text")
-            _leave(fields, part, PART_KEYS)
+            _taken(fields, part, PART_KEYS)
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise MespError(
@@ -123,12 +123,11 @@ def _text(fields: Fields, where: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _leave(fields: Fields, entries: dict[str, Any], known: tuple[str, ...]) -> None:
-    fields.unread += [
-        key
-        for key, value in entries.items()
-        if key not in (*known, *fields.ignored) and not is_empty(value)
-    ]
+def _taken(fields: Fields, entries: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the entries that are not ignored. Those that are not `known` are unread."""
+    taken = {k: v for k, v in entries.items() if k in known or k not in fields.ignored}
+    fields.unread += [k for k, v in taken.items() if k not in known and not is_empty(v)]
+    return taken
 
 
 def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
@@ -144,9 +143,10 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
         function = call["function"] if is_nested else call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise MespError(f'{where} with a tool call without a "name": give it one.')
-        _leave(fields, function, ("name", "arguments", *(() if is_nested else CALL_KEYS)))
-        if is_nested:
-            _leave(fields, call, CALL_KEYS)
+        outer = _taken(fields, call, CALL_KEYS) if is_nested else {}
+        outer |= {"id": call["id"]} if "id" in call else {}
+        known = ("name", "arguments", *(() if is_nested else CALL_KEYS))
+        inner = _taken(fields, function, known)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -160,11 +160,8 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
             raise MespError(
                 f"{where} with arguments of a tool call that are not an object: write one."
             )
-        kept = {
-            key: call[key] for key in (("id", "index") if is_nested else ("id",)) if key in call
-        }
-        known = {"name": function["name"], "arguments": arguments}
-        found.append({**kept, "type": "function", "function": known})
+        inner = {k: v for k, v in inner.items() if k not in CALL_KEYS} | {"arguments": arguments}
+        found.append({**outer, "type": "function", "function": inner})
     return found
 
 

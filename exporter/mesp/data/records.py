@@ -60,7 +60,6 @@ class Text(Record):
 
     text: str
     is_file: bool = False
-    options: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def read(cls, fields: Fields) -> Text:
@@ -200,10 +199,6 @@ class Pair(Record):
     chosen: Conversation
     rejected: Conversation
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return self.chosen.options
-
     @classmethod
     def read(cls, fields: Fields) -> Pair:
         inputs, where = read_template_inputs(fields), fields.where
@@ -255,10 +250,6 @@ class Labelled(Record):
 
     answer: Conversation
     is_good: bool
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return self.answer.options
 
     @classmethod
     def read(cls, fields: Fields) -> Labelled:

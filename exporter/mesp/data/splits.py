@@ -195,19 +195,23 @@ def hold_out_records(data: str, records: dict[str, list[Any]], fraction: float) 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
     """Moves the last `fraction` of the stream to ``valid``, unless there is a valid split or
-    `fraction` is 0. Raises MespError if the stream is too short.
+    `fraction` is 0. Raises MespError if a stream is too short.
     """
-    if "valid" in splits:
-        return
-    train = splits["train"]
-    held_out = held_out_of(len(train.tokens), fraction, least=seq_len + 1)
-    if not held_out:
-        return
-    if len(train.tokens) < held_out + seq_len + 1:
-        raise MespError(
-            f"{data} has {len(train.tokens):,} tokens, too few to train on and hold out one "
-            f"sequence of {seq_len} each; give it more text, export with a smaller --seq-len, or "
-            "hold out none with --hold-out 0."
-        )
-    splits["valid"] = Split(train.tokens[-held_out:], begin=train.begin)
-    splits["train"] = replace(train, tokens=train.tokens[:-held_out])
+    train = splits["train"] if "valid" not in splits else None
+    held_out = held_out_of(len(train.tokens), fraction, seq_len + 1) if train else 0
+    if train and held_out:
+        if len(train.tokens) < held_out + seq_len + 1:
+            raise MespError(
+                f"{data} has {len(train.tokens):,} tokens, too few to train on and hold out one "
+                f"sequence of {seq_len} each; give it more text, export with a smaller --seq-len, "
+                "or hold out none with --hold-out 0."
+            )
+        splits["valid"] = Split(train.tokens[-held_out:], begin=train.begin)
+        splits["train"] = replace(train, tokens=train.tokens[:-held_out])
+    for split, each in splits.items():
+        if len(each.tokens) < seq_len + 1:
+            raise MespError(
+                f"The {split} data of {data} has {len(each.tokens):,} tokens, less than one "
+                f"sequence of {seq_len} and the token after; give it more text or export with a "
+                "smaller --seq-len."
+            )
