@@ -342,7 +342,7 @@ def write_never_content() -> str:
     names = textwrap.wrap(" ".join(sorted(data_fields.NEVER_CONTENT)), WIDTH - 8)
     return "\n".join(
         [
-            *write_header("exporter/mesp/data/fields.py"),
+            *write_header("exporter/mesp/data/never_content.txt"),
             "extension Fields {",
             "    /// Names in lower case, with _ for -, of what no model reads or writes.",
             "    static let neverContent = Set(",
