@@ -16,7 +16,8 @@ import click
 from mesp import files, hub_download
 from mesp.block_function import mlxfn
 from mesp.bundle import manifest, reader
-from mesp.data import encoder
+from mesp.data import fields as data_fields
+from mesp.data import plain_text
 from mesp.models import config_json, families, mixers, rope_scaling, tensor_names
 from mesp.settings.declaration import Setting
 from mesp.settings.engine_settings import EngineSettings
@@ -292,7 +293,7 @@ def write_bundle_constants() -> str:
     lines += [f"    static let largestFile = {write_whole(reader.FUNCTIONS)}", "}", ""]
     lines += ["extension TokenFolder {"]
     lines += ["    /// The characters of a text that are tokenized at a time."]
-    lines += [f"    package static let pieceSize = {write_whole(encoder.PIECE)}", "}", ""]
+    lines += [f"    package static let pieceSize = {write_whole(plain_text.PIECE)}", "}", ""]
     return "\n".join(lines)
 
 
@@ -376,6 +377,23 @@ def write_plain_families() -> str:
     return write_json("exporter/mesp/models", "PlainFamilies", table)
 
 
+def write_never_content() -> str:
+    names = textwrap.wrap(" ".join(sorted(data_fields.NEVER_CONTENT)), WIDTH - 8)
+    return "\n".join(
+        [
+            *write_header("exporter/mesp/data/never_content.txt"),
+            "extension Fields {",
+            "    /// Names in lower case, with _ for -, of what no model reads or writes.",
+            "    static let neverContent = Set(",
+            '        """',
+            *(f"        {line}" for line in names),
+            '        """.split { $0.isWhitespace }.map(String.init))',
+            "}",
+            "",
+        ]
+    )
+
+
 def write_all() -> dict[Path, str]:
     return {
         SWIFT / "Core" / "Run" / "RunSettings.swift": write_settings(),
@@ -384,6 +402,7 @@ def write_all() -> dict[Path, str]:
         SWIFT / "Bundle" / "Functions" / "AllowedPrimitivesTable.swift": write_allowed_primitives(),
         SWIFT / "Adapters" / "AdapterFieldsTable.swift": write_adapter_fields(),
         SWIFT / "Import" / "PlainFamiliesTable.swift": write_plain_families(),
+        SWIFT / "MeSP" / "Data" / "NeverContent.swift": write_never_content(),
         SWIFT / "MeSP" / "general.txt": (PYTHON / "data" / "general.txt").read_text("utf-8"),
     }
 

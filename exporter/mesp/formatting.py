@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 
@@ -11,6 +12,24 @@ def printable(text: str) -> str:
     and tabs stay.
     """
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
+
+
+# Characters that Python calls printable, and that show nothing.
+_BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+
+
+def escape(text: str) -> str:
+    """Returns the text with an escape such as \\u200b for each character that shows nothing.
+    Spaces, line feeds and tabs stay.
+    """
+    return "".join(
+        each
+        if each in "\n\t" or (each.isprintable() and not _BLANK.match(each))
+        else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 def decimal(value: float | None, digits: int = 2) -> str:

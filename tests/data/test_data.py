@@ -24,11 +24,11 @@ from mesp.adapters.held_out_loss import read_sequences
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.reader import Bundle
 from mesp.commands import data, export
-from mesp.data.encoder import cut_text
-from mesp.data.examples import Split
 from mesp.data.load import DataOptions, load_additional, make_random_data
 from mesp.data.load import load as load_data
+from mesp.data.plain_text import cut_text
 from mesp.data.python_docs import python_docs
+from mesp.data.splits import Split
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 
@@ -125,7 +125,7 @@ def test_long_text_is_cut_without_loss(tokenizer, tmp_path, monkeypatch):
 
 def test_python_docs_are_split_without_overlap(tokenizer):
     documents = {
-        split: [each.content["text"] for each in split_documents]
+        split: [each.text for each in split_documents]
         for split, split_documents in python_docs().items()
     }
     sizes = {split: sum(map(len, texts)) for split, texts in documents.items()}
@@ -164,20 +164,26 @@ def test_random_data():
             {"train.jsonl": '{"prompt": "a", "completion": ["b"]}'},
             "a .completion. that is neither a string",
         ),
-        ({"train.jsonl": '{"messages": []}'}, "Line 1 .* has messages that are not a list of"),
-        ({"train.jsonl": '{"messages": ["hello"]}'}, "Line 1 .* has messages that are not"),
+        (
+            {"train.jsonl": '{"messages": []}'},
+            'Line 1 .* has a "messages" that is no list of messages',
+        ),
+        ({"train.jsonl": '{"messages": ["hello"]}'}, 'Line 1 .* has a "messages" that is no list'),
         (
             {"train.jsonl": '{"messages": [{"content": "a"}]}'},
             "Line 1 .* message 1 without a .role.",
         ),
-        ({"train.jsonl": '{"messages": [{"role": "user", "content": ""}]}'}, "no chat template"),
+        (
+            {"train.jsonl": '{"messages": [{"role": "assistant", "content": "a"}]}\n' * 2},
+            "no chat template",
+        ),
         (
             {"train.jsonl": '{"text": "a"}\n\n{"prompt": "a", "completion": "b"}'},
-            "Line 3 .* has prompt and completion, and the data began with text",
+            "Line 3 .* is a conversation, and the data began with a text",
         ),
         (
             {"train.txt": TEXT, "valid.jsonl": '{"messages": [{"role": "user", "content": ""}]}'},
-            r"Line 1 of .*valid\.jsonl has messages, and the data began with text",
+            r"Line 1 of .*valid\.jsonl is a conversation, and the data began with a text",
         ),
         ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
         ({"train.jsonl": "[" * 100_000}, r"train\.jsonl is not JSON"),
@@ -267,6 +273,10 @@ def write_records(path: Path, records: list[dict]) -> Path:
     return path
 
 
+def ends_with_an_answer(record: dict) -> bool:
+    return "messages" not in record or record["messages"][-1]["role"] == "assistant"
+
+
 def examples(split: Split) -> list[tuple[list[int], int]]:
     """Returns the ids of each example and the number of its masked ids, as mlx-lm's datasets do."""
     found = []
@@ -292,12 +302,13 @@ def test_examples_are_what_mlx_lm_makes_of_the_records(
     chat_tokenizer, tmp_path, capsys, kind, loss_on
 ):
     mask_prompt = loss_on == "last"
+    records = [each for each in RECORDS[kind] if not mask_prompt or ends_with_an_answer(each)]
     for split in ("train", "valid", "test"):
-        write_records(tmp_path / f"{split}.jsonl", RECORDS[kind])
+        write_records(tmp_path / f"{split}.jsonl", records)
     pack = False if kind == "text" else None
     splits = load(tmp_path, chat_tokenizer, 512, pack=pack, loss_on=loss_on)
-    dataset = mlx_lm_dataset(RECORDS[kind], chat_tokenizer, mask_prompt)
-    expected = [dataset.process(record) for record in RECORDS[kind]]
+    dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt)
+    expected = [dataset.process(record) for record in records]
     assert any(prompt for _, prompt in expected) == mask_prompt
     for split in splits.values():
         assert examples(split) == expected
@@ -404,13 +415,14 @@ def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
         assert 2 <= len(ids) <= seq_len + 1 and prompt < len(ids)
     lost = sum(not targets(*each) for each in whole)
     assert lost == (2 if mask_prompt and long == "cut" else 0)
-    assert (split.too_long, split.left_out) == (len(longer) - lost, lost)
+    assert (split.too_long, split.no_room) == (len(longer) - lost, lost)
     (line,) = caplog.messages
     count = len(longer) - lost
-    said = f"Records longer than 24 tokens and the one after were {long}: {count} in train, "
+    said = f"Records longer than 25 tokens were {long}: {count} in train, "
     said += f"{count} in valid."
     if lost:
-        said += f" Records with nothing to predict were left out: {lost} in train, {lost} in valid."
+        said += " Records whose prompt fills 25 tokens were left out: "
+        said += f"{lost} in train, {lost} in valid."
     assert line == said
 
 
@@ -450,10 +462,14 @@ LONG = [message("user", "long " * 90), message("assistant", "a")]
     [
         ("text", {"loss_on": "last"}, "has text, .* leave out `loss_on` last"),
         ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out `loss_on` answers"),
-        ([message("user", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
-        ([message("user", "Alone.")] * 90, {"pack": True}, "no example with something to predict"),
-        ([message("user", "Alone.")], {}, "no example with something to predict in its first"),
-        ([message("owner", "a")], {}, "Line 1 .* cannot be tokenized: No owners"),
+        ([message("assistant", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
+        ([message("user", "Alone.")] * 90, {"pack": True}, "No record .* has an answer to train"),
+        ([message("user", "Alone.")], {}, "No record of the train data .* has an answer to train"),
+        (
+            [message("owner", "a"), message("assistant", "b")],
+            {},
+            "Line 1 .* cannot be tokenized: No owners",
+        ),
         (LONG, {}, "no example with something to predict in its first"),
     ],
 )
@@ -473,9 +489,9 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     """The loss of a batch is mlx-lm's mean over the targets that count. The test computes this mean
     from single examples without padding.
     """
-    seq_len = 40
+    seq_len, records = 40, [*filter(ends_with_an_answer, RECORDS["chat"])]
     for name in ("train.jsonl", "valid.jsonl"):
-        write_records(tmp_path / name, RECORDS["chat"])
+        write_records(tmp_path / name, records)
     split = load(tmp_path, chat_tokenizer, seq_len, loss_on="last")["train"]
     model, _ = load_model(DEMO_MODEL)
     model.set_dtype(mx.float32)
@@ -491,10 +507,10 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
 
     # The records that have a target within their first `seq_len` + 1 tokens, as one batch of
     # mlx-lm.
-    dataset = mlx_lm_dataset(RECORDS["chat"], chat_tokenizer, mask_prompt=True)
+    dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=True)
     usable = [
         record
-        for record in RECORDS["chat"]
+        for record in records
         if dataset.process(record)[1] < min(len(dataset.process(record)[0]), seq_len + 1)
     ]
     dataset = CacheDataset(mlx_lm_dataset(usable, chat_tokenizer, mask_prompt=True))
@@ -610,7 +626,7 @@ def test_a_bundle_says_what_windows_begin_with(bundle):
 
 
 def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
-    chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
+    chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"][::-1])
     text = tmp_path / "text.txt"
     text.write_text(TEXT[: len(TEXT) // 2])
     before = files(bundle)
@@ -792,9 +808,9 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
     ("record", "named"),
     [
         ({"messages": [message("user", "a"), message("assistant", [{"type": "text", "text": "b",
-          "train": False}])]}, 'a part of content that has "train"'),
+          "train": False}])]}, 'Line 1 .* has "train", which .* with `ignore` train'),
         ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
-          {"function": {"name": "f", "parameters": {"a": 1}}}])]}, 'call that has "parameters"'),
+          {"function": {"name": "f", "parameters": {"a": 1}}}])]}, '"parameters", which'),
         ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
           {"function": {"name": "f", "arguments": []}}])]}, "are not an object"),
         ({"messages": [message("user", "a"), message("assistant", "", tool_calls=[
@@ -805,7 +821,7 @@ def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
         ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"tokenize": True}}, "itself"),
         ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"thinkinng": 1}}, "not read"),
         ({"prompt": "a", "completion": " "}, "empty answer"),
-        ({"prompt": "a", "completion": ""}, "has an empty completion"),
+        ({"prompt": "a", "completion": ""}, "it has an empty completion"),
     ],
 )  # fmt: skip
 def test_what_would_be_lost_is_refused(chat_tokenizer, tmp_path, record, named):

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from mesp.commands import data as mesp_data
 from mesp.commands import export
 from mesp.data.hub_datasets import read_dataset
-from mesp.data.records import Document
-from mesp.data.sources import Selection, read_documents
+from mesp.data.records import AnyRecord
+from mesp.data.sources import Selection, read_data
 from mesp.errors import MespError
 
 CARD = """---
@@ -66,11 +66,8 @@ def dataset(tmp_path: Path) -> Path:
 AS_COMPLETIONS = {"prompt": "question", "completion": "answer"}
 
 
-def contents(documents: dict[str, list[Document]]) -> dict[str, list[tuple]]:
-    return {
-        split: [(each.content["prompt"], each.content["completion"]) for each in part]
-        for split, part in documents.items()
-    }
+def contents(documents: dict[str, list[AnyRecord]]) -> dict[str, list[tuple]]:
+    return {split: [each.texts for each in part] for split, part in documents.items()}
 
 
 def pairs(records: list[dict]) -> list[tuple]:
@@ -78,12 +75,11 @@ def pairs(records: list[dict]) -> list[tuple]:
 
 
 def test_a_configuration_and_its_splits(dataset):
-    documents = read_documents(str(dataset), Selection("main", columns=AS_COMPLETIONS))
+    documents = read_data(str(dataset), Selection("main", columns=AS_COMPLETIONS))
     train = pairs(rows("main", 20)) + pairs(rows("more", 20))
     assert contents(documents) == {"train": train, "test": pairs(rows("test", 5))}
-    assert documents["train"][0].kind == "prompt and completion"
     splits = {"train": "train[:30]", "valid": "train[30:]+test[:50%]"}
-    documents = read_documents(str(dataset), Selection("main", splits, AS_COMPLETIONS))
+    documents = read_data(str(dataset), Selection("main", splits, AS_COMPLETIONS))
     valid = train[30:] + pairs(rows("test", 5))[:2]
     assert contents(documents) == {"train": train[:30], "valid": valid}
 
@@ -92,7 +88,7 @@ def test_a_configuration_and_its_splits(dataset):
 def test_splits_by_the_names_that_they_have(tmp_path, name):
     for split, count in (("train", 4), (name, 3), ("test", 2)):
         write(tmp_path / "data" / "data" / f"{split}-00000-of-00001.parquet", rows(split, count))
-    documents = read_documents(str(tmp_path / "data"), Selection(columns=AS_COMPLETIONS))
+    documents = read_data(str(tmp_path / "data"), Selection(columns=AS_COMPLETIONS))
     assert {split: len(each) for split, each in documents.items()} == {
         "train": 4,
         "valid": 3,
@@ -110,23 +106,23 @@ def test_a_file_and_what_is_null_in_it(tmp_path):
         [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}],
     ]
     path = write(tmp_path / "chats.parquet", [{"messages": each} for each in messages])
-    documents = read_documents(str(path), Selection())
+    documents = read_data(str(path), Selection())
     lines = tmp_path / "chats.jsonl"
     lines.write_text("\n".join(json.dumps({"messages": each}) for each in messages))
-    assert [each.content for each in documents["train"]] == [
-        each.content for each in read_documents(str(lines), Selection())["train"]
+    assert [each.messages for each in documents["train"]] == [
+        each.messages for each in read_data(str(lines), Selection())["train"]
     ]
     records = tmp_path / "records.jsonl"
     records.write_text("\n".join(map(json.dumps, rows("main", 10))))
     splits = {"train": "train[:8]", "valid": "train[8:]"}
-    documents = read_documents(str(records), Selection(None, splits, AS_COMPLETIONS))
+    documents = read_data(str(records), Selection(None, splits, AS_COMPLETIONS))
     assert [len(each) for each in documents.values()] == [8, 2]
 
 
 def test_columns_of_a_jsonl_file(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text("\n".join(map(json.dumps, rows("main", 10))))
-    documents = read_documents(str(path), Selection(columns=AS_COMPLETIONS))
+    documents = read_data(str(path), Selection(columns=AS_COMPLETIONS))
     assert contents(documents) == {"train": pairs(rows("main", 10))}
 
 
@@ -150,7 +146,7 @@ def test_columns_of_a_jsonl_file(tmp_path):
 )
 def test_what_cannot_be_taken_is_named(dataset, selection, said):
     with pytest.raises(MespError, match=said) as caught:
-        read_documents(str(dataset), selection)
+        read_data(str(dataset), selection)
     assert "\n" not in caught.value.message
 
 
@@ -169,7 +165,7 @@ def test_what_has_no_such_thing(tmp_path, monkeypatch, name, selection, said):
     for file in ("a.txt", "a.parquet"):
         Path(file).write_text("Some text that is no table.")
     with pytest.raises(MespError, match=said) as caught:
-        read_documents(name, selection)
+        read_data(name, selection)
     assert "\n" not in caught.value.message
 
 
@@ -225,7 +221,7 @@ def test_a_dataset_takes_no_file_from_elsewhere(tmp_path, path):
     card = f"---\nconfigs:\n- config_name: default\n  data_files: {path}\n---\n"
     (folder / "README.md").write_text(card)
     with pytest.raises(MespError, match=r"names a file outside of it, .*; do not use it"):
-        read_documents(str(folder), Selection())
+        read_data(str(folder), Selection())
 
 
 @pytest.mark.parametrize(

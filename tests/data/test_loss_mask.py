@@ -11,9 +11,9 @@ from transformers import AddedToken
 
 from helpers.chat_templates import CHATML, LLAMA, PHI, QWEN, QWEN3, SPECIAL, TEMPLATES
 from helpers.paths import DEMO_MODEL
-from mesp.data.encoder import encode_joined
-from mesp.data.loss_mask import encode_conversation
-from mesp.data.messages import read_messages
+from helpers.records import encode as encode_conversation
+from helpers.records import messages_of
+from mesp.data.plain_text import Joined
 from mesp.data.records import Conversation, read_record
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
@@ -92,7 +92,7 @@ def cases() -> list[tuple[str, str]]:
 
 
 def encode_answers(tokenizer, messages: list[dict], tools: list | None):
-    conversation = Conversation(read_messages("A record", messages), tools=tools)
+    conversation = Conversation(messages_of(messages), tools=tools)
     encoded = encode_conversation(tokenizer, conversation, "answers")
     return encoded.ids, encoded.mask
 
@@ -124,7 +124,7 @@ def test_answers_are_those_that_trl_takes(tokenizer, template, name):
     assert found == marked
     # With --split-special-tokens, texts without special tokens have the same ids and mask.
     tools = TOOLS if "tools" in name else None
-    conversation = Conversation(read_messages("A record", CONVERSATIONS[name]), tools=tools)
+    conversation = Conversation(messages_of(CONVERSATIONS[name]), tools=tools)
     split = encode_conversation(tokenizer, conversation, "answers", split_special=True)
     assert (split.ids, split.mask.tolist()) == found
 
@@ -195,7 +195,7 @@ WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"d
 
 
 def read(*messages: dict) -> list[dict]:
-    return read_messages("A record", list(messages))
+    return messages_of(list(messages))
 
 
 def encoded(tokenizer, template: str, record: dict, loss_on: str = "answers", prompt: int = 0):
@@ -240,12 +240,11 @@ def test_messages_that_cannot_be_read_are_named(message, named):
 
 
 def test_arguments_are_an_object_however_they_are_written():
-    forms = ({"of": "a"}, '{"of": "a"}', {"of": "a", "in": None})
-    for arguments in forms:
+    for arguments in ({"of": "a", "in": None}, '{"of": "a", "in": null}'):
         call = {"name": "capital", "arguments": arguments}
         for written in (call, {"type": "function", "function": call}):
             (message,) = read(assistant("", tool_calls=[written]))
-            assert message["tool_calls"][0]["function"]["arguments"] == {"of": "a"}
+            assert message["tool_calls"][0]["function"]["arguments"] == {"of": "a", "in": None}
 
 
 @pytest.mark.parametrize(
@@ -460,19 +459,19 @@ def test_a_prompt_that_is_not_how_the_model_is_asked_is_refused(tokenizer, other
 
 def test_a_string_may_be_answered_by_messages(tokenizer):
     record = {"prompt": "a", "completion": [assistant("b")], "chat_template_kwargs": {}}
-    document = read_record("A record", record, {})
-    assert document.has_messages
-    assert document.conversation.messages == [user("a"), assistant("b")]
+    found = read_record("A record", record)
+    assert not found.texts
+    assert found.messages == [user("a"), assistant("b")]
     tokenizer._tokenizer.chat_template = PLAIN
-    found = encode_conversation(tokenizer, document.conversation, "answers")
-    assert found.ids == encoded(tokenizer, PLAIN, {"messages": [user("a"), assistant("b")]}).ids
+    ids = encode_conversation(tokenizer, found, "answers").ids
+    assert ids == encoded(tokenizer, PLAIN, {"messages": [user("a"), assistant("b")]}).ids
 
 
 @pytest.mark.parametrize("ends", ["", " ", "\n", "ab"])
 def test_no_token_has_a_part_of_prompt_and_answer(ends):
     tokenizer = load_tokenizer(DEMO_MODEL)
     for answer in ("cd", " is", "\n\nx", "s", "。"):
-        ids, context = encode_joined(tokenizer, f"The word{ends}", answer)
+        ids, context = Joined(tokenizer, f"The word{ends}", answer).encode()
         assert ids[:context] == tokenizer.encode(f"The word{ends}")
         assert tokenizer.decode(ids[context:]) == answer + tokenizer.eos_token
 

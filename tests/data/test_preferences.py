@@ -19,8 +19,8 @@ from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.data.load import DataOptions
 from mesp.data.load import load as load_data
-from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.prompts import encode_prompt
+from mesp.data.records import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
@@ -118,13 +118,13 @@ MISUSES = {
         [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
         {},
         False,
-        "no chat template, which the messages of .* need",
+        "no chat template, which its messages need",
     ),
     "no prompt": (
         [{"chosen": "The dog is", "rejected": "The dog minds"}],
         {"chat": True},
         True,
-        "Line 1 of .* has no prompt, which the chat template needs",
+        "Line 1 of .* it has no prompt, which the chat template needs",
     ),
     "text": ([{"text": "The dog"}], {"chat": True}, True, "has text, which has no prompts"),
 }
@@ -169,7 +169,7 @@ def test_a_long_answer_is_cut(tokenizer, tmp_path, caplog):
     long = PAIR | {"rejected": " jumps" * 100}
     train = load(tmp_path, [long] * 2, tokenizer, 16, chat=False)["train"]
     assert [len(ids) for ids, *_ in rows(train)][1] == 17
-    assert "longer than 16 tokens and the one after were cut: 1 in train" in caplog.text
+    assert "longer than 17 tokens were cut: 1 in train" in caplog.text
 
 
 CONVERSATION = {"prompt": ASK, "chosen": FOX, "rejected": DOG}

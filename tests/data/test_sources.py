@@ -13,10 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from helpers.records import content as content_of
 from mesp.data.general_text import read_general_text
 from mesp.data.hub_datasets import read_dataset
 from mesp.data.source_files import SPLITS, UNPACKED, read_file, read_text
-from mesp.data.sources import Selection, read_documents
+from mesp.data.sources import Selection, read_data
 from mesp.errors import MespError
 
 RECORDS = [{"prompt": f'{i}, "a"\nb', "completion": f"{i}"} for i in range(12)]
@@ -53,8 +54,8 @@ def put(path: Path, data: bytes | str) -> Path:
 
 
 def read(path: Path, **selection: object) -> dict[str, list]:
-    documents = read_documents(str(path), Selection(**selection))
-    return {split: [each.content for each in part] for split, part in documents.items()}
+    documents = read_data(str(path), Selection(**selection))
+    return {split: [content_of(each) for each in part] for split, part in documents.items()}
 
 
 def refused(path: Path, **selection: object) -> str:

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from helpers.models import byte_tokenizer
 from helpers.paths import DEMO_MODEL
-from mesp.data.encoder import encode_joined, encode_plain_prompt
+from helpers.records import encode as encode_conversation
+from helpers.records import messages_of
 from mesp.data.load import DataOptions, load
-from mesp.data.loss_mask import encode_conversation
-from mesp.data.messages import read_messages
+from mesp.data.plain_text import Joined, encode_plain_prompt
 from mesp.data.prompts import encode_prompt
 from mesp.data.records import Conversation
 from mesp.data.special_tokens import encode_split
@@ -102,7 +102,7 @@ def tokenizer(request, tmp_path_factory):
 def conversation(*texts: str, **others: object) -> Conversation:
     roles = ("system", "user", "assistant", "user", "assistant")
     said = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
-    return Conversation(read_messages("A record", said), **others)
+    return Conversation(messages_of(said), **others)
 
 
 def transformers_ids(tokenizer, conversation: Conversation, asks: bool = False) -> list[int]:
@@ -179,7 +179,7 @@ def test_texts_are_as_transformers_splits_them(tokenizer, text):
     assert encode_split(tokenizer, text) == ids
     assert not special(tokenizer, ids)
     assert encode_plain_prompt(tokenizer, text, split_special=True) == ids
-    asked, count = encode_joined(tokenizer, text, text, split_special=True)
+    asked, count = Joined(tokenizer, text, text, split_special=True).encode()
     assert asked[:count] == ids
     assert special(tokenizer, asked) == [tokenizer.eos_token_id] == asked[-1:]
     said = tokenizer.decode(asked).removesuffix(tokenizer.eos_token)

@@ -84,7 +84,7 @@ BEGINS = {
     "nemotron": ("<think>", "<think>\n"),
     "qwen2_5_vl": (),
     "qwen2_5": ("\n",),
-    "qwen3_5": ("<think>", "<think>\n"),
+    "qwen3_5": ("<think>", "<think>\n", "<think>\n\n</think>\n\n"),
     "qwen3_6": ("<think>", "<think>\n"),
     "qwen3_8": ("<think>", "<think>\n"),
 }
@@ -118,13 +118,12 @@ class Model:
         self.name = name
         self.marked = TEMPLATES[name] if MARK.search(TEMPLATES[name]) else None
         self.tokenizer = tokenizer_of(name, TEMPLATES[name], marked)
-        self.asks_thinking = self.tokenizer.has_thinking
 
     def render(self, messages: list[dict], tools: list | None, **options: Any) -> Any:
         return self.tokenizer._tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            **{self.tokenizer._thinking_kwarg: self.asks_thinking} | options,
+            **options,
         )
 
 

@@ -37,6 +37,7 @@ from helpers.federations import (
     write_records,
 )
 from helpers.models import FAMILIES
+from helpers.records import as_json, content
 from helpers.superlink import SuperLink, an_object, asking, field, message, question
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.command import Failed
@@ -301,12 +302,12 @@ def test_matrices_that_do_not_fit_are_named():
 
 
 def contents(documents: list) -> list[str]:
-    return [json.dumps(each.content) for each in documents]
+    return as_json(documents)
 
 
 def test_shares_are_a_partition_in_the_datas_order(data: Path):
     topics, held_out = read_topics(str(data))
-    everything = contents([unit.document for unit in topics["train"]])
+    everything = contents([unit.record for unit in topics["train"]])
     assert everything == [json.dumps(record) for record in RECORDS[:32]]
     assert len(held_out) == 8
     for split in ("iid", "dirichlet:0.5"):
@@ -357,7 +358,7 @@ def test_held_out_data_alone_trains_nobody(tmp_path: Path):
     (tmp_path / "valid.txt").write_text("What is held out.\n", encoding="utf-8")
     topics, held_out = read_topics(str(tmp_path))
     assert not topics
-    assert [each.content for each in held_out] == ["What is held out.\n"]
+    assert [content(each) for each in held_out] == ["What is held out.\n"]
     with pytest.raises(MespError, match="has nothing to train on"):
         share_out(str(tmp_path), topics, 2, Partition("iid"), 0)
 
@@ -368,9 +369,9 @@ def test_texts_are_shared_out_by_paragraphs(tmp_path: Path):
     (tmp_path / "valid.txt").write_text("Held out.")
     topics, _ = read_topics(str(tmp_path))
     (whole,) = share_out("", topics, 1, Partition("iid"), seed=0)
-    assert [each.content for each in whole] == [text]
+    assert [content(each) for each in whole] == [text]
     shares = share_out("", topics, 2, Partition("iid"), seed=0)
-    parts = [each.content.split("\n\n") for share in shares for each in share]
+    parts = [each.text.split("\n\n") for share in shares for each in share]
     assert sorted(each for part in parts for each in part) == sorted(text.split("\n\n"))
 
 
@@ -380,7 +381,7 @@ def test_a_topics_last_tenth_is_held_out(tmp_path: Path):
     topics, held_out = read_topics(str(tmp_path))
     assert [len(units) for units in topics.values()] == [18, 9]
     wanted = [*RECORDS[18:20], RECORDS[29]]
-    assert [each.content for each in held_out] == wanted
+    assert [content(each) for each in held_out] == wanted
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "txt.gz", "MD"])

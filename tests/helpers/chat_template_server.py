@@ -2,9 +2,10 @@
 
 Each line of input is a request, a JSON object. The answer is one JSON object too. The answer to a
 request for the next case has a record, a chat template's name, the part of the record in the loss,
-the result of `mesp-export --split-special-tokens`, and the ids of the special tokens. After the
-last case, the answer is an empty object. The tokenizer of the current case answers all other
-requests.
+the result of `mesp-export --split-special-tokens`, and the ids of the special tokens. The result is
+the ids and the mask of each answer, or the reason of a refusal and the columns and keys that
+nothing reads. After the last case, the answer is an empty object. The tokenizer of the current case
+answers all other requests.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from helpers.chat_templates import CHATML, SPECIAL, TEMPLATES, unmarked
 from helpers.conversations import conversations
 from helpers.paths import DEMO_MODEL
+from mesp.data.chat_template import apply_template
 from mesp.data.encoder import Encoder
-from mesp.data.records import read_record
+from mesp.data.fields import NEVER_CONTENT, refuse_unread
+from mesp.data.records import mask_record, read_record
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 
@@ -214,20 +217,90 @@ def records() -> list[tuple[dict, str]]:
     return [(each, "all" if chance.random() < 0.2 else "answers") for each in mixed[:EACH]]
 
 
+# Columns and keys of records as people have them, some of which are never content.
+OTHERS = {
+    "context": "It is noon.", "hint": ["a", 1], "Notes": {"a": None}, "system": "Be terse.",
+    "answer": 7, "is_ok": False, "question": "Why?", "input": "x", "reward": 0.0,
+    "ID": 7, "source": "web", "created-at": "2026", "metadata": {"a": 1}, "score": 0.5,
+    "split": "train", "empty": "", "nothing": None, "none": [], "no": {},
+}  # fmt: skip
+
+
+def others(chance: random.Random, but: dict) -> dict:
+    found = {key: OTHERS[key] for key in chance.sample(sorted(OTHERS), chance.choice([0, 0, 1, 3]))}
+    return {key: value for key, value in found.items() if key not in but}
+
+
+def varied(record: dict, chance: random.Random) -> dict:
+    """Returns a record of any kind with the texts of a conversation, and with columns, keys and
+    nulls besides.
+    """
+    said = [each for value in record.values() if isinstance(value, list) for each in value]
+    words = [each["content"] for each in said if isinstance(each.get("content"), str)]
+    a, b, c = (chance.choice([*words, "Why?", " So.", "Yes\r\nno\u200b."]) for _ in range(3))
+    asked = [{"role": "user", "content": a}]
+    answers = [[{"role": "assistant", "content": each}] for each in (b, f"{b} {c}")]
+    record = chance.choice(
+        [
+            record,
+            record,
+            {"messages": asked + answers[0]},
+            {"prompt": a, "completion": b},
+            {"prompt": asked, "completion": b},
+            {"prompt": asked, "completion": asked + answers[0]},
+            {"instruction": a, "input": chance.choice([b, "", " ", None]), "output": c},
+            {"instruction": a, "output": c},
+            {"instruction": a, "context": chance.choice([b, None]), "response": c},
+            {"text": f"{a} {b}\n{c}" * 3},
+            {"prompt": asked, "chosen": answers[0], "rejected": answers[1]},
+            {"prompt": a, "completion": b, "label": chance.random() < 0.5},
+        ]
+    )
+    record = deepcopy(record)
+    for message in (each for value in record.values() if isinstance(value, list) for each in value):
+        if "role" in message and chance.random() < 0.1:
+            message |= others(chance, message)
+        if isinstance(message.get("content"), list) and chance.random() < 0.3:
+            message["content"][0] |= {"caption": "x", "annotations": [], "cache_control": {"a": 1}}
+        for call in message.get("tool_calls") or []:
+            if chance.random() < 0.2:
+                call["function"] |= {"strict": True}
+    if chance.random() < 0.1:
+        record[chance.choice(sorted(record))] = None
+    if chance.random() < 0.1:
+        record["messages"] = [] if chance.random() < 0.5 else None
+    if chance.random() < 0.1:
+        record["chat_template_kwargs"] = chance.choice([{}, None, {"enable_thinking": False}, []])
+    return record | others(chance, record)
+
+
 def expected(template: str, record: dict, loss_on: str) -> dict[str, Any]:
+    unread: list[str] = []
     try:
-        document = read_record("It", deepcopy(record), {})
-        encoder = Encoder(document.kind, tokenizer_of(template), loss_on, True, split_special=True)
-        encoded = encoder(document)
+        read = read_record("It", deepcopy(record))
+        unread += read.unread
+        encoder = Encoder(tokenizer_of(template), loss_on, True, split_special=True)
+        if read.kind in ("a text", "a pair of answers"):  # Only answers of a pair are in the loss.
+            encoder = Encoder(tokenizer_of(template), split_special=True)
+        encoded = mask_record(read, encoder)
+        unread += [name for each in encoded for name in each.unread]
+        refuse_unread([("It", unread)])
     except MespError as error:
-        return {"refused": str(error)}
-    return {"ids": list(encoded.ids), "counted": encoded.mask.tolist()}
+        return {"refused": str(error), "unread": refused_names(unread)}
+    return {
+        "kind": read.kind,
+        "answers": [{"ids": list(each.ids), "counted": each.mask.tolist()} for each in encoded],
+    }
+
+
+def refused_names(unread: list[str]) -> list[str]:
+    return sorted({each for each in unread if each.lower().replace("-", "_") not in NEVER_CONTENT})
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    made = records()
+    made, chance = records(), random.Random(SEED)
     for name, template in templates().items():
-        for record, loss_on in made:
+        for record, loss_on in made + [(varied(each, chance), on) for each, on in made]:
             yield {
                 "template": name, "text": template, "record": json.dumps(record), "lossOn": loss_on,
             } | expected(template, record, loss_on)  # fmt: skip
@@ -242,11 +315,12 @@ def answer(asked: dict[str, Any], template: str) -> Any:
         return list(tokenizer.encode(asked["text"], add_special_tokens=asked["addsSpecialTokens"]))
     if asked["do"] == "decode":
         return tokenizer.decode(asked["ids"])
-    text = tokenizer.apply_chat_template(
+    text = apply_template(
+        tokenizer,
         asked["messages"],
         tools=asked.get("tools"),
-        tokenize=False,
         add_generation_prompt=asked["addsGenerationPrompt"],
+        **asked["options"],
     )
     return list(tokenizer.encode(text, add_special_tokens=False))
 

@@ -194,7 +194,7 @@ def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
     paths by name.
     """
     texts = {
-        "docs": "\n".join(each.content["text"] for each in python_docs()["valid"]),
+        "docs": "\n".join(each.text for each in python_docs()["valid"]),
         "code": inspect.getsource(argparse)[20_000:],
         **{file.stem: file.read_text("utf-8")[20_000:] for file in files},
     }

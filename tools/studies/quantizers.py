@@ -32,7 +32,7 @@ from mesp.bundle.reader import Bundle
 from mesp.bundle.to_source_model import to_source_model
 from mesp.commands.command import Command
 from mesp.commands.export import main as export
-from mesp.data.encoder import cut_text
+from mesp.data.plain_text import cut_text
 from mesp.data.python_docs import python_docs
 from mesp.data.source_files import read_text
 from mesp.data.tokenizer import load_tokenizer
@@ -247,7 +247,7 @@ def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
 
 
 def python_docs_text() -> str:
-    return "\n".join(each.content["text"] for each in python_docs()["train"])
+    return "\n".join(each.text for each in python_docs()["train"])
 
 
 @click.command(cls=Command)

@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mesp.bundle.manifest import DataSplit, Manifest, damaged, describe_files, read_manifest
-from mesp.data.examples import Split
+from mesp.data.splits import Split
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
 from mesp.folders import check_disk, locked
@@ -66,7 +67,7 @@ def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
     return tuple(sorted({token for split in splits.values() for token in split.ends}))
 
 
-def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, bool]:
+def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, Any]:
     """Returns the encoding options of the first split. All splits have the same options."""
     return next((split.encoding for split in splits.values()), {})
 

@@ -31,7 +31,11 @@ PER_LAYER = {
 }
 MODEL = ("id", "revision", "license")
 MORE_OF_MODEL = ("license_name", "license_link")  # these keys may be absent
-ENCODING = ("chat", "split_special_tokens")  # these keys may be absent
+ENCODING = {
+    "chat": bool,
+    "split_special_tokens": bool,
+    "chat_template_kwargs": dict,
+}  # may be absent
 
 _PACKED = {
     "words": int,
@@ -227,7 +231,7 @@ class Manifest:
     # The tokens at which generation stops, ascending.
     end_tokens: tuple[int, ...] = ()
     # The options that changed how the data's text was encoded; their names are in `ENCODING`.
-    encoding: Mapping[str, bool] = field(default_factory=dict)
+    encoding: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[File, ...] = ()
 
     @property
@@ -263,7 +267,7 @@ class Manifest:
             and all(map(_is_line, data))
             and fits(entries.get("end_tokens", []), [int])
             and isinstance(encoding, dict)
-            and all(key in ENCODING and type(encoding[key]) is bool for key in encoding)
+            and all(type(value) is ENCODING.get(key) for key, value in encoding.items())
         ):
             raise ValueError("a field is missing, or of another type")
         return cls(

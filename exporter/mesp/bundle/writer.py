@@ -19,8 +19,8 @@ from mesp.bundle.weight_files import (
     weight_files,
     write_weights,
 )
-from mesp.data.examples import Split
 from mesp.data.load import load, load_additional, make_random_data
+from mesp.data.splits import Split
 from mesp.data.tokenizer import load_checked_tokenizer, load_tokenizer, write_tokenizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import check_disk, new_folder

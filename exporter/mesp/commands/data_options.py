@@ -9,11 +9,11 @@ from click.core import ParameterSource
 
 from mesp.commands.command import pairs, several
 from mesp.data.encoder import LOSS_ON
-from mesp.data.held_out import HELD_OUT
+from mesp.data.fields import KEYS
 from mesp.data.load import DataOptions
-from mesp.data.records import KEYS
 from mesp.data.source_files import SPLITS
 from mesp.data.sources import Selection
+from mesp.data.splits import HELD_OUT
 from mesp.errors import MespError
 
 OPTIONS = (

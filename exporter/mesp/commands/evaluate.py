@@ -10,6 +10,7 @@ from rich.console import Console
 
 from mesp.commands.command import Command, several
 from mesp.commands.progress_bars import evaluation_progress
+from mesp.commands.prompt_options import prompt_options
 from mesp.errors import MespError
 from mesp.evaluation.evaluate import MAX_LENGTH, MAX_TOKENS, check_unused, evaluate
 from mesp.evaluation.evaluated_model import AT_ONCE
@@ -37,11 +38,9 @@ from mesp.evaluation.results import check_writable, format_table, write_results
     show_default=f"the model's, at most {MAX_LENGTH:,}",
     help="Tokens that the model sees at once; longer prompts lose their beginning.",
 )  # fmt: skip
-@click.option(
-    "--chat/--no-chat", default=None,
-    show_default="--chat for answers to write where the tokenizer has one, --no-chat otherwise",
-    help="Put prompts into the chat template.",
-)  # fmt: skip
+@prompt_options(
+    "for answers to write as the bundle's data, or where the tokenizer has one; --no-chat otherwise"
+)
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
@@ -67,10 +66,6 @@ from mesp.evaluation.results import check_writable, format_table, write_results
 @several(
     "--ignore", metavar="NAME,...",
     help="Fields of records and of their messages to leave out, such as one that is refused.",
-)  # fmt: skip
-@click.option(
-    "--split-special-tokens", is_flag=True,
-    help="Encode special tokens in the text of records as ordinary text; the chat template's stay.",
 )  # fmt: skip
 @several(
     "--tasks", metavar="TASK,...",

@@ -190,18 +190,18 @@ def write_tokens(
     """
     options, bundle = federation.options, Path(federation.options["bundle"])
     topics, held_out = read_topics(options["data"], data_options.selection, data_options.hold_out)
-    documents = {"valid": held_out}
+    records = {"valid": held_out}
     if simulated:
         split = Partition.parse(options["split"])
         shares = share_out(options["data"], topics, options["clients"], split, options["seed"])
-        documents |= {federation.client(number).name: each for number, each in enumerate(shares)}
+        records |= {federation.client(number).name: each for number, each in enumerate(shares)}
     tokens = tokenize(
         options["data"],
-        documents,
+        records,
         load_tokenizer(bundle),
         max(manifest.seq_lens),
         manifest.architecture.vocab_size,
-        data_options,
+        data_options.encoded_as(manifest.encoding),
     )
     with plain_os_errors(f"Cannot write the data to {federation.folder}"):
         if simulated:

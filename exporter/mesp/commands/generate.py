@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from mesp.commands.command import Command, several
-from mesp.data.records import read_utf8
+from mesp.commands.prompt_options import prompt_options
+from mesp.data.source_files import read_utf8
 from mesp.engine.generate import TextStream
 from mesp.formatting import decimal, megabytes, printable
 
@@ -40,15 +41,7 @@ from mesp.formatting import decimal, megabytes, printable
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of sampling.")
 @click.option("--system-prompt", help="System prompt of the chat template.")
-@click.option(
-    "--chat/--no-chat", default=None, show_default="where the tokenizer has one",
-    help="Put the prompt into the chat template.",
-)  # fmt: skip
-@click.option(
-    "--split-special-tokens", is_flag=True,
-    help="Encode special tokens in the prompts, such as <|im_end|>, as ordinary text; the chat "
-    "template's stay.",
-)  # fmt: skip
+@prompt_options("as the bundle's data, or where the tokenizer has one")
 def main(bundle: Path, prompt: str, **options: Any) -> None:
     """Continue a prompt with the model in BUNDLE, a folder that mesp-export wrote.
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from mesp.bundle.reader import Bundle
-from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
+from mesp.data.records import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.tokenizer import load_bundle_tokenizer
-from mesp.formatting import printable
+from mesp.formatting import escape
 
 LONGEST = 2000  # characters shown of each record
 OPEN, CLOSE = "⟦", "⟧"  # around the tokens in the loss
@@ -32,7 +32,7 @@ def show_records(path: Path, count: int) -> None:
     for record in trained_records(bundle, tokenizer, count):
         console.print(record)
     ends = ", ".join(tokenizer.decode([token]) for token in sorted(tokenizer.eos_token_ids))
-    console.print(Text(f"Generation stops at {printable(ends)}."))
+    console.print(Text(f"Generation stops at {escape(ends)}."))
 
 
 def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text]:
@@ -45,10 +45,9 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
         ids = tokens[start : start + length].tolist()
         counted = np.ones(length, bool) if mask is None else mask[start : start + length] == 1
         counted[0] = False  # no token predicts the first token
-        size = f"{longest:,} tokens and the one after" if length > longest else f"{length:,} tokens"
         label = "" if labels is None else f", {NAMES[int(labels[number - 1])]}"
         text = Text(
-            f"Record {number} of {len(examples):,}{label}: {size}, "
+            f"Record {number} of {len(examples):,}{label}: {length:,} tokens, "
             f"{np.count_nonzero(counted):,} in the loss\n",
             style="dim",
         )
@@ -58,7 +57,7 @@ def trained_records(bundle: Bundle, tokenizer: Any, count: int) -> Iterator[Text
             # Some tokenizers decode a space only after another token. So a piece is the difference
             # between two decoded prefixes.
             piece = tokenizer.decode(ids[:stop])[len(tokenizer.decode(ids[:first])) :]
-            piece = printable(piece)[: LONGEST - shown].replace("\n", "↵\n")
+            piece = escape(piece)[: LONGEST - shown].replace("\n", "↵\n")
             shown += len(piece)
             if counted[first]:
                 text.append(f"{OPEN}{piece}{CLOSE}", style="bold green")

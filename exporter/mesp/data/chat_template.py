@@ -16,21 +16,24 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mesp.data.fields import OPTIONS, is_empty
 from mesp.data.messages import CALLS, REASONING, Message
-from mesp.data.records import Conversation
 from mesp.data.special_tokens import special_pattern
 from mesp.errors import MespError
 
+if TYPE_CHECKING:
+    from mesp.data.records import Conversation
+
 # The tags around a thought in an answer. Templates look for the tags, so the tags get no marks.
 TAGS = re.compile(r"(</?think>)")
-# The keys of a message that `_check_others` does not check.
-KNOWN = ("role", "content", "weight", CALLS, *REASONING, "name", "tool_call_id", "id", "index")
+# The keys of a message that `_unread` does not check: checked elsewhere, or never content.
+KNOWN = ("role", "content", "weight", CALLS, *REASONING, "tool_call_id", "id", "index")
 # Splits a text into the white space before it, its body, and the white space and flags such as
 # /no_think after it. A template may leave out the flags, which switch reasoning on or off.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
@@ -46,8 +49,8 @@ MEANT = {
 class Text(NamedTuple):
     """A text of the message with the index `message`.
 
-    `kind` is `content`, `reasoning`, `call` for the name of a tool call, or `arguments` for a
-    string in the call's arguments.
+    `kind` is `content`, `reasoning`, `tool call` for its name, or `arguments of a tool call` for a
+    string in them.
     """
 
     message: int
@@ -67,6 +70,31 @@ class Place(NamedTuple):
     marked_stop: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a chat template, without the texts of a conversation. They are equal if
+    their `key` is.
+    """
+
+    key: str
+    messages: list[Message] = field(compare=False)
+    arguments: Mapping[str, Any] = field(compare=False)
+
+
+def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) -> str:
+    """Returns the text of transformers' `apply_chat_template`, or of mlx-lm's own renderer if the
+    tokenizer has one. Unlike mlx-lm, sets no `enable_thinking`.
+    """
+    own = tokenizer if tokenizer._chat_template is not None else tokenizer._tokenizer
+    return str(own.apply_chat_template(messages, tokenize=False, **arguments))
+
+
+# Conversations of the same form have the same rendering with marks.
+@lru_cache(maxsize=512)
+def _apply_to_marks(tokenizer: Any, _template: str, inputs: Inputs) -> str:
+    return apply_template(tokenizer, inputs.messages, **inputs.arguments)
 
 
 @dataclass(frozen=True)
@@ -92,7 +120,7 @@ class Rendering:
     @cached_property
     def marked(self) -> str:
         """The rendered conversation, with marks in place of its texts."""
-        return self.render(self._marks[0])
+        return self._render(self._marks[0])
 
     @property
     def texts(self) -> list[Text]:
@@ -101,7 +129,12 @@ class Rendering:
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
         """Returns the rendered messages. With `asks`, the generation prompt follows."""
-        return self._render(template_messages(messages, self.with_text), asks)
+        taken = template_messages(messages, self.with_text)
+        return apply_template(self.tokenizer, taken, **self._arguments(asks))
+
+    def _arguments(self, asks: bool, tools: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        tools = tools or self.conversation.tools
+        return {"tools": tools, "add_generation_prompt": asks, **self.conversation.options}
 
     @cached_property
     def with_text(self) -> bool:
@@ -110,23 +143,22 @@ class Rendering:
         if not any(CALLS in message for message in messages):
             return False
         try:
-            self._render(template_messages(messages), asks=False)
+            apply_template(self.tokenizer, template_messages(messages), **self._arguments(False))
         except TypeError:
             return True
         return False
 
     def _render(
-        self, messages: list[Message], asks: bool, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[Message],
+        asks: bool = False,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools or self.conversation.tools,
-                tokenize=False,
-                add_generation_prompt=asks,
-                **self.conversation.options,
-            )
-        )
+        """Returns rendered messages with marks in place of texts."""
+        taken = template_messages(messages, self.with_text)
+        arguments = self._arguments(asks, tools)
+        inputs = Inputs(json.dumps([taken, arguments], default=repr), taken, arguments)
+        return _apply_to_marks(self.tokenizer, str(self.tokenizer.chat_template), inputs)
 
     def render_marked(self, count: int, asks: bool = False) -> str:
         """Returns the first `count` messages rendered, with marks in place of texts.
@@ -136,13 +168,13 @@ class Rendering:
         """
         messages = self._marks[0][:count]
         try:
-            return self.render(messages, asks)
+            return self._render(messages, asks)
         except Exception:  # a template can raise anything
             if any(message["role"] == "user" for message in messages):
                 raise
             first = sum(message["role"] in ("system", "developer") for message in messages[:1])
             question = [{"role": "user", "content": PROBE}]
-            return self.render(messages[:first] + question + messages[first:], asks)
+            return self._render(messages[:first] + question + messages[first:], asks)
 
     @cached_property
     def _marks(self) -> tuple[list[Message], list[Text]]:
@@ -159,12 +191,13 @@ class Rendering:
 
         return [_marked(i, each, mark) for i, each in enumerate(self.conversation.messages)], texts
 
-    def check(self) -> list[str]:
-        """Raises MespError if the template leaves out a text, a tool, a value in a tool call, an
-        unknown key of a message, or an option for the template.
+    def check(self) -> tuple[list[str], list[str]]:
+        """Returns notes, and the names of the messages' keys that nothing reads.
 
         A template may leave out the reasoning of answers before the last question, and of answers
-        that are not in `Conversation.answers`. The returned notes name such omissions.
+        that are not in `Conversation.answers`. The notes name such omissions. Raises MespError if
+        the template leaves out another text, a tool, a value in a tool call, or an option for the
+        template.
         """
         seen = {int(number) for number in MARKS.findall(self.marked)}
         messages, notes = self.conversation.messages, []
@@ -173,75 +206,78 @@ class Rendering:
         for number, (index, kind, text) in enumerate(self.texts):
             if number in seen and any(form in self.text for form in _forms(text)):
                 continue
-            is_answer = messages[index]["role"] == "assistant"
-            if (
-                kind == "reasoning"
-                and is_answer
-                and (index < last_question or index not in trained)
-            ):
+            is_earlier = index < last_question or index not in trained
+            if kind == "reasoning" and messages[index]["role"] == "assistant" and is_earlier:
                 notes.append(
                     "Earlier or untrained answers without their reasoning, which the chat template "
                     "leaves out there"
                 )
                 continue
-            of = {
-                "content": "content",
-                "call": "tool call",
-                "arguments": "arguments of a tool call",
-            }
             raise MespError(
-                f"the chat template leaves out the {of.get(kind, kind)} of message {index + 1}, of "
-                f"the role {messages[index]['role']} ({_short(text)}): {_remedy(messages[index])}"
+                f"the chat template leaves out the {kind} of message {index + 1}, of the role "
+                f"{messages[index]['role']} ({_short(text)}): {_remedy(messages[index])}"
             )
         self._check_tools()
-        self._check_others()
-        return notes
+        self._check_options()
+        return notes, self._unread
 
     def _check_tools(self) -> None:
-        """Raises MespError if the template leaves out a tool, or a value in a tool call."""
-        tools = self.conversation.tools or []
-        # Each tool gets a mark as its name. Texts may have the same mark, so the marks are counted
-        # without and with the new names. A tool is missing if the count stays the same.
-        renamed = [_renamed(tool, MARK.format(number)) for number, tool in enumerate(tools)]
-        rendered = self._render(template_messages(self._marks[0], self.with_text), False, renamed)
-        for number, tool in enumerate(tools):
-            if rendered.count(MARK.format(number)) == self.marked.count(MARK.format(number)):
-                name = tool.get("function", tool)["name"]
-                raise MespError(
-                    f"the chat template leaves out the tools, such as {_short(name)}: take a model "
-                    "whose template has them, or leave them out with --ignore tools."
-                )
-        for index, message in enumerate(self._marks[0]):
+        """Raises MespError if the template leaves out a tool, its description, or a value in a tool
+        call.
+        """
+        tools, marked = self.conversation.tools or [], self._marks[0]
+        for key in ("name", "description") if tools else ():
+            # Each tool gets a mark as its name or description. Texts may have the same mark, so the
+            # marks are counted without and with the new ones.
+            changed = [_with(tool, key, MARK.format(at)) for at, tool in enumerate(tools)]
+            rendered = self._render(marked, False, changed)
+            for number, tool in enumerate(tools):
+                mark, function = MARK.format(number), tool.get("function", tool)
+                if function.get(key) and rendered.count(mark) == self.marked.count(mark):
+                    raise MespError(
+                        f"the chat template leaves out the tools, such as "
+                        f"{_short(str(function[key]))}: take a model whose template has them, or "
+                        "leave them out with --ignore tools."
+                    )
+        for index, message in enumerate(marked):
             for number, call in enumerate(message.get(CALLS, [])):
                 for value, arguments in _changes(call["function"]["arguments"]):
-                    changed = copy.deepcopy(self._marks[0])
+                    changed = copy.deepcopy(marked)
                     changed[index][CALLS][number]["function"]["arguments"] = arguments
-                    if self.render(changed) == self.marked:
+                    if self._render(changed) == self.marked:
                         raise MespError(
                             f"the chat template leaves out {json.dumps(value)} in a tool call of "
                             f"message {index + 1}: take a model whose template has tool calls."
                         )
 
-    def _check_others(self) -> None:
-        """Raises MespError if nothing reads an unknown key of a message, or an option for the chat
-        template.
+    @property
+    def _unread(self) -> list[str]:
+        """The names of the messages' keys that nothing reads and that have values. The name of a
+        tool that is called is read in the call.
         """
-        messages = self._marks[0]
+        messages, unread = self._marks[0], []
+        called = {
+            call["function"]["name"]
+            for m in self.conversation.messages
+            for call in m.get(CALLS, [])
+        }
         for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
+            values = [m[key] for m in messages if key in m and not is_empty(m[key])]
+            if not values or (key == "name" and called.issuperset(map(str, values))):
+                continue
             without = [{k: v for k, v in each.items() if k != key} for each in messages]
-            if self.render(without) == self.marked:
-                index = next(i for i, each in enumerate(messages) if key in each)
-                raise MespError(
-                    f'message {index + 1} has "{key}", which nothing reads: write it into the '
-                    f"content, or leave it out with --ignore {key}."
-                )
-        for key in self.conversation.options:
-            others = {k: v for k, v in self.conversation.options.items() if k != key}
+            if self._render(without) == self.marked:
+                unread.append(key)
+        return unread
+
+    def _check_options(self) -> None:
+        options = self.conversation.options
+        for key in options:
+            others = {k: v for k, v in options.items() if k != key}
             without = Rendering(self.tokenizer, replace(self.conversation, options=others))
             if key not in str(self.tokenizer.chat_template) and without.text == self.text:
                 raise MespError(
-                    f'"chat_template_kwargs" has "{key}", which the chat template does not read: '
-                    "remove it."
+                    f'"{OPTIONS}" has "{key}", which the chat template does not read: remove it.'
                 )
 
     @cached_property
@@ -340,10 +376,16 @@ class Rendering:
         return position + shift
 
 
-def _renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
+def _with(tool: dict[str, Any], key: str, value: str) -> dict[str, Any]:
     if "function" in tool:
-        return tool | {"function": tool["function"] | {"name": name}}
-    return tool | {"name": name}
+        return tool | {"function": tool["function"] | {key: value}}
+    return tool | {key: value}
+
+
+def without_tags(message: Message) -> str:
+    """Returns a message's content, an answer's without the tags around a thought."""
+    content = message["content"]
+    return TAGS.sub("", content) if message["role"] == "assistant" else content
 
 
 def template_messages(messages: list[Message], with_text: bool = False) -> list[Message]:
@@ -405,17 +447,17 @@ def _marked_call(
             return {key: marked(each) for key, each in value.items()}
         if isinstance(value, list):
             return [marked(each) for each in value]
-        return mark(index, "arguments", value) if isinstance(value, str) else value
+        return mark(index, "arguments of a tool call", value) if isinstance(value, str) else value
 
     function = call["function"]
-    name = mark(index, "call", function["name"])
+    name = mark(index, "tool call", function["name"])
     known = {"name": name, "arguments": marked(function["arguments"])}
     return {**call, "function": {**function, **known}}
 
 
 def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields each number, boolean and blank string, and a copy of `value` in which only this value
-    differs. These values get no marks.
+    """Yields each null, number, boolean and blank string, and a copy of `value` in which only this
+    value differs. These values get no marks.
     """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -428,8 +470,8 @@ def _changes(value: Any) -> Iterator[tuple[Any, Any]]:
         yield value, not value
     elif isinstance(value, int | float):
         yield value, value + 1
-    elif isinstance(value, str) and not value.strip():
-        yield value, f"{value}{PROBE}"
+    elif value is None or (isinstance(value, str) and not value.strip()):
+        yield value, f"{value or ''}{PROBE}"
 
 
 def _forms(text: str) -> Iterator[str]:
@@ -447,8 +489,10 @@ def _short(text: str) -> str:
 
 
 def _remedy(message: Message) -> str:
-    if message["role"] in ("developer", "system"):
+    if message["role"] == "developer":
         return "write it as a system message or at the beginning of the user's."
+    if message["role"] == "system":
+        return "write it at the beginning of the user's message."
     if message["role"] == "assistant":
         return "take a model whose template writes it, or write it into the content."
     return "write it as a user's message."

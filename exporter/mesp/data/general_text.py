@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mesp.data.encoder import begin_of_text, cut_text
-from mesp.data.examples import Split
+from mesp.data.plain_text import begin_of_text, cut_text
 from mesp.data.source_files import read_text
+from mesp.data.splits import Split
 from mesp.errors import MespError
 
 SIZE = 1 << 22  # the maximum size of a text in bytes

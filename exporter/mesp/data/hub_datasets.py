@@ -14,13 +14,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mesp.data.source_files import SPLIT_OF, FileName, Row, read_file
+from mesp.data.source_files import SPLIT_OF, FileName, Row, of_table, read_file
 from mesp.errors import MespError
-from mesp.files import root_of
+from mesp.files import read_object, root_of
 from mesp.hub_download import download
 
+# Files of a folder that `save_to_disk` wrote: of a dataset, or of its splits in subfolders.
+SAVED = ("state.json", "dataset_dict.json")
 # The keys of a dataset's configuration that do not say how its files are read.
 OF_FILES = ("name", "version", "data_dir", "data_files", "description")
+
+
+def is_saved(path: Path) -> bool:
+    """Returns whether a folder is one that the library's `save_to_disk` wrote."""
+    return any((path / name).is_file() for name in SAVED)
 
 
 def read_dataset(
@@ -88,6 +95,10 @@ def _find_files(
         if subset is not None:
             raise MespError(f"{data} is a file, which has no subsets; leave out --subset.")
         return {"train": partial(read_file, path)}
+    if is_saved(path):
+        if subset is not None:
+            raise MespError(f"{data} has no subsets; leave out --subset.")
+        return _saved(datasets, data)
     subset = _find_subset(data, subset, datasets.get_dataset_config_names(data))
     builder = datasets.load_dataset_builder(data, subset)
     files = {
@@ -103,6 +114,30 @@ def _find_files(
                 "the splits to read with --splits."
             )
     return {split: partial(_read, data, each) for split, each in files.items()}
+
+
+def _saved(datasets: ModuleType, data: str) -> dict[str, Callable[[], Iterator[Row]]]:
+    """Returns the readers of a folder that `save_to_disk` wrote, by split.
+
+    Raises MespError if it names a file outside of it.
+    """
+    folder = Path(data)
+    for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
+        for file in read_object(state)["_data_files"]:
+            if not (state.parent / file["filename"]).resolve().is_relative_to(root_of(folder)):
+                raise MespError(
+                    f"{data} names a file outside of it, {file['filename']:.200}; do not use it."
+                )
+    saved = datasets.load_from_disk(data)
+    parts = saved if isinstance(saved, dict) else {"train": saved}
+    for part in parts.values():
+        part.data.validate(full=True)
+
+    def read(split: str) -> Iterator[Row]:
+        for number, row in enumerate(parts[split], 1):
+            yield f"Record {number} of {split} of {data}", of_table(row)
+
+    return {split: partial(read, split) for split in parts}
 
 
 def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:

@@ -1,36 +1,44 @@
 """Loads data as splits of token ids.
 
-A split of packed text is one stream of token ids, and training takes windows of it. Any other split
-also has the place of each example in its token ids.
+A record goes one way: from a source it is read as one of the kinds of `mesp.data.records`,
+rendered, encoded with the mask of the loss, and put into a split.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from mesp.data.encoder import Encoder, begin_of_text
-from mesp.data.examples import Split, as_examples, as_stream
-from mesp.data.held_out import HELD_OUT, hold_out_records, hold_out_tokens
-from mesp.data.loss_mask import end_tokens
-from mesp.data.preferences import (
-    PREFERENCE_KINDS,
-    LabelledAnswer,
-    as_preference_data,
-    encode_answers,
-)
-from mesp.data.records import OPTIONS, Document, kind_of, unread_columns
-from mesp.data.sources import Selection, read_documents
+from mesp.data.encoder import Encoder
+from mesp.data.fields import OPTIONS, refuse_unread
+from mesp.data.loss_mask import Encoded, end_tokens
+from mesp.data.plain_text import begin_of_text
+from mesp.data.records import AnyRecord, Conversation, Labelled, Pair, Text, kind_of, mask_record
+from mesp.data.sources import Selection, read_data
 from mesp.data.special_tokens import special_tokens
+from mesp.data.splits import (
+    HELD_OUT,
+    Split,
+    as_answers,
+    as_examples,
+    as_stream,
+    check_labels,
+    hold_out_records,
+    hold_out_tokens,
+)
 from mesp.errors import MespError
 
 log = logging.getLogger(__name__)
+
+Records = dict[str, list[AnyRecord]]  # by split
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class DataOptions:
       if the tokenizer has a template.
     - `hold_out`: the fraction to hold out if there is no valid split, 0 for none.
     - `split_special_tokens`: whether special tokens in texts are encoded as ordinary text.
+    - `chat_template_kwargs`: arguments of the chat template for records that have none.
     """
 
     pack: bool | None = None
@@ -56,14 +65,21 @@ class DataOptions:
     chat: bool | None = None
     hold_out: float = HELD_OUT
     split_special_tokens: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def encoding(self) -> dict[str, bool]:
-        """The options that change the encoding of texts: `chat` if it is False, and
-        `split_special_tokens` if it is True.
+    def encoding(self) -> dict[str, Any]:
+        """The options that change the encoding of texts: `chat` if it is False,
+        `split_special_tokens` if it is True, and `chat_template_kwargs` if there are any.
         """
-        found = {"chat": False} if self.chat is False else {}
-        return found | ({"split_special_tokens": True} if self.split_special_tokens else {})
+        found: dict[str, Any] = {"chat": False} if self.chat is False else {}
+        found |= {"split_special_tokens": True} if self.split_special_tokens else {}
+        return found | ({OPTIONS: self.chat_template_kwargs} if self.chat_template_kwargs else {})
+
+    def encoded_as(self, encoding: Mapping[str, Any]) -> DataOptions:
+        """Returns the options with a bundle's `encoding` where they have none."""
+        chat = {} if self.chat is None else {"chat": self.chat}
+        return replace(self, **{**encoding, **chat, **self.encoding})
 
 
 def load(
@@ -79,81 +95,80 @@ def load(
     `seq_len` + 1 tokens, or if ids do not fit the model's `vocab_size`.
     """
     options = options or DataOptions()
-    documents = read_documents(data, options.selection)
-    return tokenize(data, documents, tokenizer, seq_len, vocab_size, options)
+    records = read_data(data, options.selection)
+    return tokenize(data, records, tokenizer, seq_len, vocab_size, options)
 
 
 def load_additional(
-    data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, bool]
+    data: str, tokenizer: Any, seq_len: int, vocab_size: int, encoding: Mapping[str, Any]
 ) -> Split:
     """Returns the train split of additional data, with nothing held out.
 
     The data is encoded with the bundle's `encoding` (see `DataOptions.encoding`), but messages
     always go through the chat template. Raises MespError as `load` does.
     """
-    documents = read_documents(data, Selection())
-    has_messages = any(each.has_messages for split in documents.values() for each in split)
-    options = DataOptions(
-        hold_out=0,
-        chat=None if has_messages else encoding.get("chat"),
-        split_special_tokens=encoding.get("split_special_tokens", False),
-    )
-    return tokenize(data, documents, tokenizer, seq_len, vocab_size, options)["train"]
+    records = read_data(data, Selection())
+    options = DataOptions(hold_out=0).encoded_as(encoding)
+    if any(isinstance(each, Conversation) and not each.texts for each in records["train"]):
+        options = replace(options, chat=None)
+    return tokenize(data, records, tokenizer, seq_len, vocab_size, options)["train"]
 
 
 def tokenize(
     data: str,
-    documents: dict[str, list[Document]],
+    records: Records,
     tokenizer: Any,
     seq_len: int,
     vocab_size: int,
     options: DataOptions,
 ) -> dict[str, Split]:
-    """Returns the tokenized splits of `documents`, as `load` does.
+    """Returns the tokenized splits of `records`, as `load` does.
 
     If one split is called ``valid``, the others may have any names.
     """
-    documents, weightless = leave_out(data, documents)
-    kind = kind_of(documents)
-    pack = kind == "text" if options.pack is None else options.pack
-    loss_on = options.loss_on or ("all" if kind == "text" else "answers")
-    _check_options(data, documents, kind, pack, loss_on, options)
-    chat = tokenizer.has_chat_template if options.chat is None else options.chat
-    if kind != "text":
-        _check_chat(data, documents, tokenizer, options.chat)
-    encoder = Encoder(kind, tokenizer, loss_on, chat, options.split_special_tokens)
-    if kind != "text" or not pack:
-        hold_out_records(data, documents, options.hold_out)
-    encoded: dict[str, Any] = encode_all(data, documents, encoder)
-    if kind in PREFERENCE_KINDS:
-        splits = {
-            split: as_preference_data(data, split, each, seq_len) for split, each in encoded.items()
-        }
-    elif pack and kind == "text":
-        begin = begin_of_text(tokenizer)
-        splits = {split: as_stream(each, begin) for split, each in encoded.items()}
+    kind = kind_of(itertools.chain(*records.values()))
+    pack = kind is Text if options.pack is None else options.pack
+    loss_on = options.loss_on or ("all" if kind is Text else "answers")
+    kept = leave_out(data, records, loss_on)
+    _check_options(data, kept, kind, pack, loss_on, options)
+    if not (kind is Text and pack):
+        hold_out_records(data, kept, options.hold_out)
+    encoder = Encoder(
+        tokenizer, loss_on, options.chat, options.split_special_tokens, options.chat_template_kwargs
+    )
+    encoded = encode_all(data, kept, encoder)
+    splits = {}
+    for split, each in encoded.items():
+        if kind in (Pair, Labelled):
+            splits[split] = as_answers(data, each, seq_len)
+        elif kind is Text and pack:
+            splits[split] = as_stream(each, begin_of_text(tokenizer))
+        else:
+            splits[split] = as_examples(data, split, each, seq_len, options.long, pack)
+    if kind is Text and pack:
         hold_out_tokens(data, splits, seq_len, options.hold_out)
-        _check_lengths(data, splits, seq_len)
-    else:
-        splits = {
-            split: as_examples(data, split, each, seq_len, options.long, pack)
-            for split, each in encoded.items()
-        }
+    check_labels(data, splits)
     largest = max(int(split.tokens.max()) for split in splits.values())
     if largest >= vocab_size:
         raise MespError(
             f"The model's tokenizer gives id {largest}, and the model knows {vocab_size} ids; the "
             "two do not belong together."
         )
-    splits = {
-        split: replace(each, ends=ends_of(each, tokenizer), encoding=options.encoding)
-        for split, each in splits.items()
-    }
-    sentences = _report(splits, seq_len, options.long)
-    sentences += _notes(documents, encoded, weightless)
+    every = [*itertools.chain(*encoded.values())]
+    kwargs = {json.dumps(each.options, default=repr): each.options for each in every}
+    common = next(iter(kwargs.values())) if len(kwargs) == 1 else {}
+    encoding = replace(options, chat_template_kwargs=common).encoding
+    sentences = _counts(records, splits, seq_len, options.long, loss_on) + _notes(every)
+    if len(kwargs) > 1:
+        sentences.append(
+            f'Records differ in "{OPTIONS}", so the model is asked without: {len(kwargs)} kinds.'
+        )
     if sentences:
         log.warning("%s", " ".join(sentences))
-    return splits
+    return {
+        name: replace(split, ends=ends_of(split, tokenizer), encoding=encoding)
+        for name, split in splits.items()
+    }
 
 
 def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
@@ -161,61 +176,67 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
     ends = end_tokens(tokenizer)
     if split.examples is not None:
         special = special_tokens(tokenizer)
+        is_blank = cache(lambda token: not tokenizer.decode([token]).strip())
         for start, length in split.examples.tolist():
             at = start + length - 1
-            while at > start and not tokenizer.decode([int(split.tokens[at])]).strip():
+            while at > start and is_blank(int(split.tokens[at])):
                 at -= 1
             if int(split.tokens[at]) in special and (split.mask is None or split.mask[at]):
                 ends.add(int(split.tokens[at]))
     return tuple(sorted(ends))
 
 
-def leave_out(
-    data: str, documents: dict[str, list[Document]]
-) -> tuple[dict[str, list[Document]], int]:
-    """Returns the documents without those that are marked not to be trained, and the number of
-    documents left out.
+def leave_out(data: str, records: Records, loss_on: str) -> Records:
+    """Returns the records that have something to train.
 
     Raises MespError if no record of a split is left.
     """
-    kept = {
-        split: [each for each in those if not each.is_left_out]
-        for split, those in documents.items()
-    }
-    for split, those in kept.items():
-        if not those:
+    marked = {k: [r for r in those if not r.is_left_out] for k, those in records.items()}
+    kept = {k: [r for r in those if has_answer(r, loss_on)] for k, those in marked.items()}
+    for split in records:
+        if not marked[split]:
             raise MespError(
                 f"All records of the {split} data of {data} are marked not to be trained, for "
                 "example by the weight 0: remove the mark from some."
             )
-    return kept, sum(map(len, documents.values())) - sum(map(len, kept.values()))
+        if not kept[split]:
+            has = "ends with" if loss_on == "last" else "has"
+            raise MespError(
+                f"No record of the {split} data of {data} {has} an answer to train: end records "
+                "with an assistant's message, or take --loss-on all."
+            )
+    return kept
 
 
-def encode_all(
-    data: str, documents: dict[str, list[Document]], encoder: Encoder
-) -> dict[str, list[Any]]:
-    """Returns the encoded documents of each split. In preference data, each answer is encoded
+def has_answer(record: AnyRecord, loss_on: str) -> bool:
+    """Returns whether a part of the record is in the loss. With ``all``, everything is."""
+    is_chat = isinstance(record, Conversation) and record.texts is None and loss_on != "all"
+    return not is_chat or bool(record.trained(loss_on))
+
+
+def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[Encoded]]:
+    """Returns the encoded records of each split. In preference data, each answer is encoded
     separately.
 
     Raises MespError if a record cannot be used. The message names the first such record and counts
     the others.
     """
-    encoded: dict[str, list[Any]] = {split: [] for split in documents}
+    encoded: dict[str, list[Encoded]] = {split: [] for split in records}
     refused: list[MespError] = []
-    for split, each in documents.items():
-        for document in each:
+    for split, each in records.items():
+        for record in each:
             try:
-                if encoder.kind in PREFERENCE_KINDS:
-                    encoded[split] += encode_answers(document, encoder)
-                else:
-                    encoded[split].append(encoder(document))
+                found = mask_record(record, encoder)
             except MespError as error:
                 refused.append(error)
+                continue
+            encoded[split] += [replace(one, unread=record.unread + one.unread) for one in found]
     if refused:
         first, others = refused[0].message, len(refused) - 1
-        total = sum(map(len, documents.values()))
+        total = sum(map(len, records.values()))
         counted = f" {others} more of {total} records of {data} cannot be used." if others else ""
         raise MespError(first + counted)
+    refuse_unread((each.where, each.unread) for each in itertools.chain(*encoded.values()))
     return encoded
 
 
@@ -231,24 +252,26 @@ def make_random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Spli
 
 def _check_options(
     data: str,
-    documents: dict[str, list[Document]],
-    kind: str,
+    records: Records,
+    kind: type[AnyRecord],
     pack: bool,
     loss_on: str,
     options: DataOptions,
 ) -> None:
-    if loss_on != "all" and kind == "text":
+    if loss_on != "all" and kind is Text:
         raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
-    if options.chat and kind == "text":
+    if options.chat and kind is Text:
         raise MespError(f"{data} has text, which has no prompts: leave out --chat.")
-    if kind in PREFERENCE_KINDS and (pack or loss_on != "answers" or options.long != "cut"):
+    if kind in (Pair, Labelled) and (pack or loss_on != "answers" or options.long != "cut"):
         option = "--pack" if pack else f"--loss-on {loss_on}"
         option = option if options.long == "cut" else f"--long {options.long}"
         raise MespError(
             f"{data} is preference data, whose answers are one a sequence and alone in "
             f"the loss: leave out {option}."
         )
-    files = any(isinstance(each.content, str) for split in documents.values() for each in split)
+    files = any(
+        isinstance(each, Text) and each.is_file for each in itertools.chain(*records.values())
+    )
     if files and not pack:
         raise MespError(
             f"{data} has text without records, so it is packed: leave out --no-pack, or write it "
@@ -256,76 +279,31 @@ def _check_options(
         )
 
 
-def _check_chat(
-    data: str, documents: dict[str, list[Document]], tokenizer: Any, chat: bool | None
-) -> None:
-    records = [each for split in documents.values() for each in split]
-    if any(each.has_messages for each in records):
-        if chat is False:
-            raise MespError(
-                f"{data} has messages, which go through the chat template: leave out --no-chat."
-            )
-        if not tokenizer.has_chat_template:
-            raise MespError(
-                f"The model's tokenizer has no chat template, which the messages of {data} need; "
-                "take an -Instruct model, or write the records as prompts and answers."
-            )
-    for each in records:
-        is_joined = chat is False or not tokenizer.has_chat_template or "prompt" not in each.content
-        if is_joined and not each.has_messages:
-            for key in ("tools", OPTIONS):
-                if each.content.get(key):
-                    raise MespError(
-                        f"{each.where} has {key}, which only a chat template reads, and its prompt "
-                        f"and answer are joined without one: leave it out with --ignore {key}."
-                    )
-    if chat and not any(each.has_messages for each in records):
-        if not tokenizer.has_chat_template:
-            raise MespError("The model's tokenizer has no chat template: leave out --chat.")
-        for each in records:
-            if "prompt" not in each.content:
-                raise MespError(
-                    f"{each.where} has no prompt, which the chat template needs: give it one, or "
-                    "leave out --chat."
-                )
-
-
-def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
-    for split, each in splits.items():
-        if len(each.tokens) < seq_len + 1:
-            raise MespError(
-                f"The {split} data of {data} has {len(each.tokens):,} tokens, less than one "
-                f"sequence of {seq_len} and the token after; give it more text or export with a "
-                "smaller --seq-len."
-            )
-
-
-def _report(splits: dict[str, Split], seq_len: int, long: str) -> list[str]:
-    def counts(of: Callable[[Split], int]) -> str:
-        return ", ".join(f"{of(each):,} in {split}" for split, each in splits.items() if of(each))
-
-    too_long, left_out = counts(lambda split: split.too_long), counts(lambda split: split.left_out)
-    sentences = []
-    if too_long:
-        sentences.append(
-            f"Records longer than {seq_len} tokens and the one after were {long}: {too_long}."
-        )
-    if left_out:
-        sentences.append(f"Records with nothing to predict were left out: {left_out}.")
-    return sentences
-
-
-def _notes(
-    documents: dict[str, list[Document]], encoded: dict[str, Any], weightless: int
+def _counts(
+    records: Records, splits: dict[str, Split], seq_len: int, long: str, loss_on: str
 ) -> list[str]:
-    sentences = []
-    if weightless:
-        sentences.append(
-            f"Records that are marked not to be trained were left out: {weightless:,}."
-        )
-    if columns := unread_columns(documents):
-        sentences.append(f"Columns that were not read: {', '.join(columns)}.")
-    notes: Counter[str] = Counter()
-    for each in itertools.chain(*encoded.values()):
-        notes.update({*(each.encoded if isinstance(each, LabelledAnswer) else each).notes})
-    return [*sentences, *(f"{note}: {count:,}." for note, count in notes.items())]
+    def by_split(count: str) -> str:
+        found = {name: getattr(split, count) for name, split in splits.items()}
+        return ", ".join(f"{number:,} in {name}" for name, number in found.items() if number)
+
+    every = [*itertools.chain(*records.values())]
+    unanswered = sum(not (each.is_left_out or has_answer(each, loss_on)) for each in every)
+    have = "do not end with an" if loss_on == "last" else "have no"
+    fills = f"Records whose prompt fills {seq_len + 1} tokens were left out"
+    sentences = {
+        f"Records longer than {seq_len + 1} tokens were {long}": by_split("too_long"),
+        "Records with nothing to predict were left out": by_split("left_out"),
+        fills: by_split("no_room"),
+        "Records that are marked not to be trained were left out": sum(
+            each.is_left_out for each in every
+        ),
+        f"Records that {have} answer to train were left out": unanswered,
+    }
+    return [f"{said}: {count}." for said, count in sentences.items() if count]
+
+
+def _notes(encoded: list[Encoded]) -> list[str]:
+    columns = dict.fromkeys(itertools.chain(*(each.unread for each in encoded)))
+    notes = Counter(note for each in encoded for note in {*each.notes})
+    unread = [f"Columns that were not read: {', '.join(columns)}."] if columns else []
+    return [*unread, *(f"{note}: {count:,}." for note, count in notes.items())]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
 from operator import eq
@@ -12,10 +12,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesp.data.chat_template import MARK, MARKS, PROBE, Place, Rendering, template_messages
+from mesp.data.chat_template import (
+    MARK,
+    MARKS,
+    PROBE,
+    Place,
+    Rendering,
+    apply_template,
+    template_messages,
+)
 from mesp.data.messages import CALLS
-from mesp.data.records import Conversation
-from mesp.data.special_tokens import Bounds, check_special, special_tokens, tokens
+from mesp.data.special_tokens import (
+    Bounds,
+    check_special,
+    special_pattern,
+    special_tokens,
+    tokens,
+)
 from mesp.errors import MespError
 
 
@@ -33,39 +46,40 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """The N token ids of a text, and a `mask` [N], true for tokens in the loss.
+    """The N token ids of a record's text, and a `mask` [N], true for tokens in the loss.
 
-    `notes` are messages for the user.
+    `notes` are messages for the user, `unread` the names of keys that nothing reads, and `options`
+    the arguments of the chat template. `label` is of an answer in preference data, and `where` the
+    record's place.
     """
 
     ids: list[int]
     mask: np.ndarray
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    label: int | None = None
+    where: str = ""
 
 
-def encode_conversation(
-    tokenizer: Any, conversation: Conversation, loss_on: str, split_special: bool = False
-) -> Encoded:
+def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
     """Returns an encoded conversation. `loss_on` names the part in the loss: ``answers``, ``last``
-    (the last message) or ``all``.
+    (the last message, if it is an answer) or ``all``.
 
     An answer includes its end token. Some templates mark answers by `{% generation %}`. With other
     templates, the conversation is rendered up to each answer to find the answer. If the template
-    writes no end token after an answer, the tokenizer's end token is added. With `split_special`,
-    special tokens in texts are encoded as ordinary text.
+    ends the model's turn without an end token, the tokenizer's end token is added.
 
     Raises MespError if the conversation cannot be trained on, for example because an answer is
     empty or contains an end token.
     """
-    check_answers(conversation)
-    rendering = Rendering(tokenizer, conversation, split_special)
-    notes = rendering.check()
-    last = len(conversation.messages) - 1
-    trained = conversation.answers
-    if loss_on == "last":
-        if conversation.messages[last]["role"] != "assistant":
-            return _encode_last(rendering, notes)
-        trained = [index for index in trained if index == last]
+    tokenizer, conversation = rendering.tokenizer, rendering.conversation
+    trained = conversation.trained(loss_on)
+    for index in conversation.answers:
+        message = conversation.messages[index]
+        if not message["content"].strip() and CALLS not in message:
+            raise empty_answer(index)
+    notes, unread = rendering.check()
     found = trained if loss_on != "all" else sorted({*trained, *conversation.untrained})
     spans: dict[int, Span] = {}
     try:
@@ -75,28 +89,25 @@ def encode_conversation(
         if loss_on != "all" or conversation.untrained:
             raise
     written = rendering.written(rendering.marked, rendering.text)
-    text, spans, written, added = _with_ends(tokenizer, rendering.text, spans, written, notes)
+    text, spans, written, added = _with_ends(rendering, spans, written, notes)
     encoded = _tokens(rendering, text, written, rendering.marked + added)
-    offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2)
+    ids, offsets = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
     mask = np.full(len(offsets), loss_on == "all")
     for index, span in spans.items():
         inside = (offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)
         mask[inside] = index in trained
         if index in trained:
-            _check_ends(tokenizer, encoded["input_ids"], offsets, span, index)
+            _check_ends(tokenizer, ids, offsets, span, index)
     if trained and loss_on != "all" and (loss_on == "last" or conversation.prompt):
-        _check_asked(rendering, trained[0], encoded["input_ids"][: int(np.argmax(mask))])
-    return Encoded(encoded["input_ids"], mask, tuple(notes))
+        _check_asked(rendering, trained[0], ids[: int(np.argmax(mask))])
+    return Encoded(ids, mask, tuple(notes), tuple(unread), conversation.options)
 
 
-def check_answers(conversation: Conversation) -> None:
-    """Raises MespError if an answer that is to be trained has neither text nor tool calls."""
-    for index in conversation.answers:
-        message = conversation.messages[index]
-        if not message["content"].strip() and CALLS not in message:
-            raise MespError(
-                f"message {index + 1} is an empty answer: leave it out, or give it the weight 0."
-            )
+def empty_answer(index: int) -> MespError:
+    """Returns the error for an answer that is to be trained and has neither text nor calls."""
+    return MespError(
+        f"message {index + 1} is an empty answer: leave it out, or give it the weight 0."
+    )
 
 
 def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
@@ -123,21 +134,6 @@ def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> di
         expected = tokens(rendering.tokenizer, marked)["input_ids"]
         check_special(rendering.tokenizer, encoded["input_ids"], expected)
     return encoded
-
-
-def _encode_last(rendering: Rendering, notes: list[str]) -> Encoded:
-    """Returns an encoded conversation whose last message is not an answer. Only this message is in
-    the loss.
-    """
-    messages = rendering.conversation.messages
-    ids = rendered_tokens(rendering, len(messages))
-    prompt = rendered_tokens(rendering, len(messages) - 1)
-    if ids[: len(prompt)] != prompt:
-        raise MespError(
-            "in the chat template, the messages before the last are not the beginning of the "
-            "conversation: take --loss-on answers or all."
-        )
-    return Encoded(ids, np.arange(len(ids)) >= len(prompt), tuple(notes))
 
 
 def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> None:
@@ -200,17 +196,12 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    thinking = tokenizer._thinking_kwarg  # the template's name for enable_thinking
-    options = {
-        thinking if key == "enable_thinking" else key: value
-        for key, value in conversation.options.items()
-    }
     _, (marked,) = render_jinja_template(
         [template_messages(conversation.messages, rendering.with_text)],
         tools=conversation.tools,
         chat_template=template,
         return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, thinking: tokenizer.has_thinking, **options},
+        **{**tokenizer.special_tokens_map, **conversation.options},
     )
     found: list[tuple[int, int]] = []
     said: set[int] = set()  # the messages whose texts are within the last bounds
@@ -328,26 +319,27 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
 
 
 def _with_ends(
-    tokenizer: Any, text: str, spans: dict[int, Span], written: Bounds, notes: list[str]
+    rendering: Rendering, spans: dict[int, Span], written: Bounds, notes: list[str]
 ) -> tuple[str, dict[int, Span], Bounds, str]:
-    """Returns a rendering in which each answer ends with an end token.
+    """Returns the rendering with an end token after each answer that ends the model's turn.
 
     Also returns the places of the answers and of `written` in the new rendering, and the added
     text.
     """
+    tokenizer, text = rendering.tokenizer, rendering.text
+    is_end = _end_patterns(tokenizer, str(tokenizer.chat_template), *end_tokens(tokenizer))
     pieces, ended, at, shift = [], {}, 0, 0
     moved: list[tuple[int, int]] = []
     for index, span in sorted(spans.items(), key=lambda item: item[1].start):
         tail, added = text[span.said : span.stop], ""
         stop = span.stop
-        if not _ends(tokenizer, tail):
+        if not is_end[0].search(tail):
             following = next((start for start, _ in written if start >= stop), len(text))
-            after = _next_token(tokenizer, text[stop:following])
             # The end token may come right after the answer's span. It belongs to the answer, even
             # if it also opens the next turn.
-            if after:
-                stop += len(after)
-            else:
+            if after := is_end[1].match(text, stop, following):
+                stop = after.end()
+            elif not _goes_on(rendering, index):
                 added = tokenizer.eos_token or ""
                 if not added:
                     raise MespError(
@@ -367,24 +359,50 @@ def _with_ends(
     return "".join([*pieces, text[at:]]), ended, moved, endings
 
 
-def _ends(tokenizer: Any, tail: str) -> bool:
-    ids = tokenizer.encode(tail.rstrip(), add_special_tokens=False)
-    return bool(ids) and ids[-1] in end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
-
-
-def _next_token(tokenizer: Any, text: str) -> str:
-    """Returns the beginning of a text, up to and including an end token.
-
-    Only white space may precede the end token. Otherwise returns an empty string.
+@lru_cache(maxsize=4)
+def _end_patterns(
+    tokenizer: Any, _template: str, *ends: int
+) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Returns a pattern for a text that ends with an end token, and one for a text that begins with
+    it. White space may follow or precede the token.
     """
-    encoded = tokens(tokenizer, text[:200])
-    ends = end_tokens(tokenizer) | template_ends(tokenizer, asks_on=True)
-    for token, (_, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        if token in ends:
-            return text[:stop]
-        if text[:stop].strip():
-            break
-    return ""
+    written = {tokenizer.decode([id]) for id in {*ends} | template_ends(tokenizer, asks_on=True)}
+    token = "|".join(map(re.escape, sorted(filter(str.strip, written), key=len, reverse=True)))
+    return re.compile(rf"(?:{token or '(?!)'})\s*\Z"), re.compile(rf"\s*(?:{token or '(?!)'})")
+
+
+def _goes_on(rendering: Rendering, index: int) -> bool:
+    """Returns whether the model's turn goes on after the answer in message `index`: the template
+    writes no header before the next answer, or after the results of tools.
+    """
+    messages = rendering.conversation.messages
+    results = [*takewhile(lambda m: m["role"] in ("tool", "function"), messages[index + 1 :])]
+    count = index + 1 + len(results)
+    is_answered = count < len(messages) and messages[count]["role"] == "assistant"
+    if not is_answered and (count < len(messages) or not (results or CALLS in messages[index])):
+        return False
+    probe = [{"role": "user", "content": PROBE}]
+    if (asked := rendering.render(probe, asks=True)) != (told := rendering.render(probe)):
+        asked, told = _asked(rendering, count), rendering.render_marked(count)
+        header = asked[sum(1 for _ in takewhile(bool, map(eq, told, asked))) :].strip()
+        if not is_answered:
+            return not header
+    else:  # the template writes the header after a question
+        header = asked.partition(PROBE)[2].strip()
+        if not is_answered and not results:
+            return False
+    said = {
+        i: [p for p in rendering.places if rendering.texts[p.text].message == i]
+        for i in (index, count)
+    }
+    start = max(place.stop for place in said[index])
+    stop = min((place.start for place in said[count]), default=len(rendering.text))
+    # A special token at the header's beginning may also open the turn of a tool, which is no reason
+    # to leave an end out either.
+    first = special_pattern(rendering.tokenizer).match(header)
+    return (
+        not header or (first[0] if first else header.split()[0]) not in rendering.text[start:stop]
+    )
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
@@ -432,7 +450,7 @@ def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]
     """Returns the ids of the template's text after message `number`, up to the next message or the
     end.
     """
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    text = apply_template(tokenizer, turns)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))
 

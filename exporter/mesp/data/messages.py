@@ -10,20 +10,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mesp.data.fields import OPTIONS, Fields, is_empty
 from mesp.errors import MespError
 from mesp.files import parse_json
 
 Message = dict[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-PART_KEYS = (
-    "type",
-    "text",
-    "id",
-    "index",
-    "annotations",
-    "cache_control",
-)  # the last four hold no text
+# The keys of a part of content. The last four hold no text.
+PART_KEYS = ("type", "text", "id", "index", "annotations", "cache_control")
 # Fields that say whether an answer or a record is trained, and the value that means yes. For
 # example, Mistral and OpenAI have `weight`, Axolotl has `train` and `training`, ms-swift has
 # `loss`, and torchtune has `masked`.
@@ -31,29 +26,40 @@ WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "m
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
+# Names that a record's options must not have. They are arguments of transformers'
+# `apply_chat_template`, or other variables of the template.
+FIXED_OPTIONS = (
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
 
 
-def are_messages(value: Any) -> bool:
-    """Returns whether `value` is a list of one or more objects."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) for m in value)
-
-
-def read_messages(
-    where: str, messages: list[Message], ignored: tuple[str, ...] = ()
-) -> list[Message]:
-    """Returns the messages of the record called `where`, without the `ignored` keys.
+def read_messages(fields: Fields, key: str) -> list[Message]:
+    """Takes the messages in the column `key`, without the ignored keys.
 
     Raises MespError if a message cannot be used, for example because it has no role, or content
     that is not text.
     """
+    messages = fields.take(key)
+    is_list = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
+    if not is_list or (not messages and key in ("messages", "prompt")):
+        other = "no" if key == "messages" else "neither a string nor a"
+        raise MespError(
+            f'{fields.where} has a "{key}" that is {other} list of messages: write each as '
+            '{"role": "user", "content": "…"}.'
+        )
     return [
-        _read(f"{where} has a message {number}", message, ignored)
+        _read(fields, f"{fields.where} has a message {number}", message)
         for number, message in enumerate(messages, 1)
     ]
 
 
-def _read(where: str, raw: Message, ignored: tuple[str, ...]) -> Message:
-    message = {key: value for key, value in raw.items() if value is not None and key not in ignored}
+def _read(fields: Fields, where: str, raw: Message) -> Message:
+    message = {
+        k: value for k, value in raw.items() if value is not None and k not in fields.ignored
+    }
     role = message.get("role")
     if not isinstance(role, str):
         raise MespError(
@@ -61,21 +67,20 @@ def _read(where: str, raw: Message, ignored: tuple[str, ...]) -> Message:
             '{"role": "user", "content": "…"}.'
         )
     weight = read_weight(f"{where} with", message)
-    if "content" in message:
-        message["content"] = _text(where, message["content"])
+    for key in ("content", *REASONING):
+        if key in message:
+            message[key] = _text(fields, where, message[key])
     if message.get("function_call"):
         raise MespError(f'{where} with "function_call": write it as "tool_calls".')
-    thoughts = {key: _text(where, message[key]) for key in REASONING if key in message}
-    if len({*thoughts.values()}) > 1:
+    thoughts = [key for key in REASONING if key in message]
+    if len({message[key] for key in thoughts}) > 1:
         raise MespError(
             f"{where} with two kinds of reasoning, {' and '.join(thoughts)}: leave one out."
         )
-    message |= thoughts
+    if message.get(CALLS) == []:
+        del message[CALLS]
     if CALLS in message:
-        if message[CALLS] == []:
-            del message[CALLS]
-        else:
-            message[CALLS] = _calls(where, message[CALLS])
+        message[CALLS] = _calls(fields, where, message[CALLS])
     if "content" not in message:
         if role != "assistant" or CALLS not in message:
             raise MespError(
@@ -95,7 +100,7 @@ def _keys(message: Message) -> str:
     return f"it has {', '.join(keys)}" if keys else "it is empty"
 
 
-def _text(where: str, content: Any) -> str:
+def _text(fields: Fields, where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -107,13 +112,7 @@ def _text(where: str, content: Any) -> str:
         text = part
         if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
             text = part.get("text")
-            if others := [
-                k for k in part if k not in PART_KEYS and part[k] not in (None, "", [], {})
-            ]:
-                raise MespError(
-                    f'{where} with a part of content that has "{others[0]}", which nothing reads: '
-                    "remove it."
-                )
+            _taken(fields, part, PART_KEYS)
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise MespError(
@@ -124,7 +123,14 @@ def _text(where: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+def _taken(fields: Fields, entries: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the entries that are not ignored. Those that are not `known` are unread."""
+    taken = {k: v for k, v in entries.items() if k in known or k not in fields.ignored}
+    fields.unread += [k for k, v in taken.items() if k not in known and not is_empty(v)]
+    return taken
+
+
+def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
     """Returns tool calls in transformers' form.
 
     The given calls may lack ``function``, and may have arguments as JSON in a string.
@@ -133,17 +139,14 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
         raise MespError(f'{where} with "{CALLS}" that is not a list.')
     found = []
     for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else None
+        is_nested = isinstance(call, dict) and "function" in call
+        function = call["function"] if is_nested else call
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise MespError(f'{where} with a tool call without a "name": give it one.')
-        known = ("name", "arguments") if "function" in call else (*CALL_KEYS, "name", "arguments")
-        others = [key for key in function if function[key] is not None and key not in known]
-        others += [key for key in call if "function" in call and key not in CALL_KEYS]
-        if others:
-            raise MespError(
-                f'{where} with a tool call that has "{others[0]}", which nothing reads: a call has '
-                '"name" and "arguments".'
-            )
+        outer = _taken(fields, call, CALL_KEYS) if is_nested else {}
+        outer |= {"id": call["id"]} if "id" in call else {}
+        known = ("name", "arguments", *(() if is_nested else CALL_KEYS))
+        inner = _taken(fields, function, known)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -152,39 +155,23 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
                 raise MespError(
                     f"{where} with arguments of a tool call that are no JSON: write an object."
                 ) from error
-        else:
-            arguments = without_null({} if arguments is None else arguments)
+        arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise MespError(
                 f"{where} with arguments of a tool call that are not an object: write one."
             )
-        kept = call if "function" in call else {key: call[key] for key in ("id",) if key in call}
-        known = {"name": function["name"], "arguments": arguments}
-        found.append(
-            {
-                **kept,
-                "type": "function",
-                "function": {**function, **known} if "function" in call else known,
-            }
-        )
+        inner = {k: v for k, v in inner.items() if k not in CALL_KEYS} | {"arguments": arguments}
+        found.append({**outer, "type": "function", "function": inner})
     return found
 
 
-def without_null(value: Any) -> Any:
-    """Returns a value without the null entries of its objects.
+def read_template_inputs(fields: Fields) -> dict[str, Any]:
+    """Takes a record's tools and options for the chat template.
 
-    A table has null where a record lacks a key. So null counts as absent.
+    Tools are a list of objects, or such a list as a JSON string. Raises MespError for any other
+    value, or for a tool without a name.
     """
-    if isinstance(value, dict):
-        return {key: without_null(each) for key, each in value.items() if each is not None}
-    return [without_null(each) for each in value] if isinstance(value, list) else value
-
-
-def read_tools(where: str, tools: Any) -> list[Any] | None:
-    """Returns a record's tools, or None if it has none. `tools` is None, a list of objects, or
-    such a list as a JSON string. Raises MespError for any other value, or for a tool without a
-    name.
-    """
+    where, tools, options = fields.where, fields.take("tools"), fields.take(OPTIONS)
     if isinstance(tools, str):
         try:
             tools = parse_json(tools or "[]")
@@ -192,10 +179,8 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
             raise MespError(
                 f'{where} has "tools" in a string that is no JSON: write a list.'
             ) from error
-    else:
-        tools = without_null(tools)
     if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(t, dict) for t in tools)
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise MespError(
             f'{where} has "tools" that are not a list of objects: write them in OpenAI\'s form.'
@@ -204,7 +189,21 @@ def read_tools(where: str, tools: Any) -> list[Any] | None:
         function = tool.get("function", tool)
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise MespError(f'{where} has a tool without a "name": give it one.')
-    return tools or None
+    return {"tools": tools or None, "options": check_options(f'{where} has "{OPTIONS}"', options)}
+
+
+def check_options(where: str, options: Any) -> dict[str, Any]:
+    """Returns options for the chat template; `where` begins the messages of errors.
+
+    Raises MespError if they are no object, or have a name of `FIXED_OPTIONS`.
+    """
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise MespError(f"{where} that are not an object: write one.")
+    for key in options:
+        if key in FIXED_OPTIONS:
+            raise MespError(f'{where} with "{key}", which MeSP sets itself: remove it.')
+    return options
 
 
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:

@@ -1,14 +1,39 @@
-"""Encodes prompts for generation."""
+"""Encodes prompts for generation, by default as the bundle's training data."""
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Mapping
 from typing import Any
 
 from mesp.data.chat_template import Rendering
-from mesp.data.encoder import encode_plain_prompt
+from mesp.data.fields import OPTIONS, refuse_unread
 from mesp.data.loss_mask import rendered_tokens
+from mesp.data.messages import check_options
+from mesp.data.plain_text import encode_plain_prompt
 from mesp.data.records import Conversation
 from mesp.errors import MespError, plain_errors
+
+log = logging.getLogger(__name__)
+
+
+def as_trained(encoding: Mapping[str, Any], is_trained: bool, **given: Any) -> dict[str, Any]:
+    """Returns `given`, with a bundle's `encoding` for what is None.
+
+    Logs the given options that differ from the encoding, if the bundle has data (`is_trained`).
+    Raises MespError for options that the chat template cannot have.
+    """
+    check_options("--chat-template-kwargs has options", given.get(OPTIONS))
+    asked = {key: value for key, value in given.items() if value is not None}
+    trained = {OPTIONS: {}, **encoding}
+    for key in asked.keys() & trained.keys():
+        if is_trained and asked[key] != trained[key]:
+            log.warning(
+                "The bundle's data has the %s %s, and the prompts have %s.",
+                key, json.dumps(trained[key]), json.dumps(asked[key]),
+            )  # fmt: skip
+    return {**given, **encoding, **asked}
 
 
 def encode_prompt(
@@ -17,12 +42,14 @@ def encode_prompt(
     chat: bool | None,
     system: str | None = None,
     split_special: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Returns the token ids of `prompt`, for generation.
 
     With `chat`, the prompt becomes a user's message in the chat template. A `system` message comes
     first, if given. If `chat` is None, the template is used if there is one. With `split_special`,
-    special tokens in `prompt` and `system` are encoded as ordinary text.
+    special tokens in `prompt` and `system` are encoded as ordinary text. `options` are arguments of
+    the template.
     """
     try:
         prompt.encode()
@@ -39,7 +66,8 @@ def encode_prompt(
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": prompt})
             try:
-                tokens = encode_in_template(tokenizer, Conversation(messages), split_special)
+                conversation = Conversation(messages, options=options or {})
+                tokens = encode_in_template(tokenizer, conversation, split_special)
             except MespError as error:
                 raise MespError(f"The prompt cannot be tokenized: {error.message}") from error
         else:
@@ -70,6 +98,7 @@ def render_checked(tokenizer: Any, conversation: Conversation, split_special: bo
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
     with plain_errors("the chat template refuses the messages"):
         rendering = Rendering(tokenizer, conversation, split_special)
-        rendering.check()
+        _, unread = rendering.check()
+        refuse_unread([("it", unread)])
         rendering.render(conversation.messages, asks=True)
     return rendering

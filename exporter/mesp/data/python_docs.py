@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from mesp.data.records import Document
+from mesp.data.records import Conversation, Pair, Text
 
 HELD_OUT = 10  # one section in ten is held out
 
 
-def python_docs() -> dict[str, list[Document]]:
+def python_docs() -> dict[str, list[Text]]:
     """Returns the prose of Python's language reference, which comes with Python (`help("topics")`).
 
     Code and grammar are left out, and lines are joined. Topics repeat passages, so each passage is
@@ -31,7 +31,7 @@ def python_docs() -> dict[str, list[Document]]:
                 section = []
         sections.append(section)
     texts = ["\n\n".join(section) + "\n" for section in sections if section]
-    documents = [Document("python-docs", {"text": text}) for text in texts]
+    documents = [Text(text, where="python-docs") for text in texts]
     return {
         "train": [each for i, each in enumerate(documents) if i % HELD_OUT != HELD_OUT // 2],
         "valid": documents[HELD_OUT // 2 :: HELD_OUT],
@@ -41,7 +41,7 @@ def python_docs() -> dict[str, list[Document]]:
 PROMPT_WORDS, ANSWER_WORDS = 8, 12
 
 
-def python_docs_pairs() -> dict[str, list[Document]]:
+def python_docs_pairs() -> dict[str, list[Pair]]:
     """Returns pairs of answers made from `python_docs`.
 
     A prompt is the beginning of a paragraph, the chosen answer its continuation, and the rejected
@@ -50,13 +50,13 @@ def python_docs_pairs() -> dict[str, list[Document]]:
     return {split: _pairs(documents) for split, documents in python_docs().items()}
 
 
-def _pairs(documents: list[Document]) -> list[Document]:
+def _pairs(documents: list[Text]) -> list[Pair]:
     pairs = []
     for document in documents:
-        for words in map(str.split, document.content["text"].split("\n\n")):
+        for words in map(str.split, document.text.split("\n\n")):
             prompt, answer = words[:PROMPT_WORDS], words[PROMPT_WORDS:][:ANSWER_WORDS]
             if len(answer) == ANSWER_WORDS:
-                record = {"prompt": " ".join(prompt), "chosen": " " + " ".join(answer)}
-                record["rejected"] = " " + " ".join(reversed(answer))
-                pairs.append(Document("python-docs-pairs", record))
+                both = (f" {' '.join(each)}" for each in (answer, reversed(answer)))
+                answers = (Conversation.of(" ".join(prompt), each) for each in both)
+                pairs.append(Pair(*answers, where="python-docs-pairs"))
     return pairs

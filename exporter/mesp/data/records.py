@@ -1,62 +1,126 @@
-"""The kinds of records that data consists of."""
+"""The kinds of records, a class each. `read` takes a record's columns, `render` puts it into the
+chat template or joins its texts, and `mask` gives its token ids and the tokens in the loss.
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from mesp.data.messages import (
-    Message,
-    are_messages,
-    as_truth,
-    read_messages,
-    read_tools,
-    read_weight,
-)
-from mesp.errors import MespError
-from mesp.files import UnclearError, parse_json
+import numpy as np
+
+from mesp.data.chat_template import Rendering, without_tags
+from mesp.data.encoder import Encoder
+from mesp.data.fields import Fields
+from mesp.data.loss_mask import Encoded, encode_conversation
+from mesp.data.messages import Message, as_truth, read_messages, read_template_inputs, read_weight
+from mesp.data.plain_text import Joined, encode_text
+from mesp.errors import MespError, plain_errors
 
 RECORDS = (
     'records have "text", "prompt" and "completion", or "messages"; for an objective "prompt", '
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
 COLUMNS = "Name other columns with --columns, as in prompt=question,completion=answer."
-# The keys of a record that --columns can name columns for.
-KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
-OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
-# Names that a record's options must not have. They are arguments of transformers'
-# `apply_chat_template`, or other variables of the template.
-FIXED_OPTIONS = (
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
-    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-)  # fmt: skip
-SAID = ("prompt", "completion", "chosen", "rejected")
-PAIRS, LABELS = "chosen and rejected", "completion and label"  # kinds of preference data
-# Columns that an answer may depend on, and that MeSP cannot use.
-UNUSABLE = (
-    "images", "image", "audios", "audio", "videos", "video", "documents", "functions", "history",
-    "system", "system_prompt",
-)  # fmt: skip
+# The labels of answers, one byte each. BAD and GOOD are for single answers, and REJECTED and CHOSEN
+# for pairs.
+BAD, GOOD, REJECTED, CHOSEN = range(4)
+# A dialogue in one text, as in Anthropic's HH: each turn begins with its speaker.
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 Said = str | list[Message]  # a prompt or an answer
 
 
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A record. `where` is its place, for error messages.
+
+    `unread` are the names of its columns and keys that have values and that nothing reads. A record
+    that `is_left_out` is marked not to be trained.
+    """
+
+    kind: ClassVar[str]
+    # Sets of columns. A record that has values in all columns of a set is of the kind.
+    forms: ClassVar[tuple[tuple[str, ...], ...]]
+
+    where: str = ""
+    unread: tuple[str, ...] = ()
+    is_left_out: bool = False
+
+
 @dataclass(frozen=True)
-class Conversation:
-    """Messages that go through the chat template.
+class Text(Record):
+    """A record of text, or the text of a file (`is_file`)."""
+
+    kind = "a text"
+    forms = (("text",),)
+
+    text: str
+    is_file: bool = False
+
+    @classmethod
+    def read(cls, fields: Fields) -> Text:
+        return cls(fields.take_text("text"))
+
+    def render(self, encoder: Encoder) -> str:
+        return self.text
+
+    def mask(self, encoder: Encoder) -> list[Encoded]:
+        text = self.render(encoder)
+        ids = encode_text(encoder.tokenizer, text, self.is_file, encoder.split_special)
+        return [encoder.noted(Encoded(ids, np.ones(len(ids), bool)), text)]
+
+
+@dataclass(frozen=True)
+class Conversation(Record):
+    """Messages that go through the chat template, or a prompt and an answer.
 
     Assistant messages from the index `prompt` on are trained, unless their weight is 0. `options`
-    are arguments of the template.
+    are arguments of the template. `texts` are a prompt and an answer that can also be joined
+    without the template; without `messages`, they must be.
     """
+
+    kind = "a conversation"
+    forms = (
+        ("prompt", "completion"),
+        ("messages",),
+        ("instruction", "output"),  # Alpaca
+        ("instruction", "response"),  # Dolly
+    )
 
     messages: list[Message]
     prompt: int = 0
     tools: list[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    texts: tuple[str, str] | None = None
+
+    @classmethod
+    def read(cls, fields: Fields) -> Conversation:
+        inputs = read_template_inputs(fields)
+        if fields.has("prompt", "completion"):
+            prompt, answer = (_said(fields, key) for key in ("prompt", "completion"))
+        elif fields.has("messages"):
+            return cls(read_messages(fields, "messages"), **inputs)
+        else:
+            prompt = fields.take_text("instruction")
+            source, to = ("input", "output") if fields.has("output") else ("context", "response")
+            given = fields.take_text(source) if fields.has(source) else ""
+            prompt, answer = (
+                (f"{prompt}\n\n{given}" if given.strip() else prompt),
+                fields.take_text(to),
+            )
+        return cls.of(prompt, answer, **inputs)
+
+    @classmethod
+    def of(cls, prompt: Said, answer: Said, **inputs: Any) -> Conversation:
+        """Returns the conversation of a prompt and an answer, which may begin with the prompt."""
+        asked, answered = _as_messages("user", prompt), _as_messages("assistant", answer)
+        answered = answered[len(asked) :] if answered[: len(asked)] == asked else answered
+        texts = (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
+        return cls([*asked, *answered], len(asked), **inputs, texts=texts)
 
     @property
     def answers(self) -> list[int]:
@@ -67,212 +131,244 @@ class Conversation:
             if index >= self.prompt and message["role"] == "assistant" and message.get("weight", 1)
         ]
 
+    def trained(self, loss_on: str) -> list[int]:
+        """The indices of the answers in the loss, with ``last`` of the last message alone."""
+        last = len(self.messages) - 1
+        return [index for index in self.answers if loss_on != "last" or index == last]
+
     @property
     def untrained(self) -> list[int]:
         """The indices of the messages with weight 0."""
         return [i for i, message in enumerate(self.messages) if message.get("weight", 1) == 0]
 
+    def render(self, encoder: Encoder) -> Rendering | Joined:
+        tokenizer, chat = encoder.tokenizer, encoder.chat
+        if chat and not tokenizer.has_chat_template:
+            raise MespError("the model's tokenizer has no chat template: leave out --chat.")
+        if self.texts and not (self.messages and encoder.is_chat):
+            if chat:
+                raise MespError(
+                    "it has no prompt, which the chat template needs: give it one, or leave out "
+                    "--chat."
+                )
+            for key, value in (("tools", self.tools), ("chat_template_kwargs", self.options)):
+                if value:
+                    raise MespError(
+                        f"it has {key}, which only a chat template reads, and its prompt and "
+                        f"answer are joined without one: leave it out with --ignore {key}."
+                    )
+            return Joined(tokenizer, *self.texts, encoder.split_special)
+        if chat is False:
+            raise MespError(
+                "it has messages, which go through the chat template: leave out --no-chat."
+            )
+        if not tokenizer.has_chat_template:
+            raise MespError(
+                "the model's tokenizer has no chat template, which its messages need; take an "
+                "-Instruct model, or write the records as prompts and answers."
+            )
+        options = self.options or encoder.options
+        return Rendering(tokenizer, replace(self, options=options), encoder.split_special)
 
-class Document(NamedTuple):
-    """A file's text, or a record. `where` is its place, for error messages."""
-
-    where: str
-    content: str | dict[str, Any]
-
-    @property
-    def kind(self) -> str:
-        """The record's kind: one of TRL's kinds of preference data, or one of mlx-lm's kinds."""
-        if isinstance(self.content, str):
-            return "text"
-        for kind in (PAIRS, LABELS):
-            if all(key in self.content for key in kind.split(" and ")):
-                return kind
-        if "prompt" in self.content and "completion" in self.content:
-            return "prompt and completion"
-        return "messages" if "messages" in self.content else "text"
-
-    @property
-    def has_messages(self) -> bool:
-        """Whether the record has messages, which only a chat template can join."""
-        content = {} if isinstance(self.content, str) else self.content
-        return self.kind == "messages" or any(isinstance(content.get(key), list) for key in SAID)
-
-    @property
-    def conversation(self) -> Conversation:
-        """The conversation of a record with messages, or with a prompt and a completion."""
-        if self.kind == "messages":
-            return self.of(0, self.content["messages"])
-        prompt = as_messages("user", self.content["prompt"])
-        answer = as_messages("assistant", self.content["completion"])
-        answer = answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
-        return self.of(len(prompt), prompt + answer)
-
-    def of(self, prompt: int, messages: list[Message]) -> Conversation:
-        return Conversation(
-            messages, prompt, self.content.get("tools"), self.content.get(OPTIONS, {})
-        )
-
-    @property
-    def is_left_out(self) -> bool:
-        return isinstance(self.content, dict) and self.content.get("weight", 1) == 0
-
-
-def as_messages(role: str, said: Said) -> list[Message]:
-    """Returns a prompt or an answer as messages. A string becomes one message of `role`."""
-    return [{"role": role, "content": said}] if isinstance(said, str) else said
+    def mask(self, encoder: Encoder) -> list[Encoded]:
+        if not (self.texts[1] if self.texts else self.messages[self.prompt :]):
+            raise MespError("it has an empty completion: write one, or leave it out.")
+        if encoder.loss_on == "last" and [m["role"] for m in self.messages] == ["assistant"]:
+            raise MespError(
+                "it has one message and so no prompt before it: leave it out, or take --loss-on "
+                "all."
+            )
+        rendering = self.render(encoder)
+        if isinstance(rendering, Joined):
+            return [encoder.noted(rendering.mask(encoder.loss_on), *(self.texts or ()))]
+        encoded = encode_conversation(rendering, encoder.loss_on)
+        return [encoder.noted(encoded, *(without_tags(message) for message in self.messages))]
 
 
-def read_utf8(name: str, read: Callable[[], bytes]) -> str:
-    """Returns the UTF-8 text from `read`, with universal newlines. Error messages call the text
-    `name`.
+@dataclass(frozen=True)
+class Pair(Record):
+    """A chosen and a rejected answer to a prompt.
 
-    Raises MespError if reading fails, or if the bytes are not UTF-8.
+    Without a prompt, the prompt is the common beginning of the answers. Texts are then joined
+    without the chat template.
     """
-    try:
-        return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
-    except UnicodeDecodeError as error:
-        raise MespError(f"{name} is not UTF-8 text; convert it first.") from error
-    except OSError as error:
-        raise MespError(f"{name} cannot be read: {error.strerror}.") from error
+
+    kind = "a pair of answers"
+    forms = (("chosen", "rejected"),)
+
+    chosen: Conversation
+    rejected: Conversation
+
+    @classmethod
+    def read(cls, fields: Fields) -> Pair:
+        inputs, where = read_template_inputs(fields), fields.where
+        asked = next((key for key in ("prompt", "question") if fields.has(key)), None)
+        prompt = None if asked is None else _said(fields, asked)
+        chosen, rejected = _said(fields, "chosen"), _said(fields, "rejected")
+        if chosen == rejected:
+            raise MespError(
+                f"{where} has a chosen and a rejected answer that are equal: leave it out."
+            )
+        is_joined = prompt is None and isinstance(chosen, str)
+        if prompt is None or _is_within(prompt, chosen, rejected):
+            if isinstance(chosen, str) != isinstance(rejected, str):
+                raise MespError(f"{where} has no prompt: give it one, or leave it out.")
+            prompt = (_shared_text if is_joined else _alike)(chosen, rejected)
+            if prompt is None:
+                raise MespError(
+                    f"{where} has dialogues that differ before the last answer: write them as "
+                    "lists of messages."
+                )
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+            if not chosen or not rejected:
+                raise MespError(
+                    f"{where} has a chosen and a rejected answer of which one is the beginning of "
+                    "the other: give it a prompt."
+                )
+        both = [_answer(where, prompt, answer, inputs) for answer in (chosen, rejected)]
+        if is_joined:
+            both = [replace(each, messages=[]) for each in both]
+        return cls(*both)
+
+    def render(self, encoder: Encoder) -> list[Rendering | Joined]:
+        return [self.chosen.render(encoder), self.rejected.render(encoder)]
+
+    def mask(self, encoder: Encoder) -> list[Encoded]:
+        return [
+            replace(each, label=label)
+            for answer, label in ((self.chosen, CHOSEN), (self.rejected, REJECTED))
+            for each in answer.mask(encoder)
+        ]
 
 
-def read_value(where: str, text: str) -> Any:
-    """Returns the value of a JSON text.
+@dataclass(frozen=True)
+class Labelled(Record):
+    """An answer to a prompt, and whether it is good."""
 
-    Raises MespError if the text is not valid JSON, repeats a key, or has a number such as NaN or a
-    string that is not valid Unicode.
-    """
-    try:
-        return parse_json(text, strict=True)
-    except UnicodeEncodeError as error:
-        raise MespError(f"{where} has half a character, such as \\ud83d; fix it.") from error
-    except UnclearError as error:
-        raise MespError(f"{where} {error}.") from error
-    except ValueError as error:
-        raise MespError(f"{where} is not JSON.") from error
+    kind = "a labelled answer"
+    forms = (("prompt", "completion", "label"),)
+
+    answer: Conversation
+    is_good: bool
+
+    @classmethod
+    def read(cls, fields: Fields) -> Labelled:
+        inputs, label = read_template_inputs(fields), as_truth(fields.take("label"))
+        if not isinstance(label, bool):
+            raise MespError(
+                f'{fields.where} has a "label" that is neither true nor false: write true or '
+                "false, or leave it out with --ignore label."
+            )
+        prompt, answer = _said(fields, "prompt"), _said(fields, "completion")
+        return cls(_answer(fields.where, prompt, answer, inputs), label)
+
+    def render(self, encoder: Encoder) -> Rendering | Joined:
+        return self.answer.render(encoder)
+
+    def mask(self, encoder: Encoder) -> list[Encoded]:
+        label = GOOD if self.is_good else BAD
+        return [replace(each, label=label) for each in self.answer.mask(encoder)]
 
 
-def as_object(where: str, record: Any) -> dict[str, Any]:
-    """Returns a record's JSON value. Raises MespError if the value is not an object."""
-    if not isinstance(record, dict):
-        raise MespError(f"{where} is not an object; write each record as one.")
-    return record
+AnyRecord = Text | Conversation | Pair | Labelled
+KINDS: tuple[type[AnyRecord], ...] = (Pair, Labelled, Conversation, Text)
 
 
 def read_record(
-    where: str, record: dict[str, Any], columns: dict[str, str], ignored: tuple[str, ...] = ()
-) -> Document:
-    """Returns a record of one of `RECORDS`, with the values of `columns` under their keys.
+    where: str,
+    record: dict[str, Any],
+    columns: Mapping[str, str] | None = None,
+    ignored: tuple[str, ...] = (),
+) -> AnyRecord:
+    """Returns a record of one of `KINDS`, with the values of `columns` under their keys.
 
-    Removes `ignored` fields, also from messages. Null counts as absent. Messages and tools are
-    converted to the form for chat templates, and fields such as ``train`` become a ``weight`` of 0
-    or 1. Raises MespError if the record is none of `RECORDS`, lacks one of `columns`, or has a
-    value that cannot be used.
+    Removes `ignored` fields, also from messages. Null counts as absent. Raises MespError if the
+    record is of no kind, lacks one of `columns`, or has a value that cannot be used.
     """
-    for column in columns.values():
-        if column not in record:
-            raise MespError(
-                f"{where} has no column {column}, which --columns names; it has "
-                f"{', '.join(record) or 'none'}."
-            )
-    record = record | {key: record[column] for key, column in columns.items()}
-    taken = [column for column in columns.values() if column not in columns]
-    record = {
-        key: value
-        for key, value in record.items()
-        if value is not None and key not in ignored and key not in taken
-    }
-    refuse_unusable(where, record)
-    weight = read_weight(f"{where} has", record)
-    if weight is not None:
-        record["weight"] = weight
-    document = Document(where, record)
-    if "tools" in record:
-        record["tools"] = read_tools(where, record["tools"])
-    if not isinstance(record.get(OPTIONS, {}), dict):
-        raise MespError(f'{where} has "{OPTIONS}" that are not an object: write one.')
-    for key in record.get(OPTIONS, {}):
-        if key in FIXED_OPTIONS:
-            raise MespError(
-                f'{where} has "{OPTIONS}" with "{key}", which MeSP sets itself: remove it.'
-            )
-    if document.kind == "messages":
-        if not are_messages(record["messages"]):
-            raise MespError(
-                f"{where} has messages that are not a list of objects: write each as "
-                '{"role": "user", "content": "…"}.'
-            )
-        record["messages"] = read_messages(where, record["messages"], ignored)
-        return document
-    keys = [key for key in KEYS if key in (SAID if document.kind != "text" else ("text",))]
-    for key in document.kind.split(" and "):
-        if key not in record:
-            raise MespError(f"{where} has {', '.join(record) or 'nothing'}; {RECORDS}. {COLUMNS}")
-    if document.kind == LABELS:
-        if "prompt" not in record:
-            raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
-        record["label"] = as_truth(record["label"])
-        if not isinstance(record["label"], bool):
-            raise MespError(
-                f'{where} has a "label" that is neither true nor false: write true or false, '
-                "or leave it out with --ignore label."
-            )
-    for key in (key for key in keys if key in record):
-        record[key] = _said(where, key, record[key], ignored)
-    return document
+    fields = Fields(where, record, columns, ignored)
+    weight = read_weight(f"{where} has", fields.values)
+    kind = next((k for k in KINDS if any(fields.has(*form) for form in k.forms)), None)
+    if kind is None:
+        for form in (form for each in KINDS for form in each.forms):
+            null = [key for key in form if not fields.has(key)]
+            if {*form} <= {*fields.names}:
+                raise MespError(
+                    f'{where} has a null "{null[0]}": write it, or leave the record out.'
+                )
+        raise MespError(f"{where} has {', '.join(fields.names) or 'nothing'}; {RECORDS}. {COLUMNS}")
+    found = kind.read(fields)
+    return replace(found, where=where, unread=fields.left(), is_left_out=weight == 0)
 
 
-def refuse_unusable(where: str, record: dict[str, Any]) -> None:
-    """Raises MespError if a record has a field that its answer may depend on, but that MeSP cannot
-    use.
+def kind_of(records: Iterable[AnyRecord]) -> type[AnyRecord]:
+    """Returns the kind of all records. Raises MespError if the kinds differ."""
+    first, *others = records
+    for each in others:
+        if each.kind != first.kind:
+            raise MespError(
+                f"{each.where} is {each.kind}, and the data began with {first.kind}; keep one "
+                "kind of record."
+            )
+    return type(first)
+
+
+def mask_record(record: AnyRecord, encoder: Encoder) -> list[Encoded]:
+    """Returns a record's `mask`. Any error becomes a MespError that begins with its place."""
+    with plain_errors(f"{record.where} cannot be tokenized"):
+        try:
+            return [replace(each, where=record.where) for each in record.mask(encoder)]
+        except MespError as error:
+            raise MespError(f"{record.where}: {error.message}") from error
+
+
+def _said(fields: Fields, key: str) -> Said:
+    if isinstance(fields.values.get(key), str):
+        return fields.take_text(key)
+    return read_messages(fields, key)
+
+
+def _as_messages(role: str, said: Said) -> list[Message]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _answer(where: str, prompt: Said, answer: Said, inputs: Mapping[str, Any]) -> Conversation:
+    """Returns a prompt with an answer of preference data."""
+    if not prompt:
+        raise MespError(f"{where} has no prompt: give it one, or leave it out.")
+    if not (answer.strip() if isinstance(answer, str) else answer):
+        raise MespError(f"{where} has an empty answer: leave it out.")
+    if isinstance(answer, list) and any(not message.get("weight", 1) for message in answer):
+        raise MespError(f"{where} has an answer with the weight 0: leave the record out.")
+    return Conversation.of(prompt, answer, **inputs)
+
+
+def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        return False
+    alike = _alike(chosen, rejected)
+    if isinstance(prompt, list):
+        return alike[: len(prompt)] == prompt
+    return prompt.strip() in [m["content"].strip() for m in alike if m["role"] == "user"]
+
+
+def _alike(chosen: Any, rejected: Any) -> Any:
+    """Returns the common beginning of two answers."""
+    alike = itertools.takewhile(
+        lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
+    )
+    return chosen[: len([*alike])]
+
+
+def _shared_text(chosen: str, rejected: str) -> str | None:
+    """Returns the prompt that two texts begin with: all before the last answer of a dialogue, or
+    else whole words. A space at its end is left out. Returns None for dialogues that differ before
+    the last answer.
     """
-    for key in UNUSABLE:
-        if record.get(key) not in (None, "", [], {}):
-            raise MespError(
-                f'{where} has "{key}", which cannot be used: write its text as messages, or leave '
-                f"it out with --ignore {key}."
-            )
-
-
-def _said(where: str, key: str, value: Any, ignored: tuple[str, ...]) -> Said:
-    if isinstance(value, str):
-        return value
-    if key not in SAID:
-        raise MespError(f'{where} has a "{key}" that is not a string: write it as one.')
-    if value == [] and key != "prompt":
-        return []
-    if not are_messages(value):
-        raise MespError(
-            f'{where} has a "{key}" that is neither a string nor a list of messages with a "role" '
-            "each."
-        )
-    return read_messages(where, value, ignored)
-
-
-def unread_columns(documents: dict[str, list[Document]]) -> list[str]:
-    """Returns the records' columns that are not read."""
-    found: dict[str, None] = {}
-    for document in (each for split in documents.values() for each in split):
-        if isinstance(document.content, dict):
-            found |= dict.fromkeys(document.content)
-    known = _read_of(next(iter(documents.values()))[0].kind)
-    return [key for key in found if key not in known]
-
-
-def _read_of(kind: str) -> tuple[str, ...]:
-    if kind == "text":
-        return ("text", "weight")
-    prompt = () if kind == "messages" else ("prompt",)
-    return (*prompt, *kind.split(" and "), "tools", OPTIONS, "weight")
-
-
-def kind_of(documents: dict[str, list[Document]]) -> str:
-    """Returns the kind of all documents. Raises MespError if the kinds differ."""
-    first = next(iter(documents.values()))[0]
-    for document in (each for split in documents.values() for each in split):
-        if document.kind != first.kind:
-            raise MespError(
-                f"{document.where} has {document.kind}, and the data began with {first.kind}; "
-                "keep one kind of record."
-            )
-    return first.kind
+    alike = str(_alike(chosen, rejected))
+    if HUMAN in chosen or ASSISTANT in chosen:
+        shared = alike[: alike.rfind(ASSISTANT) + len(ASSISTANT)] if ASSISTANT in alike else ""
+        rest = chosen[len(shared) :] + rejected[len(shared) :]
+        return shared if shared and HUMAN not in rest and ASSISTANT not in rest else None
+    words = re.match(r"(?s).*\s", alike)
+    whole = alike in (chosen, rejected)
+    return alike if whole else words[0].removesuffix(" ") if words else ""

@@ -14,9 +14,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from mesp.data.records import as_object, read_value
 from mesp.errors import MespError
-from mesp.files import open_regular
+from mesp.files import UnclearError, open_regular, parse_json
 
 # The file names and dataset splits that mean train, valid and test.
 SPLITS = {
@@ -170,6 +169,55 @@ def _too_large(name: str, most: int) -> MespError:
     return MespError(f"{name} has more than {most >> 20:,} MiB of text; put less in a file.")
 
 
+def read_utf8(name: str, read: Callable[[], bytes]) -> str:
+    """Returns the UTF-8 text from `read`, with universal newlines. Error messages call the text
+    `name`.
+
+    Raises MespError if reading fails, or if the bytes are not UTF-8.
+    """
+    with _plain_errors(name):
+        return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
+
+
+def read_value(where: str, text: str) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises MespError if the text is not valid JSON, repeats a key, or has a number such as NaN or a
+    string that is not valid Unicode.
+    """
+    try:
+        return parse_json(text, strict=True)
+    except UnicodeEncodeError as error:
+        raise MespError(f"{where} has half a character, such as \\ud83d; fix it.") from error
+    except UnclearError as error:
+        raise MespError(f"{where} {error}.") from error
+    except ValueError as error:
+        raise MespError(f"{where} is not JSON.") from error
+
+
+def as_object(where: str, record: Any) -> dict[str, Any]:
+    """Returns a record's JSON value. Raises MespError if the value is not an object."""
+    if isinstance(record, list) and any(isinstance(each, dict) for each in record):
+        raise MespError(f'{where} is a list: write it as an object, {{"messages": […]}}.')
+    if not isinstance(record, dict):
+        raise MespError(f"{where} is not an object; write each record as one.")
+    return record
+
+
+def of_table(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a table's row without the null entries within its cells.
+
+    A table has null where an object lacks a key.
+    """
+    return {key: _without_null(value) for key, value in row.items()}
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(each) for key, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if isinstance(value, list) else value
+
+
 # The readers. Their arguments are a file, its name, and the maximum size in bytes.
 
 
@@ -184,7 +232,10 @@ def _read_json(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
     lines = ((number, line) for number, line in enumerate(text, 1) if line.strip())
     number, first = next(lines, (0, ""))
     if first.lstrip().startswith("["):
-        for number, record in enumerate(read_value(name, first + text.read()), 1):
+        rest = text.read()
+        if rest.lstrip().startswith("["):  # a list on each line
+            _line(name, number, first)
+        for number, record in enumerate(read_value(name, first + rest), 1):
             where = f"Record {number} of {name}"
             yield where, as_object(where, record)
     elif first:
@@ -204,19 +255,19 @@ def _line(name: str, number: int, line: str) -> Row:
 
 
 def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]:
-    """Returns a reader of tables with a header row. Cells are strings."""
+    """Returns a reader of tables with a header row. Cells are strings, whose line ends are line
+    feeds. Rows without a text are left out.
+    """
 
     def read(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
         csv.field_size_limit(most)
-        rows = csv.reader(
-            io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter=delimiter, strict=True
-        )
+        rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig"), delimiter=delimiter, strict=True)
         columns: list[str] = []
         start = 1
         try:
             for row in rows:
                 where, start = f"Line {start} of {name}", rows.line_num + 1
-                if not row:
+                if not any(row):
                     continue
                 if columns and len(row) != len(columns):
                     raise MespError(
@@ -226,6 +277,11 @@ def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]
                     yield where, dict(zip(columns, row, strict=True))
                     continue
                 columns = row
+                if len(columns) == 1 and ";" in columns[0]:
+                    raise MespError(
+                        f"{where}, the header, has semicolons between its cells: write "
+                        f"{'tabs' if delimiter != ',' else 'commas'}."
+                    )
                 if "" in columns or len({*columns}) < len(columns):
                     raise MespError(
                         f"{where}, the header, has a column without a name, or two of one name; "
@@ -272,7 +328,7 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
             if left < 0:
                 raise _too_large(name, most)
             with_json = {f.name: f.type for f in batch.schema if "arrow.json" in str(f.type)}
-            for row in batch.to_pylist():
+            for row in map(of_table, batch.to_pylist()):
                 number += 1
                 where = f"Record {number} of {name}"
                 parsed = {key: _parsed(where, row[key], type) for key, type in with_json.items()}

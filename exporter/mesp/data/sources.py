@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from mesp.data.hub_datasets import read_dataset
+from mesp.data.hub_datasets import is_saved, read_dataset
 from mesp.data.python_docs import python_docs, python_docs_pairs
-from mesp.data.records import Document, read_record
+from mesp.data.records import AnyRecord, Text, read_record
 from mesp.data.source_files import KINDS, SHARD, FileName, Row, read_file
 from mesp.errors import MespError
 from mesp.files import read_bytes, root_of
@@ -27,7 +27,7 @@ HIDDEN = (".", "__")  # prefixes of names that are not data
 # The names of files that are not data.
 NO_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog)([-_]\w+)*(\.(md|txt|rst|cff|bib))?"
-    r"|dataset_infos?\.json|.*\.(py|png|jpe?g|gif|svg|webp)"
+    r"|dataset_infos?\.json|thumbs\.db|desktop\.ini|.*\.(py|png|jpe?g|gif|svg|webp)"
 )
 
 
@@ -51,15 +51,15 @@ class Selection:
         return self.subset is not None or bool(self.splits)
 
 
-def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
-    """Returns the documents of `data`, one of `SOURCES`, by split.
+def read_data(data: str, selection: Selection) -> dict[str, list[AnyRecord]]:
+    """Returns the records of `data`, one of `SOURCES`, by split.
 
     Raises MespError if the data cannot be read or used.
     """
     path = Path(data)
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not FileName.of(path.name).is_read
     is_folder, is_file = path.is_dir(), path.exists() and not path.is_dir()
-    if selection.is_of_dataset:
+    if selection.is_of_dataset or is_saved(path):
         is_text = FileName.of(path.name).is_text and is_file
         if is_text or (data in BUILT_IN and not path.exists()):
             raise MespError(f"{data} has no subsets and splits; leave out --subset and --splits.")
@@ -70,7 +70,7 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
     if is_folder:
         return _read_tree(data, path, data_files(path), selection)
     if is_file:
-        return {"train": documents_of(data, read_file(path), selection)}
+        return {"train": records_of(data, read_file(path), selection)}
     if data in BUILT_IN:
         if selection.columns:
             raise MespError(f"{data} has no columns; leave out --columns.")
@@ -82,24 +82,24 @@ def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]
     raise MespError(f"There is no data {data}; name {SOURCES}.")
 
 
-def documents_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Document]:
-    """Returns the documents in the rows of `name`. Blank text files are left out.
+def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[AnyRecord]:
+    """Returns the records in the rows of `name`. Blank text files are left out.
 
-    Raises MespError if no document is left, if a record is invalid or lacks a column, or if
+    Raises MespError if no record is left, if a record is invalid or lacks a column, or if
     `selection` names columns for a text.
     """
-    documents = []
+    records: list[AnyRecord] = []
     for where, content in rows:
         if not isinstance(content, str):
-            documents.append(read_record(where, content, selection.columns, selection.ignored))
+            records.append(read_record(where, content, selection.columns, selection.ignored))
             continue
         if selection.columns:
             raise MespError(f"{where} has no columns; leave out --columns.")
         if content.strip():
-            documents.append(Document(where, content))
-    if not documents:
+            records.append(Text(content, is_file=True, where=where))
+    if not records:
         raise MespError(f"{name} has no text in it.")
-    return documents
+    return records
 
 
 def may_be_data(name: str) -> bool:
@@ -133,8 +133,8 @@ def data_files(folder: Path) -> list[str]:
 
 def _read_tree(
     data: str, folder: Path | None, names: list[str], selection: Selection
-) -> dict[str, list[Document]]:
-    """Returns the documents, by split, of `folder` or, if that is None, of the dataset `data` on
+) -> dict[str, list[AnyRecord]]:
+    """Returns the records, by split, of `folder` or, if that is None, of the dataset `data` on
     the Hub. `names` are its files.
     """
     home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
@@ -158,7 +158,7 @@ def _read_tree(
     there = folder or download("dataset", data, [name for each in files.values() for name in each])
     root = root_of(there)
     return {
-        split: documents_of(
+        split: records_of(
             f"{data}/{each[0]}",
             (row for name in each for row in read_file(there / name, f"{data}/{name}", root)),
             selection,
@@ -210,10 +210,10 @@ def _whole(data: str, names: list[str]) -> list[str]:
 
 def _of_dataset(
     data: str, selection: Selection, names: Sequence[str] = ()
-) -> dict[str, list[Document]]:
+) -> dict[str, list[AnyRecord]]:
     rows = read_dataset(data, selection.subset, selection.splits, names)
     return {
-        split: documents_of(f"The {split} data of {data}", each, selection)
+        split: records_of(f"The {split} data of {data}", each, selection)
         for split, each in rows.items()
     }
 

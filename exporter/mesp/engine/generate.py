@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mesp.adapters.weighted import StrPath, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
-from mesp.data.prompts import encode_prompt
+from mesp.data.fields import OPTIONS
+from mesp.data.prompts import as_trained, encode_prompt
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.engine import process
 from mesp.engine.process import Record
@@ -36,13 +38,28 @@ class TextStream:
         seed: int = 0,
         system_prompt: str | None = None,
         chat: bool | None = None,
-        split_special_tokens: bool = False,
+        split_special_tokens: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         stack = weigh(adapters, weights)
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
-        read_manifest(path)
+        manifest = read_manifest(path)
         self._tokenizer = load_bundle_tokenizer(path)
-        tokens = encode_prompt(self._tokenizer, prompt, chat, system_prompt, split_special_tokens)
+        how = as_trained(
+            manifest.encoding,
+            bool(manifest.data),
+            chat=chat,
+            split_special_tokens=split_special_tokens,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        tokens = encode_prompt(
+            self._tokenizer,
+            prompt,
+            how["chat"],
+            system_prompt,
+            bool(how["split_special_tokens"]),
+            how[OPTIONS],
+        )
         self.prompt_tokens = len(tokens)
         self.end: Record = {}
         self._records = process.generate(
@@ -81,7 +98,8 @@ def generate(
     seed: int = 0,
     system_prompt: str | None = None,
     chat: bool | None = None,
-    split_special_tokens: bool = False,
+    split_special_tokens: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Returns the text that a bundle's model writes after a prompt.
 
@@ -98,8 +116,11 @@ def generate(
             1.
         seed: Seed of sampling.
         system_prompt: The system message of the chat template.
-        chat: Whether the prompt goes into the chat template; None: if the tokenizer has one.
-        split_special_tokens: Whether special tokens in the prompts are encoded as ordinary text.
+        chat: Whether the prompt goes into the chat template; None: as the bundle's data, or if the
+            tokenizer has one.
+        split_special_tokens: Whether special tokens in the prompts are encoded as ordinary text;
+            None: as the bundle's data.
+        chat_template_kwargs: Options of the chat template; None: as the bundle's data.
 
     Raises:
         MespError: The bundle, the adapters, their weights or the prompt cannot be used, or the
@@ -118,6 +139,7 @@ def generate(
         system_prompt=system_prompt,
         chat=chat,
         split_special_tokens=split_special_tokens,
+        chat_template_kwargs=chat_template_kwargs,
     )
     text = "".join(stream)
     if stream.end["reason"] == "stopped":

@@ -7,6 +7,7 @@ from the model that wrote them. See docs/method.md, "Forgetting".
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from mesp.adapters.weighted import StrPath, weigh
-from mesp.data.examples import Split
+from mesp.data.chat_template import apply_template
+from mesp.data.splits import Split
 from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
@@ -27,16 +29,23 @@ AT_ONCE = 8
 
 
 def sample_replay_texts(
-    bundle: Path, adapters: StrPath | None, tokenizer: Any, count: int, seq_len: int, seed: int
+    bundle: Path,
+    adapters: StrPath | None,
+    tokenizer: Any,
+    count: int,
+    seq_len: int,
+    seed: int,
+    options: Mapping[str, Any] | None = None,
 ) -> Split:
     """Returns texts that the bundle's model with `adapters` wrote at temperature 1, for `count`
     sequences.
 
     Each example is an opening, followed by at most `LENGTH` tokens. The opening is the chat
     template's text before a user's first words or, if there is none, the begin or end token. The
-    opening is not in the loss. Raises MespError if there is no opening, or if it fills a sequence.
+    opening is not in the loss. `options` are arguments of the template. Raises MespError if there
+    is no opening, or if it fills a sequence.
     """
-    start = find_opening(tokenizer)
+    start = find_opening(tokenizer, options or {})
     length = min(seq_len + 1, len(start) + LENGTH)
     if length <= len(start):
         raise MespError(
@@ -60,11 +69,14 @@ def sample_replay_texts(
     return Split(np.array(texts, np.uint32).ravel(), examples.astype(np.uint32), mask)
 
 
-def find_opening(tokenizer: Any) -> list[int]:
+def find_opening(tokenizer: Any, options: Mapping[str, Any] | None = None) -> list[int]:
     """Returns the tokens before a user's first words in a conversation, or before a text."""
     if tokenizer.has_chat_template:
         first, second = (
-            tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
+            tokenizer.encode(
+                apply_template(tokenizer, [{"role": "user", "content": text}], **(options or {})),
+                add_special_tokens=False,
+            )
             for text in ("x", "y")
         )
         same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))

@@ -25,9 +25,10 @@ from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.model_card import write_terms_of_run
 from mesp.bundle.reader import Bundle
-from mesp.data.examples import Split
+from mesp.data.fields import OPTIONS
 from mesp.data.general_text import read_general_text
 from mesp.data.load import load_additional
+from mesp.data.splits import Split
 from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.replay_texts import sample_replay_texts
@@ -175,6 +176,7 @@ class TrainingJob:
             math.ceil(sequences * settings.replay),
             settings.seq_len,
             settings.seed,
+            self.manifest.encoding.get(OPTIONS),
         )
 
     def _left(self) -> str:

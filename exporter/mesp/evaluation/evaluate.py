@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mesp.adapters.weighted import StrPath, describe, list_folders, weigh
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.data.fields import OPTIONS
+from mesp.data.prompts import as_trained
 from mesp.data.tokenizer import load_bundle_tokenizer
 from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import AT_ONCE, EvaluatedModel, running_model
@@ -66,7 +68,8 @@ def evaluate(
     is_json: bool = False,
     at_once: int = AT_ONCE,
     ignore: Sequence[str] = (),
-    split_special_tokens: bool = False,
+    split_special_tokens: bool | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     progress: ProgressCallback | None = None,
 ) -> Evaluation:
     """Measures how good a bundle's model is, with and without adapters.
@@ -90,8 +93,8 @@ def evaluate(
         limit: The number of records of `data` to use, from the first; None: all.
         max_length: The largest number of tokens that the model sees at once; the beginning of
             longer prompts is cut off. None: the model's, at most 2,048.
-        chat: Whether prompts go into the chat template; None: only if answers are written and the
-            tokenizer has a template.
+        chat: Whether prompts go into the chat template; None: only if answers are written, as the
+            bundle's data or if the tokenizer has a template.
         max_tokens: The largest number of tokens in an answer; 256 by default.
         stop: Texts that end an answer, and are not part of it.
         extract: A regular expression; an answer is its first match, or its group if it has one.
@@ -99,7 +102,10 @@ def evaluate(
             measured.
         at_once: How many answers are written together, from 1 to 16.
         ignore: Fields of records and of their messages to leave out.
-        split_special_tokens: Whether special tokens in the records are encoded as ordinary text.
+        split_special_tokens: Whether special tokens in the records are encoded as ordinary text;
+            None: as the bundle's data.
+        chat_template_kwargs: Options of the chat template for records that have none; None: as the
+            bundle's data.
         progress: Called with the progress of the evaluation.
 
     Raises:
@@ -107,7 +113,7 @@ def evaluate(
             fails.
     """
     path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
-    read_manifest(path)
+    manifest = read_manifest(path)
     each = [weigh(folder) for folder in list_folders(adapters)]
     tuned = [weigh(adapters, weights)] if len(weights) else each
     models = [()] * (base or not tuned) + tuned
@@ -121,16 +127,24 @@ def evaluate(
         from mesp.evaluation import harness
 
         check_unused(written | of_data, "is for DATA; a task says that itself")
-        one, total = partial(harness.run, tasks=tasks, manager=tasks.manager()), None
+        how = as_trained(
+            manifest.encoding, bool(manifest.data), chat_template_kwargs=chat_template_kwargs
+        )
+        one = partial(harness.run, tasks=tasks, manager=tasks.manager(), kwargs=how[OPTIONS] or {})
+        total = None
     else:
         records = read_records(os.fspath(data or ""), limit, tuple(ignore))
         if not isinstance(records[0], AnswerRecord):
             check_unused(written, 'is for records with "prompt" and "completion", or "messages"')
         if isinstance(records[0], TextRecord):
             check_unused({"--chat": chat}, "is for records with a prompt")
+        how = as_trained(
+            manifest.encoding, bool(manifest.data), chat=chat,
+            split_special_tokens=split_special_tokens, chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
         options = ScoringOptions(
-            chat, max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json,
-            split_special_tokens,
+            how["chat"], max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json,
+            bool(how["split_special_tokens"]), how[OPTIONS] or {},
         )  # fmt: skip
         one, total = partial(score_records, records=records, options=options), len(records)
 

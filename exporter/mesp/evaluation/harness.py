@@ -6,13 +6,14 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mesp.data.chat_template import apply_template
 from mesp.data.hub_datasets import refuse_scripts
 from mesp.errors import MespError
 from mesp.evaluation.evaluated_model import EvaluatedModel
@@ -66,9 +67,12 @@ class Tasks:
 class HarnessModel(TemplateLM):
     """A bundle's model with the harness's interface."""
 
-    def __init__(self, model: EvaluatedModel, advance: Callable[[], None]) -> None:
+    def __init__(
+        self, model: EvaluatedModel, advance: Callable[[], None], kwargs: Mapping[str, Any]
+    ) -> None:
         super().__init__()
         self.model, self.tokenizer, self.advance = model, model.tokenizer, advance
+        self.kwargs = kwargs  # arguments of the chat template
         self.special = True  # whether prompts get a begin token
 
     @property
@@ -87,13 +91,12 @@ class HarnessModel(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         self.special = False  # the chat template writes the begin token
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+        return apply_template(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+            **self.kwargs,
         )
 
     def tok_encode(
@@ -144,7 +147,11 @@ class HarnessModel(TemplateLM):
 
 
 def run(
-    model: EvaluatedModel, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
+    model: EvaluatedModel,
+    advance: Callable[[], None],
+    tasks: Tasks,
+    manager: TaskManager,
+    kwargs: Mapping[str, Any],
 ) -> tuple[list[Metric], dict[str, Any]]:
     """Returns the tasks' metrics, and the harness's records of each document.
 
@@ -154,7 +161,7 @@ def run(
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
     try:
         results = lm_eval.simple_evaluate(
-            model=HarnessModel(model, advance),
+            model=HarnessModel(model, advance, kwargs),
             tasks=list(tasks.names),
             task_manager=manager,
             num_fewshot=tasks.num_fewshot,

@@ -8,8 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mesp.data.fields import Fields, refuse_unread
 from mesp.data.messages import CALLS
-from mesp.data.records import OPTIONS, Conversation, read_record, refuse_unusable
+from mesp.data.records import Conversation, Text, read_record
 from mesp.data.source_files import read_file, read_lines
 from mesp.errors import MespError
 
@@ -61,8 +62,7 @@ def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) ->
     records: list[Record] = []
     for where, content in islice(rows, limit):
         record = {"text": content} if isinstance(content, str) else content
-        kept = {key: value for key, value in record.items() if key not in ignored}
-        records.append(_record(where, kept, ignored))
+        records.append(_record(where, record, ignored))
         if type(records[-1]) is not type(records[0]):
             raise MespError(
                 f"{records[-1].where} is of another kind than the first; keep one kind."
@@ -73,45 +73,39 @@ def read_records(data: str, limit: int | None, ignored: tuple[str, ...] = ()) ->
 
 
 def _record(where: str, record: dict[str, Any], ignored: tuple[str, ...]) -> Record:
-    if record.get("choices") is not None:
-        return _question(where, record)
-    if not any(
-        record.keys() >= keys for keys in ({"text"}, {"prompt", "completion"}, {"messages"})
-    ):
-        raise MespError(f"{where} has {', '.join(record) or 'nothing'}; {RECORDS}.")
-    document = read_record(where, record, {}, ignored)
-    if document.kind == "text":
-        if not record["text"]:
+    fields = Fields(where, record, ignored=ignored)
+    if fields.has("choices"):
+        question = _question(where, fields)
+        refuse_unread([(where, fields.left())])
+        return question
+    keys = ({"text"}, {"prompt", "completion"}, {"messages"}, {"instruction"})
+    if not any({*fields.names} >= each for each in keys):
+        raise MespError(f"{where} has {', '.join(fields.names) or 'nothing'}; {RECORDS}.")
+    found = read_record(where, record, ignored=ignored)
+    refuse_unread([(where, found.unread)])
+    if isinstance(found, Text):
+        if not found.text:
             raise MespError(f"{where} has an empty text; leave it out.")
-        return TextRecord(where, record["text"])
-    content = document.content
-    assert isinstance(content, dict)
-    if document.is_left_out:
+        return TextRecord(where, found.text)
+    if found.is_left_out:
         raise MespError(f"{where} has the weight 0: leave it out.")
-    reads_template = document.has_messages or content.get("tools") or content.get(OPTIONS)
-    if document.kind == "prompt and completion" and not reads_template:
-        if not content["completion"].strip():
+    if not isinstance(found, Conversation):
+        raise MespError(f"{where} has {', '.join(fields.names)}; {RECORDS}.")
+    if found.texts and not (found.tools or found.options):
+        prompt, answer = found.texts
+        if not answer.strip():
             raise MespError(f"{where} has an empty completion: write the right answer.")
-        return AnswerRecord(where, content["prompt"], content["completion"])
-    if document.kind not in ("messages", "prompt and completion"):
-        raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
-    conversation = document.conversation
-    *before, last = conversation.messages
+        return AnswerRecord(where, prompt, answer)
+    *before, last = found.messages
     if not before or last["role"] != "assistant" or not last["content"]:
         raise MespError(f"{where} has messages that do not end with an assistant's answer.")
     if CALLS in last:
         raise MespError(f"{where} ends with a tool call, which is not compared: leave it out.")
-    return AnswerRecord(where, replace(conversation, messages=before), last["content"])
+    return AnswerRecord(where, replace(found, messages=before, texts=None), last["content"])
 
 
-def _question(where: str, record: dict[str, Any]) -> ChoiceRecord:
-    refuse_unusable(where, record)
-    for key in ("messages", "tools", OPTIONS):
-        if record.get(key):
-            raise MespError(
-                f'{where} has "{key}" beside "choices", which nothing reads: remove it.'
-            )
-    prompt, choices, answer = (record.get(key) for key in ("prompt", "choices", "answer"))
+def _question(where: str, fields: Fields) -> ChoiceRecord:
+    prompt, choices, answer = (fields.take(key) for key in ("prompt", "choices", "answer"))
     if not isinstance(prompt, str):
         raise MespError(f'{where} has no "prompt" that is a string.')
     if (

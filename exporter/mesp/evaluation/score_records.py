@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ class ScoringOptions:
     pattern: re.Pattern[str] | None = None
     is_json: bool = False
     split_special: bool = False  # whether special tokens in texts are encoded as ordinary text
+    # arguments of the chat template for records that have none
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 Sample = dict[str, Any]
@@ -102,7 +104,8 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
     prompt = record.prompt
     encode = partial(encode_split, model.tokenizer) if options.split_special else None
     if options.chat:
-        conversation = Conversation([{"role": "user", "content": prompt}])
+        message = {"role": "user", "content": prompt}
+        conversation = Conversation([message], options=options.kwargs)
         rendering = render_checked(model.tokenizer, conversation, options.split_special)
         prompt = rendering.render(conversation.messages, asks=True)
         encode = partial(_in_chat, rendering, prompt) if options.split_special else None
@@ -173,7 +176,10 @@ def _answer_metrics(samples: list[Sample]) -> list[Metric]:
 def _prompt(tokenizer: Any, record: AnswerRecord, options: ScoringOptions) -> list[int]:
     split = options.split_special
     if isinstance(record.prompt, str):
-        return encode_prompt(tokenizer, record.prompt, options.chat, split_special=split)
+        return encode_prompt(
+            tokenizer, record.prompt, options.chat, split_special=split, options=options.kwargs
+        )
     if options.chat is False:
         raise MespError("messages go through the chat template; leave out --no-chat")
-    return encode_in_template(tokenizer, record.prompt, split)
+    asked = replace(record.prompt, options=record.prompt.options or options.kwargs)
+    return encode_in_template(tokenizer, asked, split)

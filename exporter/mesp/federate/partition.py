@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mesp.data.held_out import HELD_OUT, held_out_of
-from mesp.data.records import Document
+from mesp.data.records import AnyRecord, Text
 from mesp.data.source_files import FileName, read_file
-from mesp.data.sources import (
-    Selection,
-    data_files,
-    documents_of,
-    of_no_split,
-    read_documents,
-)
+from mesp.data.sources import Selection, data_files, of_no_split, read_data, records_of
+from mesp.data.splits import HELD_OUT, held_out_of
 from mesp.errors import MespError
 from mesp.files import root_of
 
@@ -37,7 +31,7 @@ class Unit:
     """A record, or a paragraph of the text with the number `origin`. A unit is not divided."""
 
     origin: int
-    document: Document
+    record: AnyRecord
 
 
 @dataclass(frozen=True)
@@ -62,8 +56,8 @@ class Partition:
 
 def read_topics(
     data: str, selection: Selection | None = None, hold_out: float = HELD_OUT
-) -> tuple[dict[str, list[Unit]], list[Document]]:
-    """Returns the units of each topic, and the held-out documents.
+) -> tuple[dict[str, list[Unit]], list[AnyRecord]]:
+    """Returns the units of each topic, and the held-out records.
 
     `data` is a folder with one file for each topic, or any data that `mesp data` takes. `selection`
     is the part of the data that is read. Test data is not used. Without a valid split, the fraction
@@ -81,7 +75,7 @@ def read_topics(
         )
     if not topics:
         raise MespError(f"{data} has no text; add a .jsonl or .txt file for a topic.")
-    held_out: list[Document] = []
+    held_out: list[AnyRecord] = []
     for name, units in topics.items():
         count = held_out_of(len(units), hold_out)
         if count >= len(units):
@@ -90,16 +84,16 @@ def read_topics(
                 "more, or add a valid.jsonl or valid.txt."
             )
         topics[name], last = units[:-count], units[-count:]
-        held_out += _documents(last)
+        held_out += _records(last)
     return topics, held_out
 
 
-Topics = tuple[dict[str, list[Unit]], list[Document]]
+Topics = tuple[dict[str, list[Unit]], list[AnyRecord]]
 
 
 def _read_splits(data: str, selection: Selection) -> Topics:
-    documents = read_documents(data, selection)
-    return {"train": list(_units(documents["train"]))}, documents.get("valid", [])
+    records = read_data(data, selection)
+    return {"train": list(_units(records["train"]))}, records.get("valid", [])
 
 
 def _read_files(data: str, selection: Selection) -> Topics | None:
@@ -120,15 +114,15 @@ def _read_files(data: str, selection: Selection) -> Topics | None:
         if splits[name] != "test":
             path = folder / name
             rows = read_file(path, root=root_of(folder))
-            read[name] = documents_of(str(path), rows, selection)
+            read[name] = records_of(str(path), rows, selection)
     held_out = read.pop(valid[0]) if valid else []
-    return {name: list(_units(documents)) for name, documents in read.items()}, held_out
+    return {name: list(_units(records)) for name, records in read.items()}, held_out
 
 
 def share_out(
     data: str, topics: dict[str, list[Unit]], clients: int, split: Partition, seed: int
-) -> list[list[Document]]:
-    """Returns the documents of each client. Raises MespError if a client would get none.
+) -> list[list[AnyRecord]]:
+    """Returns the records of each client. Raises MespError if a client would get none.
 
     - iid: each unit goes to a random client, nearly equally many to each client.
     - by-file: topic i goes to client i mod N, where N is the number of clients.
@@ -154,29 +148,30 @@ def share_out(
             parts = [np.sort(part) for part in np.split(order, cuts)]
         for share, part in zip(shares, parts, strict=True):
             share.append([units[index] for index in part])
-    documents = [[each for part in share for each in _documents(part)] for share in shares]
-    for number, each in enumerate(documents):
+    records = [[each for part in share for each in _records(part)] for share in shares]
+    for number, each in enumerate(records):
         if not each:
             raise MespError(
                 f"Client {number} of {clients} would get nothing of {data}: take fewer --clients, "
                 "more data, or another --split or --seed."
             )
-    return documents
+    return records
 
 
-def _units(documents: list[Document]) -> Iterator[Unit]:
-    for origin, document in enumerate(documents):
-        if not isinstance(document.content, str):
-            yield Unit(origin, document)
+def _units(records: list[AnyRecord]) -> Iterator[Unit]:
+    for origin, record in enumerate(records):
+        if not (isinstance(record, Text) and record.is_file):
+            yield Unit(origin, record)
             continue
-        for paragraph in document.content.split(PARAGRAPH):
-            yield Unit(origin, Document(document.where, paragraph))
+        for paragraph in record.text.split(PARAGRAPH):
+            yield Unit(origin, replace(record, text=paragraph))
 
 
-def _documents(units: list[Unit]) -> Iterator[Document]:
-    for _, group in groupby(units, key=lambda unit: (unit.origin, unit.document.where)):
-        documents = [unit.document for unit in group]
-        if not isinstance(documents[0].content, str):
-            yield from documents
-            continue
-        yield Document(documents[0].where, PARAGRAPH.join(str(each.content) for each in documents))
+def _records(units: list[Unit]) -> Iterator[AnyRecord]:
+    for _, group in groupby(units, key=lambda unit: (unit.origin, unit.record.where)):
+        records = [unit.record for unit in group]
+        texts = [each for each in records if isinstance(each, Text) and each.is_file]
+        if texts:
+            yield replace(texts[0], text=PARAGRAPH.join(each.text for each in texts))
+        else:
+            yield from records

@@ -84,7 +84,8 @@ import Observation
     ) {
         MLXSupport.setEnvironment()
         (self.notificationDisplay, self.refusal, self.recording) = (notificationDisplay, refusal, recording)
-        (self.monitor, self.loadTokenizer) = (monitor, loadTokenizer)
+        self.monitor = monitor
+        self.loadTokenizer = { try await loadTokenizer($0).asTrained($0) }
         library = Library(folder)
         form = TrainingForm(library: library, monitor: monitor)
         controller = RunController(monitor: monitor)
@@ -95,7 +96,7 @@ import Observation
         selfChecker = SelfChecker(monitor: monitor)
         evaluation = Evaluation(monitor: monitor)
         examples = LearnedExamples(monitor: monitor)
-        preview = DataPreview(form: form, choices: choices, loadTokenizer: loadTokenizer)
+        preview = DataPreview(form: form, choices: choices, loadTokenizer: self.loadTokenizer)
         downloads = DownloadState(folder: folder, monitor: monitor, network: network, open: openDownload)
         federation = Federation(monitor: monitor, controller: controller)
         controller.observers.append { [weak self] in self?.runChanged() }

@@ -27,7 +27,7 @@ import Observation
 
     /// The results of the last evaluation; nil until it has ended.
     public private(set) var score: Score?
-    /// A notice about ignored keys in the records, or nil.
+    /// A notice about columns that were not read, or nil.
     public private(set) var notice: Sentence?
     /// The completed fraction, from 0 to 1; nil while no evaluation is in progress.
     public private(set) var progress: Double?
@@ -56,8 +56,8 @@ import Observation
         self.gate = gate
         update()
         let messages = gate.start("measuring", sending: Message.self) { send in
-            let (records, unread) = try EvaluationRecord.read(records)
-            if !unread.isEmpty { send(.notice(DataNotices.unread(unread))) }
+            let (records, noted) = try EvaluationRecord.read(records)
+            if !noted.isEmpty { send(.notice(DataNotices.noted(noted))) }
             let scorer = RecordScorer(bundle: bundle, tokenizer: tokenizer) { try gate.pass { _ in } }
             let models = [nil] + (adapters.map { [$0] } ?? [])
             let parts = try models.enumerated().map { index, adapters in

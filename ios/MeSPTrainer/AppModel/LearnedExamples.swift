@@ -200,7 +200,7 @@ private struct HeldOutPrompts: Sendable {
     private func messageFrame() -> (before: [Int], after: [Int])? {
         guard tokenizer.hasChatTemplate else { return nil }
         let texts = ["x", "y"].compactMap {
-            try? Conversation([.user($0)]).applied(to: tokenizer, argumentsAreText: false, addsGenerationPrompt: true)
+            try? Conversation([.user($0)]).applied(to: tokenizer, addsGenerationPrompt: true)
         }
         guard texts.count == 2 else { return nil }
         let before = zip(texts[0], texts[1]).prefix { $0 == $1 }.count

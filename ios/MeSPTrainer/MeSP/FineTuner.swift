@@ -52,7 +52,7 @@ public final class FineTuner: Sendable {
         bundle: URL, tokenizer: any TextTokenizer, folder: URL? = nil,
         controller: @autoclosure @MainActor @Sendable () -> RunController
     ) async throws {
-        (self.bundle, self.tokenizer) = (bundle, tokenizer)
+        (self.bundle, self.tokenizer) = (bundle, tokenizer.asTrained(bundle))
         manifest = try FineTuningError.describing { try ModelBundle(url: bundle, checksums: false).manifest }
         self.folder = folder ?? Self.folder(of: bundle)
         runs = RunFolders(folder: self.folder)
@@ -99,7 +99,8 @@ public final class FineTuner: Sendable {
     ///
     /// - Parameters:
     ///   - file: UTF-8 text (`.txt`, `.text`, `.md`, `.markdown`), or records (`.jsonl`, `.ndjson`, `.json`) with `messages`, with `prompt` and
-    ///     `completion`, or with `text`.
+    ///     `completion`, with `instruction` and `output` or `response`, or with `text`. A record with other columns is refused, unless their names
+    ///     are never of content, such as `id`.
     ///   - options: the options of the run.
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``.
     public func train(on file: URL, _ options: TrainingOptions = .init()) -> TrainingUpdates {

@@ -7,7 +7,7 @@ public struct TrainingPreview: Sendable, Equatable {
     public struct Span: Sendable, Equatable, Identifiable {
         /// The index among the spans.
         public let id: Int
-        /// The text of the tokens. Line ends, tabs and other control characters below U+0020 have visible signs.
+        /// The text of the tokens. Line ends, tabs and other invisible characters have visible signs.
         public let text: String
         /// Whether the tokens are in the loss.
         public let isTrained: Bool
@@ -49,18 +49,18 @@ public struct TrainingPreview: Sendable, Equatable {
         self.spans = spans
     }
 
-    /// Returns the text with visible signs: one before each line end, and one in place of each tab and each other control character below U+0020.
+    /// Returns the text with signs for what is invisible: one before each line end, one in place of each tab and each other control character below
+    /// U+0020, and an escape such as `\u{200B}` in place of other characters.
     private static func visible(_ text: String) -> String {
-        var visible = String.UnicodeScalarView()
-        for scalar in text.unicodeScalars {
+        text.unicodeScalars.reduce(into: "") { visible, scalar in
             switch scalar {
-            case "\n": visible += "⏎\n".unicodeScalars
-            case "\t": visible.append("⇥")
+            case "\n": visible += "⏎\n"
+            case "\t": visible += "⇥"
+            case _ where scalar.isPrinted: visible.unicodeScalars.append(scalar)
             case let control where control.value < 0x20:
-                visible.append(Unicode.Scalar(0x2400 + control.value) ?? control)
-            default: visible.append(scalar)
+                visible.unicodeScalars.append(Unicode.Scalar(0x2400 + control.value) ?? control)
+            default: visible += "\\u{\(String(scalar.value, radix: 16, uppercase: true))}"
             }
         }
-        return String(visible)
     }
 }

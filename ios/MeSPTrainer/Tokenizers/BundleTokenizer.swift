@@ -40,8 +40,16 @@ struct BundleTokenizer: TextTokenizer {
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
     ) throws -> [Int] {
+        try applyChatTemplate(
+            messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: [:])
+    }
+
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
+    ) throws -> [Int] {
         try tokenizer.applyChatTemplate(
             messages: messages, chatTemplate: nil, addGenerationPrompt: addsGenerationPrompt, truncation: false,
-            maxLength: nil, tools: tools)
+            maxLength: nil, tools: tools, additionalContext: options)
     }
 }

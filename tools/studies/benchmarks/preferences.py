@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mesp.bundle.manifest import read_manifest
-from mesp.data.preferences import CHOSEN, REJECTED
+from mesp.data.records import CHOSEN, REJECTED
 from mesp.settings.train_settings import OBJECTIVES
 from studies.benchmarks.cells import Cell, Row
 from studies.benchmarks.processes import Tell, engine_program, run_program

@@ -19,7 +19,7 @@ from mesp.bundle.data_files import replace_data
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.rewriter import rewrite_bundle
-from mesp.data.examples import Split
+from mesp.data.splits import Split
 from mesp.engine.process import find_count
 from mesp.errors import MespError
 from mesp.settings.optimizer_defaults import choose_learning_rate, choose_optimizer

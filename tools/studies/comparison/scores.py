@@ -96,7 +96,7 @@ def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | No
     elif task.name == TEXT.name:
         return None
     else:
-        text = "\n".join(each.content["text"] for each in python_docs()["valid"])
+        text = "\n".join(each.text for each in python_docs()["valid"])
     count = TEXT_WINDOWS * task.seq_len + 1
     characters = text[-10 * count :]  # A token has about 3 characters.
     return np.array(load_bundle_tokenizer(bundle.path).encode(characters)[-count:], np.int32)

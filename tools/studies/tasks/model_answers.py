@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mesp.adapters.weighted import weigh
+from mesp.data.chat_template import Rendering
 from mesp.data.loss_mask import encode_conversation
 from mesp.data.records import Conversation
 from mesp.data.tokenizer import load_bundle_tokenizer
@@ -34,7 +35,7 @@ def answers(
     for case in cases:
         said = {"user": case.prompt, "assistant": case.completion}
         messages = [{"role": role, "content": content} for role, content in said.items()]
-        encoded = encode_conversation(tokenizer, Conversation(messages), "answers")
+        encoded = encode_conversation(Rendering(tokenizer, Conversation(messages)), "answers")
         ids, start = encoded.ids, int(encoded.mask.argmax())
         prompts.append(ids[:start])
         right.append(ids[start : ids.index(tokenizer.eos_token_id, start) + 1])

@@ -12,6 +12,12 @@ public struct Conversation: Codable, Sendable, Hashable {
     public var tools: [String]
     /// The number of messages that come from a record's `prompt`; 0 for a record with `messages`. Answers among these messages are not trained.
     package var prompt = 0
+    /// Whether the prompt and the answer are texts, which a model without a chat template takes joined.
+    var areTexts = false
+    /// Whether the chat template takes the arguments of tool calls as JSON text.
+    var argumentsAreText = false
+    /// The variables for the chat template.
+    package var options = [String: JSONValue]()
 
     /// Creates a conversation.
     ///
@@ -22,24 +28,30 @@ public struct Conversation: Codable, Sendable, Hashable {
 
     /// Decodes a record with `messages`, or with `prompt` and `completion`.
     public init(from decoder: any Decoder) throws {
-        guard let fields = try JSONValue(from: decoder).fields else { throw TextRecords.noObject }
-        self = try TextDocuments.conversation(fields)
+        guard case .object(let columns) = try JSONValue(from: decoder) else { throw Fields.noObject }
+        var fields = Fields(columns)
+        guard Self.isRead(from: fields) else {
+            throw MeSPError("it has no conversation; records have \"messages\", or \"prompt\" and \"completion\".")
+        }
+        _ = try fields.takeWeight()
+        self = try Self.read(&fields)
+        try fields.left.check()
     }
 
     /// Encodes a record with `messages`, or with `prompt` and `completion`. The record has `tools` if the conversation has tools.
     public func encode(to encoder: any Encoder) throws { try JSONValue.object(fields).encode(to: encoder) }
 
     /// Reads the conversations in a file. `.jsonl` and `.ndjson` files have a record on each line. A `.json` file has a record on each line, or one
-    /// list of records. A record has `messages`, or `prompt` and `completion`, and optionally `tools`. Records that are excluded from training by a
+    /// list of records. A record has `messages`, `prompt` and `completion`, or `instruction` and `output` or `response`, and optionally `tools`. Records that are excluded from training by a
     /// key such as `weight` are skipped.
     ///
     /// - Throws: ``FineTuningError`` if the file cannot be read, or with the first unsuitable record and the reason.
     public static func read(contentsOf url: URL) throws -> [Conversation] {
         try FineTuningError.describing {
-            let (name, contents) = try TextDocuments.read(.file(url))
-            return try contents.documents.map { document in
-                guard let conversation = document.conversation else {
-                    throw MeSPError("\(name) has texts, and no conversations; write records with \"messages\".")
+            let read = try Records(.file(url))
+            return try read.records.map { _, record in
+                guard let conversation = record as? Conversation else {
+                    throw MeSPError("\(read.name) has texts, and no conversations; write records with \"messages\".")
                 }
                 return conversation
             }
@@ -53,8 +65,16 @@ public struct Conversation: Codable, Sendable, Hashable {
             ? ["messages": .array(said)]
             : ["prompt": .array(Array(said.prefix(prompt))), "completion": .array(Array(said.dropFirst(prompt)))]
         // Text that is not JSON becomes a string. A later check refuses a tool that is a string.
+        if let texts { (fields["prompt"], fields["completion"]) = (.string(texts.prompt), .string(texts.answer)) }
+        if !options.isEmpty { fields[Fields.options] = .object(options) }
         if !tools.isEmpty { fields["tools"] = .array(tools.map { (try? JSONValue(json: $0.utf8)) ?? .string($0) }) }
         return fields
+    }
+
+    /// The prompt and the answer of a record of two texts; nil for messages.
+    var texts: (prompt: String, answer: String)? {
+        guard areTexts, prompt == 1, messages.count == 2, messages[1].toolCalls.isEmpty else { return nil }
+        return (messages[0].content, messages[1].content)
     }
 
     /// The indices of the answers to train.
@@ -102,7 +122,11 @@ extension Conversation {
         public static func tool(_ content: String) -> Message { Message(role: "tool", content: content) }
 
         /// Decodes a message of a record.
-        public init(from decoder: any Decoder) throws { self = try TextRecords.message(JSONValue(from: decoder)) }
+        public init(from decoder: any Decoder) throws {
+            var fields = Fields([:])
+            self = try fields.message(JSONValue(from: decoder))
+            try fields.left.check()
+        }
 
         /// Encodes the message of a record.
         public func encode(to encoder: any Encoder) throws { try json.encode(to: encoder) }
@@ -139,13 +163,19 @@ extension Conversation {
         }
 
         /// Decodes a call of a record: `{"type": "function", "function": {…}}` or `{"name": …, "arguments": …}`.
-        public init(from decoder: any Decoder) throws { self = try TextRecords.call(JSONValue(from: decoder)) }
+        public init(from decoder: any Decoder) throws {
+            var fields = Fields([:])
+            self = try fields.call(JSONValue(from: decoder))
+            try fields.left.check()
+        }
 
         /// Encodes the call of a record.
         public func encode(to encoder: any Encoder) throws { try json.encode(to: encoder) }
 
-        var json: JSONValue {
-            let function: JSONValue = .object(["name": .string(name), "arguments": .string(arguments)])
+        var json: JSONValue { json(arguments: .string(arguments)) }
+
+        func json(arguments: JSONValue) -> JSONValue {
+            let function: JSONValue = .object(["name": .string(name), "arguments": arguments])
             var fields: [String: JSONValue] = ["type": .string("function"), "function": function]
             fields["id"] = id.map { .string($0) }
             return .object(fields)

@@ -11,8 +11,8 @@ package struct DataNotices: Sendable, Equatable {
     var tooLong = 0
     /// The number of records or pairs of answers that lose trained tokens at the sequence length.
     var cut = 0
-    /// The ignored keys of the records.
-    var unread = Set<String>()
+    /// The columns and keys that nothing reads and that are never content.
+    var noted = Set<String>()
     /// Whether an end-of-text token was added after answers.
     var addsEnd = false
     var dropsThoughts = false
@@ -20,17 +20,6 @@ package struct DataNotices: Sendable, Equatable {
     var hasSplit = false
 
     init(length: Int) { self.length = length }
-
-    mutating func take(_ contents: TextDocuments) {
-        leftOut += contents.leftOut
-        unread.formUnion(contents.unread)
-    }
-
-    mutating func take(_ result: ConversationEncoder.Result) {
-        addsEnd = addsEnd || result.addsEnd
-        dropsThoughts = dropsThoughts || result.dropsThoughts
-        hasSplit = hasSplit || result.hasSplit
-    }
 
     /// The notices, one sentence each.
     package var sentences: [Sentence] {
@@ -46,11 +35,11 @@ package struct DataNotices: Sendable, Equatable {
             sentences.append("Records with no answer in the first \(length) tokens are left out: \(tooLong).")
         }
         if cut > 0 { sentences.append("Records longer than \(length) tokens lose their end: \(cut).") }
-        if !unread.isEmpty { sentences.append(Self.unread(unread)) }
+        if !noted.isEmpty { sentences.append(Self.noted(noted)) }
         return sentences
     }
 
-    package static func unread(_ keys: Set<String>) -> Sentence {
-        "Keys of records that are not read: \(keys.sorted().joined(separator: ", "))."
+    package static func noted(_ keys: Set<String>) -> Sentence {
+        "Columns that were not read: \(keys.sorted().joined(separator: ", "))."
     }
 }

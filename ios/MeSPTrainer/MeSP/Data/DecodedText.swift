@@ -51,12 +51,11 @@ package struct DecodedText: Sendable {
 
     /// Makes the ends ascending. They can descend, because a replacement character can be longer than the character that it replaces.
     private static func ascending(_ ends: [Int], _ limit: Int) -> [Int] {
-        var (bounds, least) = (ends, limit)
-        for index in ends.indices.reversed() {
-            least = max(0, min(least, ends[index]))
-            bounds[index] = least
-        }
-        return bounds
+        var least = limit
+        return ends.reversed().map { end in
+            least = max(0, min(least, end))
+            return least
+        }.reversed()
     }
 
     /// Returns for each token whether it has bytes within `range`. A token without bytes gets the value of the previous token.
@@ -70,22 +69,13 @@ package struct DecodedText: Sendable {
         return within
     }
 
-    func hasBound(_ place: Int) -> Bool {
-        var (low, high) = (0, bounds.count)
-        while low < high {
-            let middle = (low + high) / 2
-            if bounds[middle] < place { low = middle + 1 } else { high = middle }
-        }
-        return low < bounds.count && bounds[low] == place
-    }
-
     /// Returns the length of the common prefix of this text from `start` to `end` and another text from `otherStart`. If both texts continue after
     /// the prefix, the prefix is shortened to a token boundary of both.
     func agreed(from start: Int, to end: Int? = nil, with other: DecodedText, from otherStart: Int) -> Int {
         let (mine, others) = (bytes[start..<max(start, end ?? bytes.count)], other.bytes[otherStart...])
         var same = zip(mine, others).prefix { $0 == $1 }.count
         if same == min(mine.count, others.count) { return same }
-        while same > 0, !hasBound(start + same) || !other.hasBound(otherStart + same) { same -= 1 }
+        while same > 0, !bounds.contains(start + same) || !other.bounds.contains(otherStart + same) { same -= 1 }
         return same
     }
 }

@@ -5,30 +5,16 @@ import MeSPFiles
 /// Returns the tokens at which generation stops, without duplicates. They come from `generation_config.json` or `config.json`, the bundle's manifest,
 /// the tokenizer, and the chat template.
 package func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
-    struct Config: Decodable {
-        let tokens: [Int]
+    func tokens(_ key: String, in name: String) -> [Int]? {
+        let value = readJSON(name, in: bundle)?[key]
+        return (value?.array ?? value.map { [$0] })?.compactMap { if case .integer(let id) = $0 { id } else { nil } }
+    }
+    let config = tokens("eos_token_id", in: "generation_config.json") ?? tokens("eos_token_id", in: "config.json")
+    return ((config ?? []) + (tokens("end_tokens", in: "manifest.json") ?? []) + tokenizer.trainedEnds)
+        .reduce(into: []) { if $1 >= 0, !$0.contains($1) { $0.append($1) } }
+}
 
-        init(from decoder: any Decoder) throws {
-            enum Key: CodingKey { case eosTokenId }
-            let container = try decoder.container(keyedBy: Key.self)
-            let several = try? container.decode([Int].self, forKey: .eosTokenId)
-            tokens = try several ?? [container.decode(Int.self, forKey: .eosTokenId)]
-        }
-    }
-    struct Ends: Decodable {
-        let endTokens: [Int]
-    }
-    func read<Contents: Decodable>(_ name: String) -> Contents? {
-        regularFile(bundle.appendingPathComponent(name)).flatMap {
-            try? JSONDecoder.snakeCase.decode(Contents.self, from: $0)
-        }
-    }
-    let config: Config? = read("generation_config.json") ?? read("config.json")
-    let manifest: Ends? = read("manifest.json")
-    var ends = [Int]()
-    for token in (config?.tokens ?? []) + (manifest?.endTokens ?? []) + tokenizer.trainedEnds
-    where token >= 0 && !ends.contains(token) {
-        ends.append(token)
-    }
-    return ends
+/// Returns the fields of a JSON file of a bundle that are not null; nil if it cannot be read.
+func readJSON(_ name: String, in bundle: URL) -> [String: JSONValue]? {
+    regularFile(bundle.appendingPathComponent(name)).flatMap { try? JSONValue(json: $0) }?.fields
 }

@@ -25,6 +25,9 @@ struct MarkedConversation {
         self.texts = texts
     }
 
+    /// Returns the index of the message whose text has the mark; nil if there is no such mark.
+    func message(of number: Int) -> Int? { texts.indices.contains(number) ? texts[number].message : nil }
+
     static func mark(_ number: Int) -> String {
         let digits = String(number)
         return "Mk\(String(repeating: "0", count: max(0, 4 - digits.count)))\(digits)yQ"
@@ -74,7 +77,7 @@ struct MarkedConversation {
             case "\n": result += "\\n"
             case "\r": result += "\\r"
             case "\t": result += "\\t"
-            case _ where isPrinted(scalar): result.unicodeScalars.append(scalar)
+            case _ where scalar.isPrinted: result.unicodeScalars.append(scalar)
             default:
                 let digits = String(scalar.value, radix: 16)
                 let (letter, count) = scalar.value < 0x100 ? ("x", 2) : scalar.value < 0x10000 ? ("u", 4) : ("U", 8)
@@ -83,12 +86,14 @@ struct MarkedConversation {
         }
         return [escaped, escaped.replacingOccurrences(of: "'", with: "\\'")]
     }
+}
 
-    /// Returns whether Python's `repr` leaves a character unescaped.
-    private static func isPrinted(_ scalar: Unicode.Scalar) -> Bool {
-        switch scalar.properties.generalCategory {
+extension Unicode.Scalar {
+    /// Whether Python's `repr` leaves the character unescaped.
+    var isPrinted: Bool {
+        switch properties.generalCategory {
         case .control, .format, .surrogate, .privateUse, .unassigned, .lineSeparator, .paragraphSeparator: false
-        case .spaceSeparator: scalar == " "
+        case .spaceSeparator: self == " "
         default: true
         }
     }
@@ -132,14 +137,15 @@ extension Conversation {
         return parts + [String(rest)]
     }
 
-    /// The strings that are not among the marked texts: tools, names, identifiers, and the JSON text of tool calls' arguments.
+    /// The strings that are not among the marked texts: tools, options, names, identifiers, and the JSON text of tool calls' arguments.
     var besideTexts: [String] {
         let calls = messages.flatMap(\.toolCalls)
-        return tools + messages.compactMap(\.name) + messages.compactMap(\.toolCallID) + calls.map(\.arguments)
+        return tools + [JSONValue.object(options).json] + messages.compactMap(\.name)
+            + messages.compactMap(\.toolCallID) + calls.map(\.arguments)
             + calls.compactMap(\.id)
     }
 
-    /// The values in tool calls that no mark replaces: numbers, Booleans and blank strings. Each comes with a copy of the conversation in which only
+    /// The values in tool calls that no mark replaces: nulls, numbers, Booleans and blank strings. Each comes with a copy of the conversation in which only
     /// this value is changed.
     var otherValues: [(message: Int, value: JSONValue, conversation: Conversation)] {
         get throws {
@@ -157,7 +163,7 @@ extension Conversation {
 }
 
 extension JSONValue {
-    /// The numbers, Booleans and blank strings in the value, which no mark replaces. Each comes with a copy of the whole value in which only this
+    /// The nulls, numbers, Booleans and blank strings in the value, which no mark replaces. Each comes with a copy of the whole value in which only this
     /// part is changed.
     fileprivate var changes: [(value: JSONValue, changed: JSONValue)] {
         switch self {
@@ -176,8 +182,9 @@ extension JSONValue {
         case .bool(let truth): [(self, .bool(!truth))]
         case .integer(let number): [(self, .integer(number == .max ? 0 : number + 1))]
         case .number(let number): [(self, .number(number + 1))]
-        case .string(let text) where TextRecords.isBlank(text): [(self, .string("\(text)MeSP"))]
-        case .string, .null, .deep: []
+        case .null: [(self, .string("MeSP"))]
+        case .string(let text) where text.isBlank: [(self, .string("\(text)MeSP"))]
+        case .string, .deep: []
         }
     }
 }

@@ -1,3 +1,5 @@
+import MeSPSentences
+
 /// A tokenizer. It turns text into token ids and back. Token ids are indices into the model's vocabulary, from 0.
 ///
 /// The library `MeSPTokenizers` has a tokenizer for the files in a bundle, based on swift-transformers. An app with mlx-swift-lm can adapt the
@@ -31,4 +33,28 @@ public protocol TextTokenizer: Sendable {
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
     ) throws -> [Int]
+    /// Encodes a conversation with the model's chat template and variables for it, such as `enable_thinking`.
+    ///
+    /// MeSP calls this function. The default implementation calls ``applyChatTemplate(messages:tools:addsGenerationPrompt:)``, and throws an error if
+    /// there are variables.
+    ///
+    /// - Parameter options: the variables, with values as in `messages`.
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
+    ) throws -> [Int]
+}
+
+extension TextTokenizer {
+    public func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
+    ) throws -> [Int] {
+        guard options.isEmpty else {
+            throw MeSPError(
+                "the tokenizer takes no variables for the chat template, and the model was trained with some; implement applyChatTemplate(messages:tools:addsGenerationPrompt:options:)."
+            )
+        }
+        return try applyChatTemplate(messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt)
+    }
 }

@@ -48,7 +48,7 @@ import Testing
         #expect(preview.spoken.first == "Not in the loss: <|im_start|>")
         #expect(
             preview.notices == [
-                "Records that ask not to be trained are left out: 1.", "Keys of records that are not read: source.",
+                "Records that ask not to be trained are left out: 1.", "Columns that were not read: source.",
             ])
 
         // After a change of `answersOnly`, the preview is read again. All tokens except the first are then in the loss.
@@ -132,7 +132,7 @@ import Testing
         #expect(
             model.textNotices.map(\.english) == [
                 "The chat template writes no token after an answer, so the token that ends a text is added there.",
-                "Keys of records that are not read: source.",
+                "Columns that were not read: source.",
             ])
     }
 }

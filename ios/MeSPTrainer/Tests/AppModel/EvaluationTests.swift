@@ -130,9 +130,11 @@ import Testing
         evaluation.start(Data(line.utf8), bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
         while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
         #expect(
-            evaluation.problem?.english == "Record 1: the chat template leaves out the message of tool; take it out.")
+            evaluation.problem?.english
+                == "Record 1: the chat template leaves out the content of message 1, of the role tool (\"x\"): write it as a user's message."
+        )
         try await measure(#"{"text": "The quick", "source": "web"}"#)
-        #expect(evaluation.notice == "Keys of records that are not read: source." && evaluation.score != nil)
+        #expect(evaluation.notice == "Columns that were not read: source." && evaluation.score != nil)
     }
 
     @Test func differencesArePairedAndTheSameAgain() {

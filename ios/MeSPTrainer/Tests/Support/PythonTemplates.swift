@@ -11,13 +11,21 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     static let python = ProcessInfo.processInfo.environment["MESP_PYTHON"]
 
     struct Case: Decodable {
+        struct Answer: Decodable, Equatable {
+            let ids: [Int]
+            let counted: [Bool]
+        }
+
         let template: String
         let record: String
         let lossOn: String
         /// The exporter's reason to refuse the record; nil if the exporter accepts the record.
         let refused: String?
-        let ids: [Int]?
-        let counted: [Bool]?
+        /// The columns and keys that nothing reads, of a refused record.
+        let unread: [String]?
+        /// What the record is, such as "a conversation".
+        let kind: String?
+        let answers: [Answer]?
         let begin: Int?
         let end: Int?
         let special: Set<Int>
@@ -60,7 +68,7 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
 
     private func ask(_ question: [String: Any]) throws -> Data {
         try lock.withLock {
-            try input.fileHandleForWriting.write(contentsOf: Data("\(try Self.json(question).json)\n".utf8))
+            try input.fileHandleForWriting.write(contentsOf: Data("\(try JSONValue(template: question).json)\n".utf8))
             while true {
                 if let end = rest.firstIndex(of: UInt8(ascii: "\n")) {
                     defer { rest = Data(rest[(end + 1)...]) }
@@ -69,23 +77,6 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
                 let more = output.fileHandleForReading.availableData
                 guard !more.isEmpty else { throw MeSPError("Python has ended.") }
                 rest += more
-            }
-        }
-    }
-
-    private static func json(_ value: Any) throws -> JSONValue {
-        switch value {
-        case let text as String: .string(text)
-        case let truth as Bool: .bool(truth)
-        case let number as Int: .integer(number)
-        case let number as Double: .number(number)
-        case let values as [Any]: .array(try values.map(json))
-        case let fields as [String: Any]: .object(try fields.mapValues(json))
-        default:
-            if Mirror(reflecting: value).displayStyle == .optional {
-                .null
-            } else {
-                throw MeSPError("A template gets a value that JSON has not.")
             }
         }
     }
@@ -132,10 +123,37 @@ final class PythonTemplates: TextTokenizer, @unchecked Sendable {
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
     ) throws -> [Int] {
+        try applyChatTemplate(
+            messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt, options: [:])
+    }
+
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
+        options: [String: any Sendable]
+    ) throws -> [Int] {
         var question: [String: Any] = [
-            "do": "apply", "messages": messages, "addsGenerationPrompt": addsGenerationPrompt,
+            "do": "apply", "messages": messages, "addsGenerationPrompt": addsGenerationPrompt, "options": options,
         ]
         question["tools"] = tools
         return try value(question)
+    }
+}
+
+extension JSONValue {
+    /// Returns a value that a chat template gets.
+    init(template value: Any) throws {
+        switch value {
+        case let text as String: self = .string(text)
+        case let truth as Bool: self = .bool(truth)
+        case let number as Int: self = .integer(number)
+        case let number as Double: self = .number(number)
+        case let values as [Any]: self = .array(try values.map(JSONValue.init(template:)))
+        case let fields as [String: Any]: self = .object(try fields.mapValues(JSONValue.init(template:)))
+        default:
+            guard Mirror(reflecting: value).displayStyle == .optional else {
+                throw MeSPError("A template gets a value that JSON has not.")
+            }
+            self = .null
+        }
     }
 }

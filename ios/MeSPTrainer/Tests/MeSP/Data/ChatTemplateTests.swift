@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 import MeSPSentences
 import Testing
 
@@ -6,67 +7,119 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPCore
 
-/// Compares the tokens of conversations, many of them with tools, with those of the exporter. Python renders the chat templates for both.
+/// Compares the tokens of records with those of the exporter, or the reasons to refuse them. Python renders the chat templates for both.
 @Suite(.enabled(if: PythonTemplates.python != nil, "it takes MESP_PYTHON, which make sets")) struct ChatTemplateTests {
-    private struct Found: Equatable {
-        var ids: [Int]
-        var counted: [Bool]
+    private static let preference = "a preference, which the app does not train of files"
+    private typealias Answer = PythonTemplates.Case.Answer
 
-        /// The first token is never in the loss, so its flag is set to false.
-        init(_ ids: [Int], _ counted: [Bool]) { (self.ids, self.counted) = (ids, [false] + counted.dropFirst()) }
-    }
+    private let folder = temporaryFolder()
+    private var file: URL { folder.appendingPathComponent("a.jsonl") }
 
-    private func first(
-        _ source: TextData.Source, _ tokenizer: any TextTokenizer, answersOnly: Bool
-    ) -> Result<Found, MeSPError> {
+    private func read(_ source: TextData.Source, _ python: PythonTemplates, _ each: PythonTemplates.Case) -> Result<
+        [Answer], MeSPError
+    > {
         do {
-            let data = TextData(tokenizer: tokenizer, length: 1 << 14, answersOnly: answersOnly)
-            let example = try data.first(of: source).example
-            var counted = [Bool](repeating: false, count: example.tokens.count)
-            for index in example.counted { counted[index + 1] = true }
-            return .success(Found(example.tokens.map { Int($0) }, counted))
+            let data = TextData(
+                tokenizer: python, length: each.kind == "a text" ? 1 : 1 << 14, answersOnly: each.lossOn == "answers")
+            guard each.kind == "a text" || each.kind == "a pair of answers" else {
+                let example = try data.first(of: source).example
+                return .success([answer(example.tokens.map { Int($0) }, example.counted)])
+            }
+            let target = folder.appendingPathComponent("tokens")
+            try data.write(source, to: target)
+            let ids = try ["train", "valid"].map { split in
+                try Data(contentsOf: target.appendingPathComponent("\(split).bin")).withUnsafeBytes { bytes in
+                    (0..<bytes.count / 4).map { Int(bytes.loadUnaligned(fromByteOffset: $0 * 4, as: UInt32.self)) }
+                }
+            }
+            guard each.kind == "a pair of answers" else { return .success([answer(ids[0] + ids[1], nil)]) }
+            // The training data and the held-out data are the same pair.
+            let mask = try Data(contentsOf: target.appendingPathComponent("train.mask.bin")).map { $0 == 1 }
+            let bounds = try Data(contentsOf: target.appendingPathComponent("train.examples.bin")).withUnsafeBytes {
+                $0.loadUnaligned(fromByteOffset: 8, as: UInt32.self)
+            }
+            let border = Int(bounds)
+            let marked = mask.indices.filter { mask[$0] }
+            return .success([
+                answer(Array(ids[0][..<border]), marked.filter { $0 < border }.map { $0 - 1 }),
+                answer(Array(ids[0][border...]), marked.filter { $0 >= border }.map { $0 - border - 1 }),
+            ])
         } catch {
             return .failure(error as? MeSPError ?? MeSPError("\(error.plainSentence)"))
         }
     }
 
+    /// - Parameter counted: the positions before the tokens in the loss; nil if all tokens are in the loss.
+    private func answer(_ ids: [Int], _ counted: [Int]?) -> Answer {
+        guard let counted else { return Answer(ids: ids, counted: ids.map { _ in true }) }
+        let those = Set(counted.map { $0 + 1 })
+        return Answer(ids: ids, counted: ids.indices.map { $0 > 0 && those.contains($0) })
+    }
+
+    /// The source of a case: a file, or a choice for a pair of answers.
+    private func source(_ each: PythonTemplates.Case) throws -> TextData.Source {
+        try Data("\(each.record)\n".utf8).write(to: file)
+        guard each.kind == "a pair of answers" else { return .file(file) }
+        var fields = try JSONValue(json: each.record.utf8).fields ?? [:]
+        fields["id"] = .string(UUID().uuidString)
+        fields["date"] = .number(0)
+        let choice = try JSONDecoder().decode(Choice.self, from: Data(JSONValue.object(fields).json.utf8))
+        return .choices([choice, choice])
+    }
+
     @Test func tokensAndLossAreThoseOfTheExporter() throws {
-        let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         defer { try? FileManager.default.removeItem(at: folder) }
-        let file = folder.appendingPathComponent("a.jsonl")
         let python = try PythonTemplates()
         // The number of records by outcome.
         var counts = [String: Int]()
         var withCalls = 0
         while let each = try python.next() {
-            try Data("\(each.record)\n".utf8).write(to: file)
-            let found = first(.file(file), python, answersOnly: each.lossOn == "answers")
-            let expected = each.ids.map { Found($0, each.counted ?? []) }
+            let comment = Comment(rawValue: "\(each.template): \(each.record)")
             let outcome: String
-            switch (found, expected) {
+            switch (read(try source(each), python, each), each.answers) {
             case (.success(let found), let expected?):
+                // The first token is never in the loss. All tokens of a text are.
+                let expected = expected.map {
+                    Answer(ids: $0.ids, counted: [each.kind == "a text"] + $0.counted.dropFirst())
+                }
                 outcome = found == expected ? "equal" : "differ"
                 if each.record.contains("tool_calls") { withCalls += 1 }
-                #expect(found.ids == expected.ids, "\(each.template): \(each.record)")
-                #expect(found.counted == expected.counted, "\(each.template): \(each.record)")
+                #expect(found.map(\.ids) == expected.map(\.ids), comment)
+                #expect(found.map(\.counted) == expected.map(\.counted), comment)
+                guard each.kind == "a conversation" else { break }
                 // Conversations that were encoded and decoded as JSON give the same tokens.
                 let typed = try Conversation.read(contentsOf: file)
                 let reread = try JSONDecoder().decode([Conversation].self, from: JSONEncoder().encode(typed))
-                let same = first(.conversations(reread), python, answersOnly: each.lossOn == "answers")
-                #expect(try same.get() == found, "\(each.template): \(each.record)")
-            case (.failure, nil): outcome = "refused"
+                #expect(try read(.conversations(reread), python, each).get() == found, comment)
+            case (.failure(let error), nil):
+                outcome = each.unread?.isEmpty == false ? "unread" : "refused"
+                let said = error.sentence.english
+                if said.contains(Self.preference) { break }
+                let names = said.split(separator: "\"").enumerated().filter { $0.offset % 2 == 1 }
+                let unread = said.contains("which nothing reads") ? Set(names.map { String($0.element) }) : []
+                if each.refused?.contains("which nothing reads") == true {
+                    #expect(unread == Set(each.unread ?? []), "\(said): \(comment)")
+                }
             case (.failure(let error), let expected?):
-                let isKnown = !expected.counted.contains(true) || each.record.contains("reasoning_content")
+                let said = error.sentence.english
+                let isKnown =
+                    !expected.contains { $0.counted.contains(true) } || each.record.contains("reasoning_content")
+                    || said.contains(Self.preference)
                 outcome = isKnown ? "not read" : "refused here"
-                #expect(isKnown, "\(each.template): \(error.sentence.english): \(each.record)")
+                #expect(isKnown, "\(said): \(comment)")
+            case (.success, nil) where each.refused?.contains("which the chat template does not read") == true:
+                // The app cannot see the template. It takes only the variables of the bundle, which the exporter has checked.
+                outcome = "taken with a variable"
             case (.success, nil):
                 outcome = "taken here"
-                Issue.record("\(each.template): \(each.refused ?? ""): \(each.record)")
+                Issue.record("\(each.refused ?? ""): \(comment)")
             }
-            counts[outcome, default: 0] += 1
+            counts["\(each.kind ?? "") \(outcome)", default: 0] += 1
         }
-        print("Conversations, \(withCalls) of those taken with tool calls: \(counts)")
-        #expect(counts["equal", default: 0] > 200 && counts["refused", default: 0] > 50 && withCalls > 50)
+        print("Records, \(withCalls) of those taken with tool calls: \(counts.sorted { $0.key < $1.key })")
+        #expect(
+            counts["a conversation equal", default: 0] > 300 && counts[" unread", default: 0] > 50 && withCalls > 50)
+        #expect(counts["a text equal", default: 0] > 5 && counts["a pair of answers equal", default: 0] > 5)
     }
 }

@@ -153,7 +153,9 @@ import Testing
                 opens)
         }
         let record = try messages(("user", "a"), ("assistant", "<think>hm</think>b"))
-        #expect(refusal(record, tokenizer).contains("leaves out the thoughts of message 2"))
+        #expect(
+            refusal(record, tokenizer).contains("leaves out the reasoning of message 2, of the role assistant (\"hm\")")
+        )
     }
 
     /// The template writes an answer differently if it is the last message. Then the prompt of a second answer is not the beginning of the
@@ -203,10 +205,10 @@ import Testing
         let passes = TemplateTokenizer(template: TemplateTokenizer.passesOver)
         #expect(
             refusal(record, passes)
-                == "Line 1 of a.jsonl: the chat template leaves out the message of developer; take it out. In all, 2 records are refused."
+                == "Line 1 of a.jsonl: the chat template leaves out the content of message 1, of the role developer (\"Be brief.\"): write it as a system message or at the beginning of the user's. In all, 2 records are refused."
         )
         let all = message { _ = try trained(record: record, passes, answersOnly: false) }
-        #expect(all.contains("leaves out the message of developer"))
+        #expect(all.contains("leaves out the content of message 1, of the role developer"))
         let capitals = TemplateTokenizer(template: TemplateTokenizer.inCapitals)
         #expect(refusal(record, capitals).contains("Line 1 of a.jsonl: the chat template"))
     }
@@ -251,7 +253,7 @@ import Testing
         let passes = TextData(tokenizer: TemplateTokenizer(template: TemplateTokenizer.passesOver), length: 64)
         #expect(
             message { try passes.write(.choices(lost), to: target) }.hasPrefix(
-                "Choice 1: the chat template leaves out the message of system"))
+                "Choice 1: the chat template leaves out the content of message 1, of the role system"))
     }
 
     // MARK: - Tools
@@ -260,17 +262,19 @@ import Testing
         let call = #"{"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {"zone": "UTC"}}]}"#
         #expect(
             refusal(#"{"messages": [\#(asked), \#(call)]}"#).hasPrefix(
-                "Line 1 of a.jsonl: the chat template leaves out the tool call of message 2 (clock)"))
+                "Line 1 of a.jsonl: the chat template leaves out the tool call of message 2, of the role assistant (\"clock\")"
+            ))
         let tools = #"[{"type": "function", "function": {"name": "clock"}}]"#
         let answer = #"{"role": "assistant", "content": "Noon."}"#
         #expect(
             refusal(#"{"messages": [\#(asked), \#(answer)], "tools": \#(tools)}"#).hasPrefix(
-                "Line 1 of a.jsonl: the chat template leaves out the tools, such as clock"))
+                "Line 1 of a.jsonl: the chat template leaves out the tools, such as \"clock\""))
         let typed = Conversation([.user("a"), .assistant("", toolCalls: [Conversation.ToolCall(name: "clock")])])
         let data = TextData(tokenizer: chatML, length: 64)
         #expect(
             message { _ = try data.first(of: .conversations([typed])) }.hasPrefix(
-                "Conversation 1: the chat template leaves out the tool call of message 2 (clock)"))
+                "Conversation 1: the chat template leaves out the tool call of message 2, of the role assistant (\"clock\")"
+            ))
         let broken = Conversation([.user("a"), .assistant("b")], tools: ["{"])
         #expect(
             message { _ = try data.first(of: .conversations([broken])) }
@@ -300,7 +304,8 @@ import Testing
         #expect(
             message { _ = try Conversation.read(contentsOf: file) }.hasPrefix("a.jsonl has texts, and no conversations")
         )
-        #expect(message { try data.write(.conversations([]), to: target) }.hasPrefix("The data has 0 usable records"))
+        #expect(
+            message { try data.write(.conversations([]), to: target) }.hasPrefix("The data has 0 usable records of 0"))
     }
 
     // MARK: - Without a template
@@ -365,7 +370,7 @@ import Testing
     }
 
     @Test(arguments: [
-        (#"[{"role": "user", "text": "a"}]"#, "a message has no \"content\" but \"text\""),
+        (#"[{"role": "user", "text": "a"}]"#, "a message has no \"content\" but \"role\", \"text\"; write its text"),
         (#"[{"from": "human", "value": "a"}]"#, "a message has no \"role\" but \"from\", \"value\""),
         (#"[{"role": "model", "content": "a"}]"#, "the role model is not known; write assistant"),
         (#"[{"role": "human", "content": "a"}]"#, "the role human is not known; write user"),
@@ -373,8 +378,8 @@ import Testing
         (#"[{"role": "narrator", "content": "a"}]"#, "the role narrator is not known; write system, user"),
         (#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]"#, "an answer is empty"),
         (#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]"#, "an answer is empty"),
-        (#"[{"role": "user", "content": null}]"#, "a message of user has no \"content\""),
-        (#"[{"role": "user", "content": "a", "reasoning": "b"}]"#, "a message has \"reasoning\""),
+        (#"[{"role": "user", "content": null}]"#, "a message has no \"content\" but \"role\""),
+        (#"[{"role": "user", "content": "a", "reasoning": "b"}]"#, "it has \"reasoning\", which nothing reads"),
         (#"[{"role": "assistant", "content": "", "tool_calls": [{}]}]"#, "a tool call has no \"name\""),
         (#"[{"role": "assistant", "tool_calls": 1}]"#, "\"tool_calls\" is not a list"),
         (
@@ -387,7 +392,7 @@ import Testing
         ),
         (
             #"[{"role": "assistant", "tool_calls": [{"function": {"name": "x"}, "name": "y"}]}]"#,
-            "a tool call has \"name\", which is not read"
+            "it has \"name\", which nothing reads"
         ),
         (
             #"[{"role": "assistant", "content": "a", "function_call": {"name": "x"}}]"#,
@@ -408,7 +413,7 @@ import Testing
         (#"{"prompt": "a", "completion": "b", "tools": [1]}"#, "a tool is not a JSON object"),
         (#"{"prompt": "a", "completion": "b", "tools": "x"}"#, "\"tools\" is not a list"),
         (#"{"prompt": "a", "completion": "b", "tools": [{"function": {}}]}"#, "a tool has no \"name\""),
-        (#"{"prompt": "a", "completion": "b", "system": "c"}"#, "it has \"system\", which cannot be used"),
+        (#"{"prompt": "a", "completion": "b", "system": "c"}"#, "it has \"system\", which nothing reads"),
         (#"{"prompt": "a", "completion": "b", "completion": "c"}"#, "it is not a JSON object"),
         (#"{"prompt": "a", "completion": " "}"#, "an answer is empty"),
         (#"{"conversations": []}"#, "it has \"conversations\" and no text"),
@@ -420,14 +425,14 @@ import Testing
     @Test func nullIsNothingAndOtherKeysAreSaid() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let answer =
-            #"{"role": "assistant", "content": "b", "id": "1", "name": "x", "tool_calls": null, "refusal": null}"#
+            #"{"role": "assistant", "content": "b", "id": "1", "tool_calls": null, "refusal": null}"#
         let record =
             #"{"messages": [\#(asked), \#(answer)], "tools": null, "source": "web", "id": 3, "text": null, "meta": {}}"#
         #expect(try trained(record: record, chatML).spans == ["b<|im_end|>\n"])
         let notices = try TextData(tokenizer: chatML, length: 64).first(
             of: .file(folder.appendingPathComponent("a.jsonl"))
         ).notices
-        #expect(notices.sentences.map(\.english) == ["Keys of records that are not read: id, source."])
+        #expect(notices.sentences.map(\.english) == ["Columns that were not read: id, source."])
     }
 
     @Test func promptsAndCompletionsMayBeMessages() throws {

@@ -65,7 +65,7 @@ import Testing
 
     @Test func aLongTextIsCutAsByTheCommand() throws {
         let expected = try CommandIDs()
-        let pieces = TextData.pieces(String(repeating: expected.paragraph, count: 1000))
+        let pieces = TextRecord.pieces(String(repeating: expected.paragraph, count: 1000))
         #expect(pieces.count > 2 && pieces.map(\.unicodeScalars.count) == expected.pieces)
     }
 
@@ -121,11 +121,6 @@ import Testing
             "a.jsonl", "{\"text\": \"x\"}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
             "Line 2 of a.jsonl: it is another kind of record"
         ),
-        (
-            "a.jsonl",
-            "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
-            "Line 2 of a.jsonl: it is another kind of record"
-        ),
         ("a.jsonl", "{", "Line 1 of a.jsonl: it is not a JSON object"),
         ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 0 usable records"),
     ]) func saysWhatIsWrong(_ name: String, _ text: String, _ expected: String) throws {
@@ -143,7 +138,8 @@ import Testing
         try record.write(to: file, atomically: true, encoding: .utf8)
         let data = TextData(tokenizer: ByteTokenizer(hasChatTemplate: false), length: 16)
         let found = message { try data.write(.file(file), to: target) }
-        #expect(found.hasPrefix("The model has no chat template, which the messages of a.jsonl need"))
+        #expect(
+            found.hasPrefix("Line 1 of a.jsonl: the model's tokenizer has no chat template, which its messages need"))
     }
 
     @Test func endsWhenProgressThrows() throws {

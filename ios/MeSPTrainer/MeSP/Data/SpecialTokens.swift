@@ -36,14 +36,10 @@ package struct PlainEncoder {
 
     /// Returns the token ids of a conversation in the chat template.
     ///
-    /// - Parameter argumentsAreText: whether the template takes the arguments of tool calls as JSON text.
     /// - Throws: `MeSPError`, for example if a special token in a text cannot be encoded as plain text; also the tokenizer's errors.
-    package mutating func encode(
-        _ conversation: Conversation, argumentsAreText: Bool = false, addsGenerationPrompt: Bool
-    ) throws -> [Int] {
+    package mutating func encode(_ conversation: Conversation, addsGenerationPrompt: Bool) throws -> [Int] {
         func ids(_ conversation: Conversation) throws -> [Int] {
-            try conversation.applied(
-                to: tokenizer, argumentsAreText: argumentsAreText, addsGenerationPrompt: addsGenerationPrompt)
+            try conversation.applied(to: tokenizer, addsGenerationPrompt: addsGenerationPrompt)
         }
         let whole = try ids(conversation)
         let known = Set(specialTexts(of: whole))

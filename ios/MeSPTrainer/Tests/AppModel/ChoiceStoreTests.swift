@@ -2,6 +2,7 @@ import Foundation
 import Testing
 
 @testable import MeSP
+@testable import MeSPAppModel
 
 @Suite(.serialized) @MainActor final class ChoiceStoreTests {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
@@ -58,6 +59,6 @@ import Testing
         let choices = try [choice("a", "b"), Choice(prompt: long, chosen: "a", rejected: "b")]
         let data = TextData(tokenizer: ByteTokenizer(), length: 32)
         let said = message { try data.write(.choices(choices), to: folder.appendingPathComponent("tokens")) }
-        #expect(said.hasPrefix("Of 2 choices 1 fit sequences of 32 tokens, too few"))
+        #expect(said.hasPrefix("The data has 1 usable records of 2, too few"))
     }
 }

@@ -1,0 +1,41 @@
+"""The options for how prompts are encoded, which mesp generate and mesp evaluate share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from mesp.data.source_files import read_value
+
+
+def read_json(_: click.Context, option: click.Parameter, value: str | None) -> Any:
+    return None if value is None else read_value(option.opts[0], value)
+
+
+def prompt_options(chat_default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns a decorator that adds the options. `chat_default` describes --chat's default."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option(
+                "--chat-template-kwargs", metavar="JSON", callback=read_json,
+                show_default="as the bundle's data",
+                help="Options of the chat template, as in '{\"enable_thinking\": false}'.",
+            ),
+            click.option(
+                "--split-special-tokens/--no-split-special-tokens", default=None,
+                show_default="as the bundle's data",
+                help="Encode special tokens in texts, such as <|im_end|>, as ordinary text; the "
+                "chat template's stay.",
+            ),
+            click.option(
+                "--chat/--no-chat", default=None, show_default=chat_default,
+                help="Put prompts into the chat template.",
+            ),
+        ):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add

@@ -1,0 +1,96 @@
+"""The columns of a record: those that a kind reads, and those that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from typing import Any
+
+from mesp.errors import MespError
+
+OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
+# The keys of a record that --columns can name columns for.
+KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
+# Names of columns and keys, in lower case and with _ for -, that no public data set uses for what a
+# model reads or writes.
+NEVER_CONTENT = (*(files("mesp.data") / "never_content.txt").read_text("utf-8").split(),)
+
+
+def is_empty(value: Any) -> bool:
+    """Returns whether a value says nothing: null, or an empty text, list or object."""
+    return value is None or (isinstance(value, str | list | dict) and not value)
+
+
+def refuse_unread(places: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Raises MespError if a record has columns or keys that nothing reads and that may be content.
+
+    `places` has each record's place, and the names. The message has the names of all records.
+    """
+    found: dict[str, list[str]] = {}
+    for where, unread in places:
+        if names := [n for n in unread if n.lower().replace("-", "_") not in NEVER_CONTENT]:
+            found.setdefault(where, []).extend(names)
+    if not found:
+        return
+    where, first = next(iter(found.items()))
+    names = [*dict.fromkeys(name for each in found.values() for name in each)]
+    quoted = [f'"{name}"' for name in names]
+    said = " and ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted)
+    have = f"{where} has" if {*first} == {*names} else f"{where} and records after it have"
+    text, them = ("its text", "it") if len(names) == 1 else ("their text", "them")
+    raise MespError(
+        f"{have} {said}, which nothing reads: write {text} into what is read, or leave {them} out "
+        f"with --ignore {','.join(names)}."
+    )
+
+
+class Fields:
+    """A record's columns, under the keys that --columns gives them. A kind takes what it reads.
+
+    Null counts as absent. `unread` collects the names of the message's keys that nothing reads.
+    Raises MespError if one of `columns` is not there.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        record: Mapping[str, Any],
+        columns: Mapping[str, str] | None = None,
+        ignored: tuple[str, ...] = (),
+    ) -> None:
+        columns = columns or {}
+        for column in columns.values():
+            if column not in record:
+                raise MespError(
+                    f"{where} has no column {column}, which --columns names; it has "
+                    f"{', '.join(record) or 'none'}."
+                )
+        renamed = {key: record[column] for key, column in columns.items()}
+        moved = {*columns.values()} - {*columns}
+        self.where, self.ignored = where, ignored
+        self.values = {
+            key: value
+            for key, value in {**record, **renamed}.items()
+            if key not in ignored and key not in moved
+        }
+        self.names = [*self.values]
+        self.unread: list[str] = []
+
+    def has(self, *keys: str) -> bool:
+        """Returns whether each of the columns has a value."""
+        return all(self.values.get(key) is not None for key in keys)
+
+    def take(self, key: str) -> Any:
+        """Returns and removes a column's value, or None."""
+        return self.values.pop(key, None)
+
+    def take_text(self, key: str) -> str:
+        """Returns and removes a column's text. Raises MespError if it is not a string."""
+        value = self.take(key)
+        if not isinstance(value, str):
+            raise MespError(f'{self.where} has a "{key}" that is not a string: write it as one.')
+        return value
+
+    def left(self) -> tuple[str, ...]:
+        """Returns the names of what has a value and was not taken."""
+        return (*(key for key, value in self.values.items() if not is_empty(value)), *self.unread)

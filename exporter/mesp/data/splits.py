@@ -1,0 +1,217 @@
+"""Makes splits for training from token ids: one stream, separate examples, or labelled answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mesp.data.loss_mask import Encoded
+from mesp.data.records import BAD, GOOD, REJECTED
+from mesp.errors import MespError
+
+HELD_OUT = 0.1  # the default fraction
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tokenized split: `tokens` uint32 [N] and, unless the split is a stream, `examples` uint32
+    [M, 2].
+
+    An example is (start, length): the tokens [start, start + length).
+
+    `mask` uint8 [N] is 1 if the prediction of a token is in the loss, else 0. Without a mask, all
+    predictions are in the loss. No token predicts the first token of an example, whatever its mask.
+    At least one later token of each example is in the loss.
+
+    `labels` uint8 [M] are people's labels of the examples, or None. `begin` replaces the first
+    token of each window, unless it is None. With `pack`, short examples share a sequence in
+    training, but do not see each other's tokens. `ends` are the tokens at which generation stops,
+    ascending. `encoding` has the options that changed the encoding of texts. `too_long` counts
+    records that were cut or split, `left_out` records without a token to predict, and `no_room`
+    records whose tokens in the loss come after the longest sequence.
+    """
+
+    tokens: np.ndarray
+    examples: np.ndarray | None = None
+    mask: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    ends: tuple[int, ...] = ()
+    begin: int | None = None
+    pack: bool = False
+    too_long: int = 0
+    left_out: int = 0
+    no_room: int = 0
+    encoding: Mapping[str, Any] = field(default_factory=dict)
+
+
+def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
+    """Returns one stream of all texts. `begin` is as in `Split`."""
+    parts = list(encoded)
+    tokens, _ = _joined(parts)
+    return Split(tokens, begin=begin, left_out=sum(not part.ids for part in parts))
+
+
+def as_examples(
+    data: str, split: str, encoded: Sequence[Encoded], seq_len: int, long: str, pack: bool = False
+) -> Split:
+    """Returns examples of at most `seq_len` + 1 tokens. `pack` is as in `Split`.
+
+    A longer example is cut, or split into pieces. A piece begins with the last token of the piece
+    before it, so each token in the loss is predicted once. Examples without a token in the loss are
+    left out. Raises MespError if no example is left.
+    """
+    longest = seq_len + 1
+    parts, examples = [], []
+    start = too_long = left_out = no_room = 0
+    for each in encoded:
+        ids, mask = each.ids, each.mask
+        stop = min(len(ids), longest) if long == "cut" else len(ids)
+        pieces = [
+            (start + at, min(stop - at, longest))
+            for at in range(0, stop - 1, seq_len)
+            if mask[at + 1 : min(stop, at + longest)].any()
+        ]
+        if not pieces:
+            is_late = bool(mask[1:].any())
+            no_room, left_out = no_room + is_late, left_out + (not is_late)
+            continue
+        too_long += len(ids) > longest
+        examples += pieces
+        parts.append(replace(each, ids=ids[:stop], mask=mask[:stop]))
+        start += stop
+    if not examples:
+        raise MespError(
+            f"The {split} data of {data} has no example with something to predict in its first "
+            f"{longest} tokens; give it others or export with a larger --seq-len."
+        )
+    tokens, mask = _joined(parts)
+    return Split(
+        tokens,
+        np.array(examples, np.uint32),
+        mask,
+        pack=pack,
+        too_long=too_long,
+        left_out=left_out,
+        no_room=no_room,
+    )
+
+
+def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], or None if the mask
+    is all ones.
+    """
+    tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
+    mask = np.concatenate([part.mask for part in parts])
+    return tokens, None if mask.all() else mask.astype(np.uint8)
+
+
+def as_answers(data: str, encoded: Sequence[Encoded], seq_len: int) -> Split:
+    """Returns one example for each answer of preference data: prompt and answer, cut to `seq_len` +
+    1 tokens. A pair's chosen answer comes right before its rejected answer.
+
+    Raises MespError if an answer has no token, if a prompt leaves no room for an answer, or if the
+    answers of a pair are equal.
+    """
+    longest = seq_len + 1
+    parts: list[Encoded] = []
+    for each in encoded:
+        context = int(np.argmax(each.mask)) if each.mask.any() else len(each.ids)
+        if context >= len(each.ids):
+            raise MespError(f"{each.where} has an answer without a token: leave it out.")
+        if context >= longest:
+            raise MespError(
+                f"{each.where} has a prompt of {context} tokens, which leaves no room for an "
+                f"answer in {longest}: shorten it, or export with a larger --seq-len."
+            )
+        if each.label == REJECTED and parts[-1].ids == each.ids[:longest]:
+            raise MespError(
+                f"{each.where} has a chosen and a rejected answer of the same tokens, as far as "
+                f"sequences of {longest} hold: leave it out."
+            )
+        parts.append(replace(each, ids=each.ids[:longest], mask=each.mask[:longest]))
+    lengths = np.array([len(each.ids) for each in parts], np.uint32)
+    tokens, mask = _joined(parts)
+    return Split(
+        tokens,
+        np.stack([np.cumsum(lengths, dtype=np.uint32) - lengths, lengths], axis=1),
+        np.ones(len(tokens), np.uint8) if mask is None else mask,
+        np.array([each.label for each in parts], np.uint8),
+        too_long=sum(len(each.ids) > longest for each in encoded),
+    )
+
+
+def check_labels(data: str, splits: Mapping[str, Split]) -> None:
+    """Raises MespError if all single answers in the train split have the same label."""
+    labels = {
+        name: {*split.labels.tolist()} for name, split in splits.items() if split.labels is not None
+    }
+    train = labels.get("train", set())
+    if train not in ({GOOD}, {BAD}):
+        return
+    kinds = ("good", "bad") if train == {GOOD} else ("bad", "good")
+    if {GOOD, BAD} <= set().union(*labels.values()):
+        raise MespError(
+            f"The train data of {data} has {kinds[0]} answers alone, because its {kinds[1]} ones "
+            "are held out: mix them, or hold out none with --hold-out 0."
+        )
+    raise MespError(
+        f"All labels of {data} are alike: there must be good answers and bad ones to learn from."
+    )
+
+
+# Holding out a part of data that has no valid split
+
+
+def held_out_of(count: int, fraction: float, least: int = 1) -> int:
+    """Returns how many of `count` records or tokens are held out: `fraction` of them, at least
+    `least`. Returns 0 if `fraction` is 0.
+
+    Raises MespError unless 0 ≤ `fraction` < 1.
+    """
+    if not 0 <= fraction < 1:
+        raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
+    return max(int(count * fraction), least) if fraction else 0
+
+
+def hold_out_records(data: str, records: dict[str, list[Any]], fraction: float) -> None:
+    """Moves the last `fraction` of the records to ``valid``, unless there is a valid split or
+    `fraction` is 0. Raises MespError if there are too few records.
+    """
+    if "valid" in records:
+        return
+    train = records["train"]
+    held_out = held_out_of(len(train), fraction)
+    if len(train) <= held_out:
+        raise MespError(
+            f"{data} has one record, too few to train on and hold out one; give it more, or hold "
+            "out none with --hold-out 0."
+        )
+    if held_out:
+        records["train"], records["valid"] = train[:-held_out], train[-held_out:]
+
+
+def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
+    """Moves the last `fraction` of the stream to ``valid``, unless there is a valid split or
+    `fraction` is 0. Raises MespError if a stream is too short.
+    """
+    train = splits["train"] if "valid" not in splits else None
+    held_out = held_out_of(len(train.tokens), fraction, seq_len + 1) if train else 0
+    if train and held_out:
+        if len(train.tokens) < held_out + seq_len + 1:
+            raise MespError(
+                f"{data} has {len(train.tokens):,} tokens, too few to train on and hold out one "
+                f"sequence of {seq_len} each; give it more text, export with a smaller --seq-len, "
+                "or hold out none with --hold-out 0."
+            )
+        splits["valid"] = Split(train.tokens[-held_out:], begin=train.begin)
+        splits["train"] = replace(train, tokens=train.tokens[:-held_out])
+    for split, each in splits.items():
+        if len(each.tokens) < seq_len + 1:
+            raise MespError(
+                f"The {split} data of {data} has {len(each.tokens):,} tokens, less than one "
+                f"sequence of {seq_len} and the token after; give it more text or export with a "
+                "smaller --seq-len."
+            )

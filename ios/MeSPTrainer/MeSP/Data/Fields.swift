@@ -1,0 +1,131 @@
+import MeSPBundle
+import MeSPFiles
+import MeSPSentences
+
+/// The columns of a record. A kind of record takes what it reads, and what is left is refused by name.
+package struct Fields: Sendable {
+    /// The columns that were not taken yet.
+    private(set) var values: [String: JSONValue]
+    /// The keys of messages, of their parts and of tool calls that nothing reads.
+    private var unread = Set<String>()
+
+    package init(_ values: [String: JSONValue]) { self.values = values }
+
+    /// Returns whether each of the columns has a value.
+    func has(_ keys: [String]) -> Bool { keys.allSatisfy { values[$0].map { $0 != .null } ?? false } }
+
+    /// Returns and removes the value of a column; nil if the column is absent or null.
+    package mutating func take(_ key: String) -> JSONValue? {
+        values.removeValue(forKey: key).flatMap { $0 == .null ? nil : $0 }
+    }
+
+    /// Returns and removes the text of a column.
+    ///
+    /// - Throws: `MeSPError` if the value is not a text.
+    package mutating func takeText(_ key: String) throws -> String {
+        guard let text = take(key)?.string else { throw MeSPError("\"\(key)\" is not a text; make it one.") }
+        return text
+    }
+
+    /// Notes the keys of an object within the record that have a value and are not `known`.
+    mutating func leave(_ fields: [String: JSONValue], but known: Set<String>) {
+        unread.formUnion(fields.filter { !known.contains($0.key) && !$0.value.isEmpty }.keys)
+    }
+
+    /// The names of what has a value and was not taken: of what may be content, and of what never is.
+    package var left: LeftFields {
+        let names = unread.union(values.filter { !$0.value.isEmpty }.keys)
+        let noted = names.filter { Self.neverContent.contains($0.lowercased().replacing("-", with: "_")) }
+        return LeftFields(unread: names.subtracting(noted), noted: noted)
+    }
+
+    static func list(_ names: some Sequence<String>) -> String {
+        names.sorted().map { "\"\($0)\"" }.joined(separator: ", ")
+    }
+}
+
+/// The names of columns and keys that nothing reads.
+package struct LeftFields: Sendable {
+    /// Names of what may be content, with which a record is refused.
+    package var unread = Set<String>()
+    /// Names of what is never content.
+    package var noted = Set<String>()
+
+    /// - Throws: `MeSPError` if anything may be content.
+    package func check() throws { if !unread.isEmpty { throw Self.refusal(of: unread) } }
+
+    static func refusal(of names: Set<String>) -> MeSPError {
+        MeSPError(
+            names.count == 1
+                ? "it has \(Fields.list(names)), which nothing reads: write its text into what is read, or remove it."
+                : "it has \(Fields.list(names)), which nothing reads: write their text into what is read, or remove them."
+        )
+    }
+}
+
+/// The place of a record, for messages.
+package struct RecordPlace: Sendable {
+    package enum Kind: Sendable { case line, record, choice, conversation }
+
+    /// The number of the record, from 1.
+    package let number: Int
+    let kind: Kind
+    /// The file's name; nil if the message need not name a file.
+    let file: String?
+
+    package var sentence: Sentence {
+        switch (kind, file) {
+        case (.line, let file?): "Line \(number) of \(file)"
+        case (.record, let file?): "Record \(number) of \(file)"
+        case (.line, nil): "Line \(number)"
+        case (.record, nil): "Record \(number)"
+        case (.choice, _): "Choice \(number)"
+        case (.conversation, _): "Conversation \(number)"
+        }
+    }
+}
+
+/// The records that were refused.
+package struct RefusedRecords {
+    private var first: Sentence?
+    private var count = 0
+    /// The first record with unread fields, their number, and the unread fields of all records.
+    private var unread: (place: RecordPlace, ofFirst: Int, ofAll: Set<String>)?
+    /// The names of columns and keys that nothing reads and that are never content.
+    package private(set) var noted = Set<String>()
+
+    package init() {}
+
+    /// Runs `body`. Counts a `MeSPError` as a refusal of the record.
+    package mutating func collect(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
+        do { try body() } catch let error as MeSPError {
+            count += 1
+            first = first ?? "\(place.sentence): \(error.sentence)."
+        }
+    }
+
+    /// Runs `body`, which reads a record and returns what it left; nil if the record is left out.
+    package mutating func read(_ place: RecordPlace, _ body: () throws -> LeftFields?) rethrows {
+        var left: LeftFields?
+        try collect(place) { left = try body() }
+        guard let left else { return }
+        noted.formUnion(left.noted)
+        guard !left.unread.isEmpty else { return }
+        unread = unread ?? (place, left.unread.count, [])
+        unread?.ofAll.formUnion(left.unread)
+    }
+
+    /// Throws if a record was refused.
+    ///
+    /// - Throws: `MeSPError` with the first refused record and the reason, and with the number of refused records if there are several.
+    package func check() throws {
+        if let first { throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.") }
+        guard let unread else { return }
+        guard unread.ofAll.count > unread.ofFirst else {
+            throw MeSPError("\(unread.place.sentence): \(LeftFields.refusal(of: unread.ofAll).sentence).")
+        }
+        throw MeSPError(
+            "\(unread.place.sentence) and records after it have \(Fields.list(unread.ofAll)), which nothing reads: write their text into what is read, or remove them."
+        )
+    }
+}

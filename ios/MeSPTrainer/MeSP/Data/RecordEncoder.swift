@@ -1,0 +1,18 @@
+/// Renders and masks records with a tokenizer. It keeps what the tokenizer and its chat template wrote, because records often share it.
+struct RecordEncoder {
+    let tokenizer: any TextTokenizer
+    /// Whether only answers are in the loss.
+    let answersOnly: Bool
+    /// Notices about the records so far.
+    var notices: DataNotices
+    var plain: PlainEncoder
+    var pieces = [Int: [UInt8]]()
+    /// The renderings of marked conversations. Most conversations differ only in their texts and so share a rendering.
+    var shapes = [Conversation: Rendering.Shape]()
+    var knownEnds: TemplateEnds?
+
+    init(tokenizer: any TextTokenizer, answersOnly: Bool = true, length: Int = 0) {
+        (self.tokenizer, self.answersOnly) = (tokenizer, answersOnly)
+        (notices, plain) = (DataNotices(length: length), PlainEncoder(tokenizer))
+    }
+}

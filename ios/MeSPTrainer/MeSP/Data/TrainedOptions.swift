@@ -1,0 +1,46 @@
+import Foundation
+import MeSPBundle
+import MeSPFiles
+import MeSPSentences
+
+extension TextTokenizer {
+    /// Returns this tokenizer with the variables for the chat template with which the bundle's data was encoded.
+    package func asTrained(_ bundle: URL) -> any TextTokenizer {
+        var trained = TrainedTokenizer(tokenizer: self)
+        let encoding = readJSON("manifest.json", in: bundle)?["encoding"]?.fields
+        if case .object(let options)? = encoding?[Fields.options] { trained.options = options }
+        return trained
+    }
+}
+
+/// A tokenizer that applies the chat template always as for the bundle's data.
+struct TrainedTokenizer: TextTokenizer {
+    let tokenizer: any TextTokenizer
+    var options = [String: JSONValue]()
+
+    var beginOfText: Int? { tokenizer.beginOfText }
+    var endOfText: Int? { tokenizer.endOfText }
+    var hasChatTemplate: Bool { tokenizer.hasChatTemplate }
+    func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+        tokenizer.encode(text, addsSpecialTokens: addsSpecialTokens)
+    }
+    func decode(_ tokens: [Int]) -> String { tokenizer.decode(tokens) }
+    func isSpecial(_ token: Int) -> Bool { tokenizer.isSpecial(token) }
+    func applyChatTemplate(
+        messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool
+    ) throws -> [Int] {
+        try tokenizer.applyChatTemplate(
+            messages: messages, tools: tools, addsGenerationPrompt: addsGenerationPrompt,
+            options: options.mapValues { try $0.templateValue() })
+    }
+
+    /// Returns the variables for a conversation, which must have none or the bundle's.
+    func options(of conversation: Conversation) throws -> [String: JSONValue] {
+        guard conversation.options.isEmpty || conversation.options == options else {
+            throw MeSPError(
+                "it has \"\(Fields.options)\" \(JSONValue.object(conversation.options).json), and the model is asked with \(JSONValue.object(options).json): remove them, or export the bundle with them."
+            )
+        }
+        return options
+    }
+}
