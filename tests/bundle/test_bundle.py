@@ -259,6 +259,15 @@ def test_what_belongs_to_an_expert_lies_together(family):
         assert max(spec.offset + spec.words for spec in others) <= first
 
 
+def test_a_rank_above_those_of_the_matrices_is_refused(copy):
+    folder, edit = copy
+    edit(ranks=[2, 128])
+    assert Bundle(folder).manifest.ranks == (2, 128)
+    edit(ranks=[2, 129])
+    with pytest.raises(MespError, match="has rank 129, and the model's matrices have at most rank"):
+        Bundle(folder)
+
+
 @pytest.mark.parametrize("stride", [-16, 0, 16, 1 << 40, "16", 1.5, None])
 def test_a_damaged_stride_is_refused(tmp_path, stride):
     """A stride is refused if experts would overlap or lie outside of the file, or if it is not an

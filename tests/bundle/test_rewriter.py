@@ -188,6 +188,7 @@ def test_a_bundle_of_format_5_is_written_again_with_its_weights_and_data(old):
         (["--overwrite", "--data", "text.txt", "--no-pack"], "--data, --pack"),
         (["--overwrite", "--bits", 4, "--layers", 1], "--bits, --layers"),
         (["--overwrite", "--seq-len", "8,100000"], "100000"),
+        (["--overwrite", "--rank", "4096"], "have at most rank 128, and --rank names 4,096;"),
     ],
 )
 def test_what_cannot_be_written_again_is_refused(old, arguments, named):

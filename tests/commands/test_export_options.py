@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("working_folder")
         (["--model", "Qwen2.5-9B"], "Qwen2.5-0.5B"),
         (["--model", "TINY", "--rank", "0"], "--rank"),
         (["--model", "TINY", "--rank", "8,x"], "--rank"),
+        (["--model", "TINY", "--rank", "8,129"], "have at most rank 128, and --rank names 129;"),
         (["--model", "TINY", "--seq-len", "0"], "--seq-len"),
         (["--model", "TINY", "--seq-len", "8", "-1"], "-1"),
         (["--model", "TINY", "--layers", "0"], "--layers"),

@@ -337,6 +337,14 @@ def test_a_snapshot_in_the_cache_of_the_hub(tmp_path: Path):
     assert not bundle.exists()
 
 
+def test_ranks_end_at_the_largest_of_the_model_s_matrices(tmp_path: Path):
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    model = write_mlx_model(tmp_path / "model", CONFIGS["llama"] | sizes, group_size=32)
+    assert run_import(model, tmp_path / "bundle", device="cpu").end
+    assert manifest_of(tmp_path / "bundle")["ranks"] == [4, 8, 16, 32]
+    assert Bundle(tmp_path / "bundle").architecture.largest_rank == 32
+
+
 # Training
 
 

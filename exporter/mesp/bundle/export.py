@@ -137,6 +137,8 @@ def prepare_export(
     )
     source = find_source(str(model), random_weights)
     arch = Architecture.from_config(source.config, max(sort_numbers(seq_len)))
+    ranks = sort_numbers(rank)
+    _check_ranks(ranks, arch)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
@@ -177,7 +179,7 @@ def prepare_export(
         data=None if data is None else str(data),
         data_options=data_options or DataOptions(),
         seq_lens=sort_numbers(seq_len),
-        ranks=sort_numbers(rank),
+        ranks=ranks,
         quantizations=quantizations,
         dtype=dtype or DTYPE_OF[device],
         device=device,
@@ -284,6 +286,7 @@ def rewrite(
         device=DEVICE if device == "auto" else device or has.device,
         overwrite=overwrite,
     )
+    _check_ranks(options.ranks, has.architecture)
     rewrite_bundle(old, options, progress)
     if (has.dtype, options.dtype) == ("float32", "bfloat16"):
         log.warning(
@@ -299,6 +302,14 @@ def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")
     return found
+
+
+def _check_ranks(ranks: list[int], arch: Architecture) -> None:
+    if max(ranks) > arch.largest_rank:
+        raise MespError(
+            f"The model's matrices have at most rank {arch.largest_rank:,}, and --rank names "
+            f"{max(ranks):,}; take a --rank up to {arch.largest_rank}."
+        )
 
 
 def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:

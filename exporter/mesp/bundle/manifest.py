@@ -362,8 +362,14 @@ def read_manifest(
         )
     try:
         manifest = Manifest.of(entries)
+        rank, most = max(manifest.ranks), manifest.architecture.largest_rank
     except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error
+    if rank > most:
+        raise MespError(
+            f"{path} has rank {rank:,}, and the model's matrices have at most rank {most:,}; "
+            "write the bundle again with mesp-export."
+        )
     if to_run and any(group.files for group in manifest.blocks):
         check_mlx()
     for entry in manifest.files:

@@ -250,6 +250,14 @@ class Architecture:
         return list(dict.fromkeys(name for block in self.kinds for name in block.modules))
 
     @property
+    def largest_rank(self) -> int:
+        """The largest useful LoRA rank: the largest min(out, in) of a matrix that can have
+        adapters.
+        """
+        sizes = (block.sizes() | block.stacked() for block in self.kinds)
+        return max(min(size) for its in sizes for size in its.values())
+
+    @property
     def trainable(self) -> list[str]:
         """The short names of the trainable modules, such as `q` and `gate_up`, and `EXPERTS` if
         there are experts.

@@ -83,6 +83,13 @@ extension Architecture {
         if case .attention(let mixer) = mixers[layers[block]] { mixer.keysOf } else { nil }
     }
 
+    /// The largest useful LoRA rank: the largest min(inputs, outputs) of a matrix that can have adapters.
+    package var largestRank: Int {
+        kinds.flatMap { block in
+            block.trainable.map { min(block.dimensions($0).inputs, block.dimensions($0).outputs) }
+        }.max() ?? 1
+    }
+
     /// The indices of the blocks whose keys and values other blocks reuse.
     package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
 

@@ -20,13 +20,18 @@ extension Manifest {
         guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
             !seqLens.isEmpty, seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
-            !ranks.isEmpty, ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
+            !ranks.isEmpty, ranks.allSatisfy({ $0 > 0 }),
             layers == Array(0..<architecture.numHiddenLayers),
             perLayer.count == (architecture.perLayer == nil ? 0 : 2),
             blocks.allSatisfy({
                 Set($0.layers.map { [architecture.layers[$0], architecture.mlpLayers[$0]] }).count == 1
             })
         else { throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.") }
+        if let rank = ranks.max(), rank > architecture.largestRank {
+            throw MeSPError(
+                "\(bundle): the manifest has rank \(rank), and the model's matrices have at most rank \(architecture.largestRank); export the bundle again."
+            )
+        }
         let shown = [name, model.id, model.revision, model.license, model.licenseName, model.licenseLink]
         guard shown.compactMap({ $0 }).allSatisfy(\.isPrintable) else {
             throw MeSPError(

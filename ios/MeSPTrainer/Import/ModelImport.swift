@@ -28,7 +28,7 @@ package struct ModelImport: Sendable {
     /// copied files.
     let identity: String
 
-    /// The sequence lengths, in tokens, and the ranks of a bundle. Lengths above the model's limit are left out.
+    /// The sequence lengths, in tokens, and the ranks of a bundle. Lengths and ranks above the model's limits are left out.
     private static let (lengths, ranks) = ([64, 128, 256, 512, 1024, 2048], [4, 8, 16, 32, 64])
 
     /// Reads and checks the files in a model's folder.
@@ -196,6 +196,8 @@ package struct ModelImport: Sendable {
             var sizes = ["embedding.bin": embedding.words * 4]
             sizes[headFile] = head.words * 4
             for layer in layers { sizes[ModelBundle.blockFile(layer)] = layouts[layer].words * 4 }
+            let most = architecture.largestRank
+            let ranks = ModelImport.ranks.filter { $0 <= most }
             func integers(_ numbers: [Int]) -> JSONValue { .array(numbers.map(JSONValue.integer)) }
             let noFunctions = ["functions": JSONValue.object([:]), "plain_functions": .object([:])]
             return [
@@ -207,7 +209,7 @@ package struct ModelImport: Sendable {
                 "architecture": described,
                 "quantization": quantizations.main.inBundle.entry,
                 "seq_lens": integers(lengths),
-                "ranks": integers(ModelImport.ranks),
+                "ranks": integers(ranks.isEmpty ? [most] : ranks),
                 "blocks": .array(
                     groups.map { group in
                         let layers = ["layers": integers(group)].merging(noFunctions) { $1 }

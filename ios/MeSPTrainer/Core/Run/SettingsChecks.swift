@@ -105,6 +105,11 @@ extension Manifest {
                 "\(name) was exported for sequences of \(list(seqLens)) tokens, not of \(length); choose one of these or export it with --seq-len \(String(length))."
             )
         }
+        guard rank <= architecture.largestRank else {
+            throw MeSPError(
+                "The rank is \(rank), and the matrices of \(name) have at most rank \(architecture.largestRank); choose a rank of \(list(ranks))."
+            )
+        }
         guard ranks.contains(rank) else {
             throw MeSPError(
                 "\(name) was exported for rank \(list(ranks)), not \(rank); choose one of these or export it with --rank \(rank)."

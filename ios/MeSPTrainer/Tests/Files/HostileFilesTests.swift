@@ -226,7 +226,8 @@ import Testing
     /// A run is planned from the manifest of a bundle on the Hub, before the bundle's other files are downloaded.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
-        "a length of zero", "a rank of 2⁶²", "a size of 2⁶²", "a factor of RoPE", "a frequency",
+        "a length of zero", "a rank of 2⁶²", "a rank above the width", "a size of 2⁶²", "a factor of RoPE",
+        "a frequency",
     ]) func whatIsLookedUpIsChecked(_ damage: String) throws {
         func offer(_ json: Data) throws {
             let offer = try HubDownload.Offer(repository: "a/b", json: json, commit: nil)
@@ -258,6 +259,7 @@ import Testing
             case "no ranks": $0["ranks"] = [Int]()
             case "a length of zero": $0["seq_lens"] = [0]
             case "a rank of 2⁶²": $0["ranks"] = [1 << 62]
+            case "a rank above the width": $0["ranks"] = [8, 129]
             default: for index in files.indices { files[index]["size"] = 1 << 62 }
             }
             architecture["mixers"] = mixers

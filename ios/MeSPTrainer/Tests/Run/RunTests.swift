@@ -540,6 +540,7 @@ import Testing
         },
         BadSetting("warmup must be less than steps") { $0.warmup = 6 },
         BadSetting("--rank 3") { $0.rank = 3 },
+        BadSetting("have at most rank 128; choose a rank of 8") { $0.rank = 129 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
         BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },
         BadSetting("/nowhere") { $0.bundle = "/nowhere" }, BadSetting("/dev/null/x") { $0.output = "/dev/null/x" },
