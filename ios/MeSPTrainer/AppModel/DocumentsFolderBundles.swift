@@ -128,7 +128,8 @@ extension DocumentsFolder {
     private func checkRoom(for size: Int, of name: String) throws {
         if let free = freeBytes(documents), free < size + Self.spareBytes {
             throw MeSPError(
-                "\(name) takes \(size.megabytes(.up)), and the phone has \(free.megabytes(.down)) free; make room for it first.")
+                "\(name) takes \(size.megabytes(.up)), and the phone has \(free.megabytes(.down)) free; make room for it first."
+            )
         }
     }
 
