@@ -112,6 +112,24 @@ def log_likelihood(model: nn.Module) -> float:
     return -nn.losses.cross_entropy(logits, mx.array(TOKENS[1:])).sum().item()
 
 
+def overflows_in_codes(model: nn.Module) -> bool:
+    """Returns whether Σ code · x of a group of 32 codes of 4 bits may overflow in a linear layer.
+
+    A product of few rows is computed as scale · Σ code · x + bias · Σ x, so the sum may overflow
+    where x Wᵀ does not.
+    """
+    inputs, call = [], nn.Linear.__call__
+
+    def recording(linear: nn.Linear, x: mx.array) -> mx.array:
+        inputs.append(mx.abs(x).max().item())
+        return call(linear, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Linear, "__call__", recording)
+        log_likelihood(model)
+    return max(inputs) * 32 * 15 > float(np.finfo(np.float32).max)
+
+
 def base_of(bundle: Path) -> nn.Module:
     model = Bundle(bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
@@ -152,14 +170,15 @@ def test_edges_are_equal_or_refused_everywhere(bundle: Path, tmp_path: Path):
         found = in_the_exporter(bundle, adapters), in_the_engine(bundle, adapters)
         answers = [each for each in found if each is not None]
         is_equal = all(abs(each - expected) <= 1e-3 * abs(expected) for each in answers)
-        # In float32 a term of n² may overflow where n² does not: then one refuses alone.
-        kind = ["refused", "refused by one", "equal"][len(answers)] if is_equal else "wrong"
+        kind = ["refused", "wrong", "equal"][len(answers)] if is_equal else "wrong"
+        if answers == [found[0]] and is_equal and overflows_in_codes(plain):
+            kind = "refused by the engine's sums of codes"
         figures[kind] += 1
         if kind == "wrong":
             wrong.append((seed, expected, *found))
     print(dict(figures))
     assert not wrong, wrong
-    assert figures["equal"] > CASES / 2 and figures["refused by one"] < CASES / 10
+    assert figures["equal"] > CASES / 2 and figures["refused"]
 
 
 def test_fused_weights_are_finite_or_refused(bundle: Path, tmp_path: Path):

@@ -23,7 +23,8 @@ class LoRALinearWithGains(mlx_lm.tuner.lora.LoRALinear):
     def __call__(self, x: mx.array) -> mx.array:
         bias = self.linear.get("bias", 0.0)
         y = self.gains * (self.linear(x) - bias) + bias
-        return y + self.scale * ((x @ self.lora_a) @ self.lora_b)
+        # In the engine's order, so that both overflow for the same numbers.
+        return y + (self.scale * (x @ self.lora_a)) @ self.lora_b
 
     def fuse(self, dequantize: bool = True) -> nn.Linear:
         """Returns one linear layer with the weight G ∘ W + scale · (A B)ᵀ, in float32."""

@@ -64,16 +64,8 @@ def linear_backward(x: mx.array, dy: mx.array, p: Projection, scale: float) -> t
 def row_norms(p: Projection, scale: float) -> mx.array:
     """Returns n [out], the norm of each row of W + s (A B)ᵀ, or ∞ if the row is zero. The gradient
     treats n as a constant.
-
-    For each row,
-
-        n² = ‖W‖² + 2 s ⟨W, (A B)ᵀ⟩ + s² ‖A B‖²
-        ⟨W, (A B)ᵀ⟩ = rowsum(W A ∘ Bᵀ)        ‖A B‖² = rowsum(Bᵀ Aᵀ A ∘ Bᵀ)
     """
-    of_w = mx.sum(p.W * p.W, axis=1)
-    of_both = mx.sum((p.W @ p.A) * p.B.T, axis=1)
-    of_lora = mx.sum((p.B.T @ (p.A.T @ p.A)) * p.B.T, axis=1)
-    squares = of_w + 2 * scale * of_both + scale**2 * of_lora
+    squares = mx.sum(mx.square(p.W + scale * (p.A @ p.B).T), axis=1)
     return mx.stop_gradient(mx.where(squares < 2.0**-126, mx.inf, mx.sqrt(squares)))
 
 

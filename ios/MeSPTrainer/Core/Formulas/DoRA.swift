@@ -28,17 +28,18 @@ struct DoRA {
             self.norms = norms
             return
         }
-        // For a row w of W and a column b of B, n² = ‖w‖² + 2 s ⟨w, A b⟩ + s² ‖A b‖².
+        // For a row w of W and a column b of B, n² = ‖w‖² + 2 ⟨w, Â b̂⟩ + ‖Â b̂‖². The numbers of Â are at most 1, so no term overflows unless s A b or n²
+        // does.
         self.norms = concatenated(
             layout.modules.compactMap { module in
                 guard let squares = layout.magnitudes(module, in: squares) else { return nil }
                 let (matrices, w) = (layout.matrices(module, in: lora), weights.matrix(module))
-                let (a, b) = (matrices.a, matrices.b)
+                let most = maximum(matrices.a.abs().max(axis: 0, keepDims: true), Float.leastNormalMagnitude)
+                let (a, b) = (matrices.a / most, scale * (most.T * matrices.b))
                 let wA = concatenated(
                     machine.each(of: w.rows, size: machine.projectionRows) { w.rows($0).apply(a.T, as: .float32) },
                     axis: 1)
-                let products = 2 * wA + scale * matmul(matmul(a.T, a), b)
-                let all = squares + scale * (b * products).sum(axis: 0)
+                let all = squares + (b * (2 * wA + matmul(matmul(a.T, a), b))).sum(axis: 0)
                 return which(
                     all .< Float.leastNormalMagnitude, Float.infinity,
                     which(all .< Float.infinity, sqrt(all), Float.nan))
