@@ -73,9 +73,10 @@ def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
     """Returns the loss ℒ = -β log sigmoid(o) and its weights.
 
     o = f(μ_c) - f(μ_r), with the log odds f(x) = x - log(1 - eˣ). The caller adds the chosen
-    answer's mean loss.
+    answer's mean loss. μ_c = 0 has the limit of the loss and of the weights, computed at -2⁻⁵³.
     """
     means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
+    means[0] = min(means[0], -(2.0**-53))
     odds = [mean - math.log(-math.expm1(mean)) for mean in means]
     slope = beta * _sigmoid(odds[1] - odds[0])
     # f'(μ) = 1 / (1 - e^μ)

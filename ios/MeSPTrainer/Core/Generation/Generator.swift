@@ -357,7 +357,9 @@ public struct Generator {
             let isLast = logicalAnd(isLeast .> 0, cumsum(isLeast, reverse: true) .< ofLeast + 1)
             logits = which(isAbove, logits, which(isLast, logits, -Float.infinity))
         }
-        return MLXRandom.categorical(logits * (1 / request.temperature), key: random)
+        // An infinite factor would make NaN of the likeliest token's 0.
+        let factor = min(1 / request.temperature, Float.greatestFiniteMagnitude)
+        return MLXRandom.categorical(logits * factor, key: random)
     }
 }
 

@@ -35,7 +35,8 @@ struct PreferenceLoss {
     ///     SimPO   m = β (μ_c − μ_r) − γ                 ℒ = −log σ(m)
     ///     ORPO    o = f(μ_c) − f(μ_r)                   ℒ = −β log σ(o) + the chosen answer's supervised loss
     ///
-    /// c stands for the chosen answer and r for the rejected answer. f(x) = x − log(1 − eˣ) is the logit of eˣ.
+    /// c stands for the chosen answer and r for the rejected answer. f(x) = x − log(1 − eˣ) is the logit of eˣ. A chosen answer that is certain, with
+    /// μ_c = 0, has the limit of the loss and of the gradient. It is computed at μ_c = −2⁻⁵³.
     /// - Parameter supervisedTargets: for ORPO, the number of targets in a batch's chosen answers and their prompts, divided by the number of pairs.
     ///   The supervised loss is a mean over these targets. `loss` contains only the part of the answer's targets.
     init(
@@ -59,11 +60,12 @@ struct PreferenceLoss {
             rewards = [beta * chosen.mean, beta * rejected.mean]
         case .orpo:
             func logit(_ mean: Double) -> Double { mean - log(-expm1(mean)) }
-            let odds = logit(chosen.mean) - logit(rejected.mean)
+            let mean = min(chosen.mean, -0x1p-53)
+            let odds = logit(mean) - logit(rejected.mean)
             let slope = beta * sigmoid(-odds)
             loss = beta * softplus(-odds) - chosen.logProbability / supervisedTargets
             weights = [
-                slope / -expm1(chosen.mean) / Double(chosen.tokens) + 1 / supervisedTargets,
+                slope / -expm1(mean) / Double(chosen.tokens) + 1 / supervisedTargets,
                 -slope / -expm1(rejected.mean) / Double(rejected.tokens),
             ]
             context = 1 / supervisedTargets

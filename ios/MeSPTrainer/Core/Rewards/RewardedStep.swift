@@ -27,12 +27,12 @@ struct RewardedStep {
             throw MeSPError("The rewards must be a finite number for each of the \(size) answers to each prompt.")
         }
         let share = 1 / Float(groups.count)
-        var (parts, loss) = ([Trainer.WeightedExample](), Float(0))
+        var (parts, loss) = ([Trainer.WeightedExample](), 0.0)
         for (answers, rewards) in zip(answers, rewards) {
             let group = groupLoss(
                 rewards: rewards, tokens: answers.map(\.counted.count),
                 longest: settings.drGrpo ? settings.maxTokens : nil)
-            loss += share * group.loss
+            loss += Double(share) * group.loss
             parts += zip(answers, group.weights).map { (example: $0, weight: share * $1) }
         }
         // Answers of weight 0 have no gradient. If all weights are 0, one answer is kept for an update with a gradient of 0.
@@ -40,7 +40,7 @@ struct RewardedStep {
         let supervised = SequenceLoss(weighted.isEmpty ? Array(parts.prefix(1)) : weighted)
         var result = try takeStep(trainer, [supervised], number: number)
         let all = rewards.joined()
-        (result.sum, result.reward) = (Double(loss), all.reduce(0, +) / Float(all.count))
+        (result.sum, result.reward) = (loss, Float(all.reduce(0) { $0 + Double($1) } / Double(all.count)))
         result.sampledTokens = parts.reduce(0) { $0 + $1.example.counted.count }
         result.samplingSeconds = seconds
         return result
@@ -60,18 +60,18 @@ struct RewardedStep {
 ///   - tokens: the number of tokens in each answer
 ///   - longest: n_max of Dr. GRPO; nil for GRPO
 /// - Returns: ℒ, and ∂ℒ / ∂(−log π) of each answer's tokens.
-private func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss: Float, weights: [Float]) {
-    // In float64 the mean of equal float32 rewards is exact, so that their advantages are 0.
+func groupLoss(rewards: [Float], tokens: [Int], longest: Int?) -> (loss: Double, weights: [Float]) {
+    // In float64 the mean of equal float32 rewards is exact, so that their advantages are 0, and no difference of rewards overflows.
     let count = Double(rewards.count)
     let mean = rewards.reduce(0) { $0 + Double($1) } / count
     let centred = rewards.map { Double($0) - mean }
-    let weights: [Float]
+    let weights: [Double]
     if let longest {
-        weights = centred.map { Float($0) / (Float(longest) * Float(count)) }
+        weights = centred.map { $0 / (Double(longest) * count) }
     } else {
         // The sample standard deviation, as in TRL.
         let deviation = (centred.reduce(0) { $0 + $1 * $1 } / (count - 1)).squareRoot()
-        weights = zip(centred, tokens).map { Float($0 / (deviation + 1e-4)) / (Float($1) * Float(count)) }
+        weights = zip(centred, tokens).map { $0 / (deviation + 1e-4) / (Double($1) * count) }
     }
-    return (zip(weights, tokens).reduce(0) { $0 - $1.0 * Float($1.1) }, weights)
+    return (zip(weights, tokens).reduce(0) { $0 - $1.0 * Double($1.1) }, weights.map { Float($0) })
 }

@@ -257,7 +257,7 @@ import Testing
     @Test(arguments: [
         (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]), (0.6, 1.0, [0.5, 0.3, 0, 0]), (0.85, 1.0, [0.5, 0.3, 0.15, 0]),
         (0.79, 0.5, [0.25, 0.09, 0, 0]), (1.0, 2.0, [0.7071, 0.5477, 0.3873, 0.2236]), (1e-9, 5.0, [1, 0, 0, 0]),
-        (1.0, 1e-9, [1, 0, 0, 0]),
+        (1.0, 1e-9, [1, 0, 0, 0]), (1.0, 1e-44, [1, 0, 0, 0]), (1e-44, 1.0, [1, 0, 0, 0]), (1.0, 1e38, [1, 1, 1, 1]),
     ]) func drawsWithTheRightProbabilities(_ topP: Double, _ temperature: Double, _ weights: [Double]) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let generator = try Generator(fixture.bundle)
