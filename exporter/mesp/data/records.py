@@ -155,7 +155,8 @@ class Conversation(Record):
             if keys := [key for key, value in inputs.items() if value]:
                 raise MespError(
                     f"it has {' and '.join(keys)}, which only a chat template reads, and its "
-                    f"prompt and answer are joined without one: leave out with --ignore {','.join(keys)}."
+                    "prompt and answer are joined without one: leave out with --ignore "
+                    f"{','.join(keys)}."
                 )
             return Joined(tokenizer, *self.texts, encoder.split_special)
         if chat is False:
