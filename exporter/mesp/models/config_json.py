@@ -225,7 +225,7 @@ def check_lengths(config: dict[str, Any], lengths: Sequence[int]) -> None:
             f"The model was trained for {positions:,} positions, and sequences of "
             f"{max(lengths):,} tokens have more; take a --seq-len up to {positions}."
         )
-    rope = config["rope_scaling"] or {}
+    rope = config.get("rope_scaling") or {}
     limit = rope.get("original_max_position_embeddings", max(lengths))
     if rope.get("llama_4_scaling_beta") and max(lengths) > limit:
         raise MespError(
