@@ -39,7 +39,7 @@ import Testing
                 #expect(isClose(entry, expected.architecture), "\(each.config.json)")
                 #expect(isClose(.object(config.fields), expected.config), "\(each.config.json)")
             } catch let error as MeSPError {
-                #expect(each.answer == nil, "\(error.message.english) \(each.config.json)")
+                #expect(each.answer == nil, "\(error.sentence.english) \(each.config.json)")
             }
         }
     }
