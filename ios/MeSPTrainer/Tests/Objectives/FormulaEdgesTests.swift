@@ -3,6 +3,7 @@ import Testing
 
 @testable import MeSPBundle
 @testable import MeSPCore
+@testable import MeSPFiles
 
 /// Compares the formulas of preferences and rewards with `mesp.reference` at the edges of their inputs; see `formula_edges` in
 /// `tests/fixtures/make_cases.py`.
