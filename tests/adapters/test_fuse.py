@@ -349,7 +349,7 @@ def test_a_fused_base_model_stops_where_its_data_ended(tmp_path):
 def test_its_losses_are_a_runs_on_as_many_sequences(tmp_path: Path):
     bundle, out = tmp_path / "demo.mesp", tmp_path / "run"
     exported = call("export", "--model", "demo", "--seq-len", 64, "--out", bundle)
-    assert "Record 1 of 1: 64 tokens and the one after, 64 in the loss\n" in exported.stdout
+    assert "Record 1 of 1: 65 tokens, 64 in the loss\n" in exported.stdout
     trained = call("train", bundle, "--steps", 2, "--val-batches", 25, "--out", out).stdout
     (losses,) = re.findall(r"Held-out loss (.*) before, (.*) after", trained)
     options = ("--adapters", out / "adapters", "--out")

@@ -604,9 +604,9 @@ def compare_changed(model: Path, name: str, content: bytes, folder: Path) -> Non
 # Keys that are read from a config.json. `VALUES` has values that are tried for each key.
 KEYS = (
     *("attention_bias", "hidden_act", "hidden_size", "intermediate_size", "layer_types"),
-    *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_experts"),
+    *("max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads"),
     *("num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "quantization_config"),
-    *("query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_parameters"),
+    *("query_pre_attn_scalar", "rms_norm_eps", "rope_parameters"),
     *("rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "vocab_size"),
     *("head_dim", "use_sliding_window", "final_logit_softcapping", "rope_local_base_freq"),
 )
@@ -876,7 +876,8 @@ EXTREMES = (
     *('{"a": 1e999}', '"\\u202e"'),
 )
 MORE_KEYS = (
-    *("unread", "logits_scaling", "embedding_multiplier", "attention_multiplier"),
+    *("unread", "num_experts", "logits_scaling", "embedding_multiplier", "attention_multiplier"),
+    *("residual_multiplier",),
     *("attn_logit_softcapping", "rope_scaling.factor", "rope_scaling.beta_fast"),
     *("rope_scaling.attention_factor", "rope_scaling.mscale", "rope_scaling.mscale_all_dim"),
     *("rope_scaling.original_max_position_embeddings", "rope_scaling.unread"),

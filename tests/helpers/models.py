@@ -251,6 +251,7 @@ FAMILIES = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
         "norm_eps": 1e-5,
+        "rms_norm_eps": 1e-5,  # transformers' other name
         "conv_bias": False,
         "conv_L_cache": 7,
         "sliding_window": 5,

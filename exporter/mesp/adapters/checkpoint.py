@@ -81,8 +81,10 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
             if (config.get(key) or {}).get("rope_type") == "mrope":
                 kept = {"rope_theta": config["rope_theta"], "rope_type": "default"}
                 config[key] = None if key == "rope_scaling" else kept
-    if "full_attention" in (config.get("rope_parameters") or {}):
-        # If rope_scaling and rope_parameters both exist, transformers reads only rope_scaling.
+    by_type = "full_attention" in (config.get("rope_parameters") or {})
+    if by_type and "rope_local_base_freq" not in config:
+        # If rope_scaling and rope_parameters both exist, transformers reads only rope_scaling. Its
+        # class of Gemma 3 reads both.
         config = {key: value for key, value in config.items() if key != "rope_scaling"}
     if name := CLASSES.get(config["model_type"]):
         config = {**config, "architectures": [name]}

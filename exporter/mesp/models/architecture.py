@@ -93,10 +93,9 @@ class Architecture:
             if key not in family.takes and config.get(key) not in (None, neutral):
                 raise unsupported(key, config[key])
         for key in ("hidden_activation", "hidden_act"):
-            if (
-                ACTIVATIONS.get(config.get(key, family.activation))
-                != ACTIVATIONS[family.activation]
-            ):
+            act = config.get(key, family.activation)
+            known = ACTIVATIONS.get(act) if isinstance(act, str) else None
+            if known != ACTIVATIONS[family.activation]:
                 raise unsupported(key, config[key])
         check_numbers(config)
         by_layer = mixers_by_layer(config)
