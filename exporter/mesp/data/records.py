@@ -14,7 +14,7 @@ import numpy as np
 
 from mesp.data.chat_template import Rendering, without_tags
 from mesp.data.encoder import Encoder
-from mesp.data.fields import Fields
+from mesp.data.fields import OPTIONS, Fields
 from mesp.data.loss_mask import Encoded, encode_conversation
 from mesp.data.messages import Message, as_truth, read_messages, read_template_inputs, read_weight
 from mesp.data.plain_text import Joined, encode_text
@@ -109,7 +109,7 @@ class Conversation(Record):
             source, to = ("input", "output") if fields.has("output") else ("context", "response")
             given = fields.take_text(source) if fields.has(source) else ""
             prompt, answer = (
-                (f"{prompt}\n\n{given}" if given.strip() else prompt),
+                f"{prompt}\n\n{given}" if given.strip() else prompt,
                 fields.take_text(to),
             )
         return cls.of(prompt, answer, **inputs)
@@ -151,12 +151,13 @@ class Conversation(Record):
                     "it has no prompt, which the chat template needs: give it one, or leave out "
                     "--chat."
                 )
-            for key, value in (("tools", self.tools), ("chat_template_kwargs", self.options)):
-                if value:
-                    raise MespError(
-                        f"it has {key}, which only a chat template reads, and its prompt and "
-                        f"answer are joined without one: leave it out with --ignore {key}."
-                    )
+            inputs = {"tools": self.tools, OPTIONS: self.options}
+            if keys := [key for key, value in inputs.items() if value]:
+                raise MespError(
+                    f"it has {' and '.join(keys)}, which only a chat template reads, and its "
+                    "prompt and answer are joined without one: leave out with --ignore "
+                    f"{','.join(keys)}."
+                )
             return Joined(tokenizer, *self.texts, encoder.split_special)
         if chat is False:
             raise MespError(
@@ -171,6 +172,9 @@ class Conversation(Record):
         return Rendering(tokenizer, replace(self, options=options), encoder.split_special)
 
     def mask(self, encoder: Encoder) -> list[Encoded]:
+        return [self.encode(self.render(encoder), encoder)]
+
+    def encode(self, rendering: Rendering | Joined, encoder: Encoder) -> Encoded:
         if not (self.texts[1] if self.texts else self.messages[self.prompt :]):
             raise MespError("it has an empty completion: write one, or leave it out.")
         if encoder.loss_on == "last" and [m["role"] for m in self.messages] == ["assistant"]:
@@ -178,11 +182,10 @@ class Conversation(Record):
                 "it has one message and so no prompt before it: leave it out, or take --loss-on "
                 "all."
             )
-        rendering = self.render(encoder)
         if isinstance(rendering, Joined):
-            return [encoder.noted(rendering.mask(encoder.loss_on), *(self.texts or ()))]
+            return encoder.noted(rendering.mask(encoder.loss_on), *(self.texts or ()))
         encoded = encode_conversation(rendering, encoder.loss_on)
-        return [encoder.noted(encoded, *(without_tags(message) for message in self.messages))]
+        return encoder.noted(encoded, *map(without_tags, self.messages))
 
 
 @dataclass(frozen=True)
@@ -234,10 +237,10 @@ class Pair(Record):
         return [self.chosen.render(encoder), self.rejected.render(encoder)]
 
     def mask(self, encoder: Encoder) -> list[Encoded]:
+        chosen, rejected = self.render(encoder)
         return [
-            replace(each, label=label)
-            for answer, label in ((self.chosen, CHOSEN), (self.rejected, REJECTED))
-            for each in answer.mask(encoder)
+            replace(self.chosen.encode(chosen, encoder), label=CHOSEN),
+            replace(self.rejected.encode(rejected, encoder), label=REJECTED),
         ]
 
 
@@ -267,7 +270,7 @@ class Labelled(Record):
 
     def mask(self, encoder: Encoder) -> list[Encoded]:
         label = GOOD if self.is_good else BAD
-        return [replace(each, label=label) for each in self.answer.mask(encoder)]
+        return [replace(self.answer.encode(self.render(encoder), encoder), label=label)]
 
 
 AnyRecord = Text | Conversation | Pair | Labelled
