@@ -23,13 +23,7 @@ from mesp.data.chat_template import (
     template_messages,
 )
 from mesp.data.messages import CALLS
-from mesp.data.special_tokens import (
-    Bounds,
-    check_special,
-    special_pattern,
-    special_tokens,
-    tokens,
-)
+from mesp.data.special_tokens import Bounds, check_special, special_pattern, special_tokens, tokens
 from mesp.errors import MespError
 
 
