@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import unicodedata
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -681,6 +682,26 @@ def test_records_are_shown_as_they_are_trained(tmp_path):
     assert "Time 1?" not in mesp_data(tmp_path / "demo.mesp").stdout
     wrong = mesp_data(tmp_path / "demo.mesp", "--show", 1, "--pack")
     assert wrong.stderr == "Error: Name the new data with --data, which --pack is about.\n"
+
+
+def test_characters_that_show_nothing_are_shown_as_escapes(tmp_path):
+    kinds = ("Cc", "Cf", "Zl", "Zp", "Zs")
+    every = [chr(i) for i in range(0x110000) if unicodedata.category(chr(i)) in kinds]
+    # The tokenizer puts two of them into their normal form.
+    every = [each for each in every if unicodedata.normalize("NFC", each) == each]
+    blank = [each for each in every if each not in " \n\t"]
+    assert {*"\r\xa0\u200b\u200d\u2028\ufeff"} <= {*blank}
+    answers = ["y".join(["", *blank[i : i + 40], ""]) for i in range(0, len(blank), 40)]
+    records = [{"prompt": "a", "completion": each} for each in answers]
+    path, out = write_records(tmp_path / "data.jsonl", records), tmp_path / "demo.mesp"
+    arguments = ["--model", "demo", "--seq-len", 512, "--data", path, "--no-chat", "--out", out]
+    arguments += ["--hold-out", 0]
+    exported = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
+    assert exported.exit_code == 0, exported.output
+    shown = mesp_data(out, "--show", len(records)).stdout
+    assert not {*shown} & {*blank}
+    for answer in answers:
+        assert f"a⟦{answer.encode('unicode_escape').decode()}<|endoftext|>⟧" in shown
 
 
 def test_export_takes_the_same_options(exported, tmp_path):

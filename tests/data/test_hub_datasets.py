@@ -156,7 +156,7 @@ def test_what_cannot_be_taken_is_named(dataset, selection, said):
         ("a.txt", Selection("main"), "has no subsets and splits"),
         ("a.txt", Selection(columns={"text": "a"}), "has no columns"),
         ("python-docs", Selection(columns={"text": "a"}), "has no columns"),
-        ("a.parquet", Selection("main"), "is a file, which has no subsets"),
+        ("a.parquet", Selection("main"), "has no subsets; leave"),
         ("a.parquet", Selection(), r"a\.parquet is not a parquet file that can be read: "),
     ],
 )

@@ -9,10 +9,13 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
@@ -21,6 +24,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from helpers.chat_templates import SPECIAL
+from helpers.federations import federation
 from helpers.paths import DEMO_MODEL
 from mesp.commands.export import main as export
 from mesp.data.fields import KEYS, NEVER_CONTENT
@@ -29,6 +33,8 @@ from mesp.data.sources import Selection
 from mesp.data.tokenizer import load_tokenizer
 from mesp.engine.generate import TextStream
 from mesp.errors import MespError
+from mesp.evaluation import evaluate as evaluation
+from mesp.evaluation.evaluated_model import EvaluatedModel
 
 # A template that writes all that a conversation can have. ⟦ and ⟧ are the marks of an answer.
 TEMPLATE = """\
@@ -484,7 +490,7 @@ def test_empty_keys_say_nothing(tmp_path):
     assert read(tmp_path, [{"messages": [user("a"), answer]}]) == [ASKED.format("a", "b")]
 
 
-def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog):
+def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog, monkeypatch):
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, model)
     config = json.loads((model / "tokenizer_config.json").read_text())
@@ -518,7 +524,27 @@ def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog):
     stream = TextStream(bundle, "Hi", chat_template_kwargs={"mood": other})
     assert stream.prompt_tokens == expected(mood=other)
     assert 'has the chat_template_kwargs {"mood": "loud"}, and the prompts' in caplog.text
-    # More data of the same bundle is encoded alike.
+
+    # So are the prompts of `mesp evaluate`, of records and of the harness's tasks.
+    written, tasks = Mock(return_value=["b"]), Mock()
+    model = EvaluatedModel(Mock(), tokenizer, 64)
+    monkeypatch.setattr(model, "write", written)
+    monkeypatch.setattr(evaluation, "running_model", lambda *_: nullcontext(model))
+    monkeypatch.setattr("mesp.evaluation.harness", tasks, raising=False)
+    tasks.run.return_value = ([], [])
+    path.write_text(json.dumps({"prompt": "Hi", "completion": "b"}) + "\n")
+    for how, mood in (({}, "loud"), ({"chat_template_kwargs": {"mood": other}}, other)):
+        evaluation.evaluate(bundle, path, **how)
+        assert [len(each) for each in written.call_args.args[0]] == [expected(mood=mood)]
+        evaluation.evaluate(bundle, tasks=Mock(), **how)
+        assert tasks.run.call_args.kwargs["kwargs"] == {"mood": mood}
+
+    # So is more data, of the same bundle or of a federation.
     path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     more = load_additional(str(path), tokenizer, 64, len(tokenizer.get_vocab()), encoding)
     assert tokenizer.decode(more.tokens).startswith("loud:")
+    path.write_text((json.dumps({"prompt": "a", "completion": "b"}) + "\n") * 20)
+    made = federation(bundle, path, tmp_path / "federation", "--clients", 2, "--rounds", 1)
+    for folder in (made.held_out, *(made.client(number).data for number in range(2))):
+        tokens = next(f for f in (folder / "data").iterdir() if f.name.count(".") == 1)
+        assert tokenizer.decode(np.fromfile(tokens, np.uint32)).startswith("loud:")

@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesp.data.fields import OPTIONS, is_empty
@@ -38,11 +37,18 @@ KNOWN = ("role", "content", "weight", CALLS, *REASONING, "tool_call_id", "id", "
 # /no_think after it. A template may leave out the flags, which switch reasoning on or off.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
 PROBE = "MeSP"  # text that tests what a template does
+QUESTION = {"role": "user", "content": PROBE}
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MEANT = {
     **dict.fromkeys(("human", "usr", "customer", "person"), "user"),
     **dict.fromkeys(("model", "bot", "gpt", "ai", "chatbot", "chatgpt", "agent"), "assistant"),
+}
+# What to do with a text that a template leaves out, by the message's role.
+REMEDIES = {
+    "developer": "write it as a system message or at the beginning of the user's.",
+    "system": "write it at the beginning of the user's message.",
+    "assistant": "take a model whose template writes it, or write it into the content.",
 }
 
 
@@ -157,7 +163,7 @@ class Rendering:
         """Returns rendered messages with marks in place of texts."""
         taken = template_messages(messages, self.with_text)
         arguments = self._arguments(asks, tools)
-        inputs = Inputs(json.dumps([taken, arguments], default=repr), taken, arguments)
+        inputs = Inputs(repr((taken, arguments)), taken, arguments)
         return _apply_to_marks(self.tokenizer, str(self.tokenizer.chat_template), inputs)
 
     def render_marked(self, count: int, asks: bool = False) -> str:
@@ -173,8 +179,7 @@ class Rendering:
             if any(message["role"] == "user" for message in messages):
                 raise
             first = sum(message["role"] in ("system", "developer") for message in messages[:1])
-            question = [{"role": "user", "content": PROBE}]
-            return self._render(messages[:first] + question + messages[first:], asks)
+            return self._render([*messages[:first], QUESTION, *messages[first:]], asks)
 
     @cached_property
     def _marks(self) -> tuple[list[Message], list[Text]]:
@@ -207,15 +212,17 @@ class Rendering:
             if number in seen and any(form in self.text for form in _forms(text)):
                 continue
             is_earlier = index < last_question or index not in trained
-            if kind == "reasoning" and messages[index]["role"] == "assistant" and is_earlier:
+            role = messages[index]["role"]
+            if kind == "reasoning" and role == "assistant" and is_earlier:
                 notes.append(
                     "Earlier or untrained answers without their reasoning, which the chat template "
                     "leaves out there"
                 )
                 continue
+            remedy = REMEDIES.get(role, "write it as a user's message.")
             raise MespError(
                 f"the chat template leaves out the {kind} of message {index + 1}, of the role "
-                f"{messages[index]['role']} ({_short(text)}): {_remedy(messages[index])}"
+                f"{role} ({_short(text)}): {remedy}"
             )
         self._check_tools()
         self._check_options()
@@ -256,11 +263,7 @@ class Rendering:
         tool that is called is read in the call.
         """
         messages, unread = self._marks[0], []
-        called = {
-            call["function"]["name"]
-            for m in self.conversation.messages
-            for call in m.get(CALLS, [])
-        }
+        called = {each.text for each in self.texts if each.kind == "tool call"}
         for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
             values = [m[key] for m in messages if key in m and not is_empty(m[key])]
             if not values or (key == "name" and called.issuperset(map(str, values))):
@@ -293,28 +296,22 @@ class Rendering:
 
         Raises MespError unless `text` is `marked` with texts in place of marks.
         """
-        found, at = [], 0
-        bounds = [(0, 0), *((m.start(), m.end()) for m in MARKS.finditer(marked))]
-        bounds.append((len(marked), len(marked)))
-        numbers = [int(number) for number in MARKS.findall(marked)]
-        for (_, start), (stop, end) in pairwise(bounds):
-            piece = marked[start:stop]
-            if not text.startswith(piece, at):
-                raise self._rewritten
-            at += len(piece)
-            if len(found) == len(numbers):
-                break
-            number = numbers[len(found)]
-            following = marked[end : bounds[len(found) + 2][0]]
-            forms = _forms(self.texts[number].text)
+        first, *others = MARKS.split(marked)
+        found, at = [], len(first)
+        for mark, following in zip(MARKS.finditer(marked), others[1::2], strict=True):
+            forms = _forms(self.texts[int(mark[1])].text)
             length = next((len(f) for f in forms if text.startswith(f + following, at)), None)
             if length is None:
-                raise self._rewritten
-            found.append(Place(number, stop, end, at, at + length))
-            at += length
-        if at != len(text):
-            raise self._rewritten
-        return found
+                break
+            found.append(Place(int(mark[1]), *mark.span(), at, at + length))
+            at += length + len(following)
+        else:
+            if text.startswith(first) and at == len(text):
+                return found
+        raise MespError(
+            "the chat template rewrites the conversation, so its answers cannot be located: take "
+            "--loss-on all."
+        )
 
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
         """Returns the bounds of the special tokens in the conversation's texts.
@@ -356,12 +353,9 @@ class Rendering:
         beside = [messages, self.conversation.tools, self.conversation.options]
         return TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))
 
-    @property
-    def _rewritten(self) -> MespError:
-        return MespError(
-            "the chat template rewrites the conversation, so its answers cannot be located: take "
-            "--loss-on all."
-        )
+    def places_of(self, message: int) -> list[Place]:
+        """Returns the places of a message's texts."""
+        return [place for place in self.places if self.texts[place.text].message == message]
 
     def to_rendered(self, position: int) -> int:
         """Returns the position in the rendering for a `position` in the marked rendering.
@@ -377,9 +371,8 @@ class Rendering:
 
 
 def _with(tool: dict[str, Any], key: str, value: str) -> dict[str, Any]:
-    if "function" in tool:
-        return tool | {"function": tool["function"] | {key: value}}
-    return tool | {key: value}
+    function = tool.get("function", tool) | {key: value}
+    return tool | {"function": function} if "function" in tool else function
 
 
 def without_tags(message: Message) -> str:
@@ -395,15 +388,11 @@ def template_messages(messages: list[Message], with_text: bool = False) -> list[
     """
     found = [{key: value for key, value in each.items() if key != "weight"} for each in messages]
     for message in found if with_text else []:
-        message[CALLS] = [
-            call | {"function": call["function"] | {"arguments": _as_json(call)}}
-            for call in message.get(CALLS, [])
-        ]
+        message[CALLS] = copy.deepcopy(message.get(CALLS, []))
+        for call in message[CALLS]:
+            function = call["function"]
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return found
-
-
-def _as_json(call: dict[str, Any]) -> str:
-    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 
 def check_roles(tokenizer: Any, messages: list[Message]) -> None:
@@ -486,13 +475,3 @@ def _forms(text: str) -> Iterator[str]:
 def _short(text: str) -> str:
     text = " ".join(text.split())
     return json.dumps(text if len(text) <= 30 else f"{text[:29]}…", ensure_ascii=False)
-
-
-def _remedy(message: Message) -> str:
-    if message["role"] == "developer":
-        return "write it as a system message or at the beginning of the user's."
-    if message["role"] == "system":
-        return "write it at the beginning of the user's message."
-    if message["role"] == "assistant":
-        return "take a model whose template writes it, or write it into the content."
-    return "write it as a user's message."

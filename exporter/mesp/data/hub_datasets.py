@@ -91,13 +91,12 @@ def _find_files(
     datasets: ModuleType, data: str, subset: str | None, names: Sequence[str]
 ) -> dict[str, Callable[[], Iterator[Row]]]:
     path = Path(data)
-    if path.exists() and not path.is_dir():
-        if subset is not None:
-            raise MespError(f"{data} is a file, which has no subsets; leave out --subset.")
+    is_file = path.exists() and not path.is_dir()
+    if subset is not None and (is_file or is_saved(path)):
+        raise MespError(f"{data} has no subsets; leave out --subset.")
+    if is_file:
         return {"train": partial(read_file, path)}
     if is_saved(path):
-        if subset is not None:
-            raise MespError(f"{data} has no subsets; leave out --subset.")
         return _saved(datasets, data)
     subset = _find_subset(data, subset, datasets.get_dataset_config_names(data))
     builder = datasets.load_dataset_builder(data, subset)
@@ -177,17 +176,12 @@ def _refuse_ways_of_reading(data: str, config: Any, names: Iterable[str]) -> Non
         for each in fields(config)
         if each.name not in OF_FILES and getattr(config, each.name) != getattr(usual, each.name)
     ]
-    if ways == ["sep"] and config.sep == "\t" and all(_is_tsv(name) for name in names):
-        return
-    if ways:
+    are_tsv = all(FileName.of(name).kind == ".tsv" for name in names)
+    if ways and not (ways == ["sep"] and config.sep == "\t" and are_tsv):
         raise MespError(
             f"{data} says in its README.md how its files are read, by {ways[0]}, which is not "
             "supported; write its records to a folder with train.jsonl."
         )
-
-
-def _is_tsv(name: str) -> bool:
-    return FileName.of(name).kind == ".tsv"
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:

@@ -7,7 +7,6 @@ rendered, encoded with the mask of the loss, and put into a split.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -155,7 +154,7 @@ def tokenize(
             "two do not belong together."
         )
     every = [*itertools.chain(*encoded.values())]
-    kwargs = {json.dumps(each.options, default=repr): each.options for each in every}
+    kwargs = {repr(each.options): each.options for each in every}
     common = next(iter(kwargs.values())) if len(kwargs) == 1 else {}
     encoding = replace(options, chat_template_kwargs=common).encoding
     sentences = _counts(records, splits, seq_len, options.long, loss_on) + _notes(every)

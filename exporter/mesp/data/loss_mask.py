@@ -16,19 +16,14 @@ from mesp.data.chat_template import (
     MARK,
     MARKS,
     PROBE,
+    QUESTION,
     Place,
     Rendering,
     apply_template,
     template_messages,
 )
 from mesp.data.messages import CALLS
-from mesp.data.special_tokens import (
-    Bounds,
-    check_special,
-    special_pattern,
-    special_tokens,
-    tokens,
-)
+from mesp.data.special_tokens import Bounds, check_special, special_pattern, special_tokens, tokens
 from mesp.errors import MespError
 
 
@@ -93,11 +88,17 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
     encoded = _tokens(rendering, text, written, rendering.marked + added)
     ids, offsets = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
     mask = np.full(len(offsets), loss_on == "all")
+    ends = np.isin(ids, [*end_tokens(tokenizer)])
     for index, span in spans.items():
         inside = (offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)
         mask[inside] = index in trained
-        if index in trained:
-            _check_ends(tokenizer, ids, offsets, span, index)
+        within = np.flatnonzero(ends & inside & (offsets[:, 0] < span.said))
+        if index in trained and within.size:
+            raise MespError(
+                f"message {index + 1} is an answer with the end token "
+                f"{tokenizer.decode([ids[within[0]]])} in it, which the chat template adds: leave "
+                "it out."
+            )
     if trained and loss_on != "all" and (loss_on == "last" or conversation.prompt):
         _check_asked(rendering, trained[0], ids[: int(np.argmax(mask))])
     return Encoded(ids, mask, tuple(notes), tuple(unread), conversation.options)
@@ -149,32 +150,24 @@ def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> Non
 
 
 def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> list[Span]:
-    said = {
-        index: [p for p in rendering.places if rendering.texts[p.text].message == index]
-        for index in answers
-    }
+    marks, spans = _generation_marks(rendering), []
     for index in answers:
-        if not said[index]:
+        said = rendering.places_of(index)
+        if not said:
             raise _not_found(index)
-    marks = _generation_marks(rendering)
-    bounds: list[tuple[int, int]] = []
-    for index in answers:
         if marks is None:
-            start, stop = _start(rendering, index, said[index][0], notes), _stop(rendering, index)
+            start, stop = _start(rendering, index, said[0], notes), _stop(rendering, index)
         else:
-            first = said[index][0].start
+            first = said[0].start
             start, stop = next((b for b in marks if b[0] <= first < b[1]), (-1, -1))
-        bounds.append((start, stop))
-    spans = []
-    for index, (start, stop) in zip(answers, bounds, strict=True):
         inside = {p.text for p in rendering.places if p.start < stop and p.stop > start}
         # Texts are compared, not places, because a template may repeat a text elsewhere, such as a
         # tool's name.
-        if not 0 <= start < stop or inside < {p.text for p in said[index]}:
+        if not 0 <= start < stop or inside < {p.text for p in said}:
             raise _not_found(index)
         if any(rendering.texts[text].message != index for text in inside):
             raise _not_found(index)
-        spans.append(Span(start, max(p.stop for p in said[index] if p.stop <= stop), stop))
+        spans.append(Span(start, max(p.stop for p in said if p.stop <= stop), stop))
     return spans
 
 
@@ -247,9 +240,8 @@ def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> 
             return rendering.to_rendered(anchor + agreed)
         header = asked[max(after + same, 0) :]
     else:
-        probe = [{"role": "user", "content": PROBE}]
-        asked = rendering.render(probe, asks=True)
-        header = asked[_agreed(rendering.tokenizer, rendering.render(probe), asked) :]
+        asked = rendering.render([QUESTION], asks=True)
+        header = asked[_agreed(rendering.tokenizer, rendering.render([QUESTION]), asked) :]
         before = [found.end() for found in MARKS.finditer(marked, 0, first.marked_start)]
         anchor = before[-1] if before else 0
         gap = marked[anchor : first.marked_start]
@@ -287,6 +279,11 @@ def _stop(rendering: Rendering, index: int) -> int:
     return rendering.to_rendered(anchor + _agreed(rendering.tokenizer, until[after:], rest))
 
 
+def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Returns the length of the common beginning of two sequences."""
+    return sum(1 for _ in takewhile(bool, map(eq, a, b)))
+
+
 def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
     """Finds the last text that is in both the full rendering and `beginning`, a rendering of the
     first messages.
@@ -311,7 +308,7 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
     if a[:longest] == b[:longest]:
         return longest
     one, other = (tokens(tokenizer, text) for text in (a, b[: 2 * len(a) + 100]))
-    same = sum(1 for _ in takewhile(bool, map(eq, one["input_ids"], other["input_ids"])))
+    same = alike(one["input_ids"], other["input_ids"])
     return int(one["offset_mapping"][same - 1][1]) if same else 0
 
 
@@ -381,22 +378,18 @@ def _goes_on(rendering: Rendering, index: int) -> bool:
     is_answered = count < len(messages) and messages[count]["role"] == "assistant"
     if not is_answered and (count < len(messages) or not (results or CALLS in messages[index])):
         return False
-    probe = [{"role": "user", "content": PROBE}]
-    if (asked := rendering.render(probe, asks=True)) != (told := rendering.render(probe)):
+    asked = rendering.render([QUESTION], asks=True)
+    if asked != rendering.render([QUESTION]):
         asked, told = _asked(rendering, count), rendering.render_marked(count)
-        header = asked[sum(1 for _ in takewhile(bool, map(eq, told, asked))) :].strip()
+        header = asked[alike(told, asked) :].strip()
         if not is_answered:
             return not header
     else:  # the template writes the header after a question
         header = asked.partition(PROBE)[2].strip()
         if not is_answered and not results:
             return False
-    said = {
-        i: [p for p in rendering.places if rendering.texts[p.text].message == i]
-        for i in (index, count)
-    }
-    start = max(place.stop for place in said[index])
-    stop = min((place.start for place in said[count]), default=len(rendering.text))
+    start = max(place.stop for place in rendering.places_of(index))
+    stop = min((p.start for p in rendering.places_of(count)), default=len(rendering.text))
     # A special token at the header's beginning may also open the turn of a tool, which is no reason
     # to leave an end out either.
     first = special_pattern(rendering.tokenizer).match(header)
@@ -415,8 +408,6 @@ def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
 
     The answer is the last message. With `asks_on`, the answer is followed by a question instead.
     """
-    if not tokenizer.has_chat_template:
-        return set()
     return {*_template_ends(tokenizer, str(tokenizer.chat_template))[asks_on]}
 
 
@@ -432,18 +423,14 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
         last, followed = (_tail(tokenizer, turns[:count], 1) for count in (2, 3))
     except Exception:  # a template can raise anything
         return [], []
-    same = [
-        token for token, _ in takewhile(lambda p: p[0] == p[1], zip(last, followed, strict=False))
-    ]
     ends, shared, others, after_question = (
-        [token for token in ids if token in special] for ids in (last, same, followed, asked)
+        [token for token in ids if token in special]
+        for ids in (last, last[: alike(last, followed)], followed, asked)
     )
-    if not ends:
-        return [], []
     # The first special token after an answer, if it also comes first after a question. The token
     # ends every message, or begins the next message.
     turn = others[:1] if others[:1] == after_question[:1] else []
-    return [ends[-1], *shared[-1:]], shared[-1:] or turn
+    return ([*ends[-1:], *shared[-1:]], shared[-1:] or turn) if ends else ([], [])
 
 
 def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
@@ -453,16 +440,3 @@ def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]
     text = apply_template(tokenizer, turns)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))
-
-
-def _check_ends(
-    tokenizer: Any, ids: Sequence[int], offsets: np.ndarray, span: Span, index: int
-) -> None:
-    ends = end_tokens(tokenizer)
-    inside = (offsets[:, 0] < span.said) & (offsets[:, 1] > span.start)
-    for at in np.flatnonzero(inside).tolist():
-        if ids[at] in ends:
-            raise MespError(
-                f"message {index + 1} is an answer with the end token "
-                f"{tokenizer.decode([ids[at]])} in it, which the chat template adds: leave it out."
-            )

@@ -23,6 +23,7 @@ PART_KEYS = ("type", "text", "id", "index", "annotations", "cache_control")
 # example, Mistral and OpenAI have `weight`, Axolotl has `train` and `training`, ms-swift has
 # `loss`, and torchtune has `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
+TRUTHS = {"0": 0, "1": 1, "true": True, "false": False, "": None}
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
@@ -231,5 +232,4 @@ def as_truth(value: Any) -> Any:
     """Returns the number or boolean that a table's cell stands for (0, 1, true or false), None for
     an empty cell, or the unchanged value.
     """
-    words = {"0": 0, "1": 1, "true": True, "false": False, "": None}
-    return words.get(value.lower(), value) if isinstance(value, str) else value
+    return TRUTHS.get(value.lower(), value) if isinstance(value, str) else value

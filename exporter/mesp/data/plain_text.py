@@ -7,13 +7,11 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
-from operator import eq
 from typing import Any
 
 import numpy as np
 
-from mesp.data.loss_mask import Encoded, empty_answer, end_tokens
+from mesp.data.loss_mask import Encoded, alike, empty_answer, end_tokens
 from mesp.data.special_tokens import encode_split
 from mesp.errors import MespError
 
@@ -68,7 +66,7 @@ class Joined:
                 if _normal(tokenizer.decode(ids)).endswith(_normal(prompt + answer)):
                     return [*ids, *ends], len(asked)
         whole = encode_plain_prompt(tokenizer, prompt + answer, self.split_special) + ends
-        return whole, sum(1 for _ in takewhile(bool, map(eq, asked, whole)))
+        return whole, alike(asked, whole)
 
 
 def _normal(text: str) -> str:

@@ -4,7 +4,6 @@ chat template or joins its texts, and `mask` gives its token ids and the tokens 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ import numpy as np
 from mesp.data.chat_template import Rendering, without_tags
 from mesp.data.encoder import Encoder
 from mesp.data.fields import OPTIONS, Fields
-from mesp.data.loss_mask import Encoded, encode_conversation
+from mesp.data.loss_mask import Encoded, alike, encode_conversation
 from mesp.data.messages import Message, as_truth, read_messages, read_template_inputs, read_weight
 from mesp.data.plain_text import Joined, encode_text
 from mesp.errors import MespError, plain_errors
@@ -356,10 +355,7 @@ def _is_within(prompt: Said, chosen: Said, rejected: Said) -> bool:
 
 def _alike(chosen: Any, rejected: Any) -> Any:
     """Returns the common beginning of two answers."""
-    alike = itertools.takewhile(
-        lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
-    )
-    return chosen[: len([*alike])]
+    return chosen[: alike(chosen, rejected)]
 
 
 def _shared_text(chosen: str, rejected: str) -> str | None:

@@ -71,6 +71,8 @@ def load_tokenizer(
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Texts are encoded one at a time. Other threads would only wait, which takes CPU time.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from mesp.dependencies import mlx_lm
 
     failed = f"The tokenizer in {folder} cannot be loaded"
