@@ -513,7 +513,8 @@ import MeSPSentences
             let losses = whole.log.filter { $0.hasPrefix("step") }
             var cheaper = 0
             for buffer in buffers / 3..<buffers where cheaper == 0 {
-                var rules = failure(buffer, count: 3)
+                // The wait after each failure fails too.
+                var rules = failure(buffer, count: 5)
                 rules.failingBuffers?.message = FailingCommandBuffers.outOfMemory
                 try inFolder { output in
                     let result = withMetal(rules) { try run(output) { ($0.steps, $0.saveEvery) = (3, 1) } }.result
