@@ -189,7 +189,6 @@ HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int
         for (int dim : s) {
             bytes *= dim;
         }
-        failing::allocate(bytes);
         mx::array a(mx::allocator::malloc(bytes), std::move(s), dtype(type));
         if (bytes > 0) {
             std::memcpy(a.data<char>(), data, bytes);

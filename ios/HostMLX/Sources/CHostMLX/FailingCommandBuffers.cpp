@@ -30,8 +30,7 @@ std::mutex mutex;
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
 std::string message;
-/// The number of command buffers: evaluations and waits for a stream, which commit an empty one. If buffers fail at once, it is the number of
-/// evaluations and of new arrays, which allocate memory.
+/// The number of command buffers: evaluations and, unless buffers fail at once, waits for a stream, which commit an empty one.
 size_t buffers = 0;
 /// The number of failed buffers. `has_error` is true while an error is pending. A wait throws the error, as does the evaluation that follows
 /// `evaluations_until_error` other ones.
@@ -148,18 +147,6 @@ void wait() {
     }
     buffers += 1;
     if (has_error || buffer_fails()) {
-        throw_error();
-    }
-}
-
-void allocate(size_t bytes) {
-    const std::lock_guard lock(mutex);
-    // MLX takes smaller arrays from a heap that it has already (metal/allocator.h:60).
-    if (!is_on || !rules.fails_at_once || bytes <= 256) {
-        return;
-    }
-    buffers += 1;
-    if (buffer_fails()) {
         throw_error();
     }
 }

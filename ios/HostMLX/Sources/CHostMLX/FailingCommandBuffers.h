@@ -18,9 +18,6 @@ void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<
 /// called after the stream was synchronized.
 void wait();
 
-/// Throws an error if an allocation of `bytes` for a new array fails. Only rules under which buffers fail at once let allocations fail.
-void allocate(size_t bytes);
-
 /// Counts a read of an array that was never computed, where mlx-swift would dereference a null pointer. Throws an error if no rules of Metal apply.
 ///
 /// \returns zeros for all bytes of the array.

@@ -10,8 +10,7 @@ public struct FailingCommandBuffers: Sendable {
     /// stream throws the error earlier. The arrays of the failed buffer count as evaluated, and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
-    /// Whether memory is refused: a failing evaluation computes nothing and throws the error itself, and so does the creation of an array of more
-    /// than 256 bytes. Reading an array that was not computed then counts as a fault, because it would end a process on Metal.
+    /// Whether memory is refused: a failing evaluation computes nothing and throws the error itself. Reading an array that was not computed then counts as a fault, because it would end a process on Metal.
     public var isAtOnce = false
     public var message = hang
 

@@ -21,8 +21,7 @@ public struct MetalRules: Sendable {
 
 /// What happened during a call of `withMetal`.
 public struct MetalReport: Sendable, Equatable {
-    /// The number of command buffers: of evaluations that had something to compute, and of waits for a stream. Under rules that refuse memory, the
-    /// number of these evaluations and of new arrays.
+    /// The number of command buffers: of evaluations that had something to compute and, except under rules that refuse memory, of waits for a stream.
     public var commandBuffers = 0
     /// The faults that would have ended a process on Metal, with their counts.
     public var faults = [String: Int]()

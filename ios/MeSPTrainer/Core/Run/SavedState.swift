@@ -67,7 +67,8 @@ package struct SavedState: Codable {
         let json = String(decoding: try JSONEncoder.snakeCase.encode(self), as: UTF8.self)
         let url = Self.url(in: folder)
         try explaining {
-            try MLXErrors.repeating(beforeRetry: trainer.clock.wait) {
+            // Each array is confirmed before its bytes are written.
+            try MLXErrors.repeating(confirms: false, beforeRetry: trainer.clock.wait) {
                 let tensors = try Self.vectors(of: trainer).map { name, vector in
                     NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
                 }

@@ -95,7 +95,8 @@ extension BlockwiseModel {
         let modules = bundle.architecture.trainable.filter { module in
             layouts.contains { $0.modules.contains(module) }
         }
-        try MLXErrors.repeating(beforeRetry: clock.wait) {
+        // Each array is confirmed before its bytes are written.
+        try MLXErrors.repeating(confirms: false, beforeRetry: clock.wait) {
             try saveAdapterFolder(
                 bundle.architecture, rank: settings.rank, blocks: trained[0]..<blocks.upperBound, modules: modules,
                 scale: settings.scale, model: bundle.manifest.model.id, strength: strength, dropout: settings.dropout,
