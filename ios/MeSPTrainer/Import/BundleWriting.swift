@@ -170,9 +170,8 @@ extension ModelImport {
         _ file: Manifest.PackedFile, into folder: URL, progress: (Int) throws -> Void
     ) throws -> (BundleFile, isKept: Bool) {
         let (url, size) = (folder.appendingPathComponent(file.file), 4 * file.words)
-        func described(_ hash: SHA256) -> BundleFile {
-            var hash = hash
-            return BundleFile(path: file.file, size: size, sha256: hexadecimal(hash.finalize()))
+        func described(_ hash: inout SHA256) -> BundleFile {
+            BundleFile(path: file.file, size: size, sha256: hexadecimal(hash.finalize()))
         }
         if Self.size(url) == size, let old = regularFile(url) {
             struct Difference: Error {}
@@ -185,7 +184,7 @@ extension ModelImport {
                     try progress(0)
                 }
                 try progress(size)
-                return (described(hash), true)
+                return (described(&hash), true)
             } catch is Difference {}
         }
         var hash = SHA256()
@@ -198,7 +197,7 @@ extension ModelImport {
                 }
             }
         }
-        return (described(hash), false)
+        return (described(&hash), false)
     }
 
     /// Calls `body` with the contents of a weight file, in pieces of about 1 MiB.

@@ -56,6 +56,12 @@ enum RoPEScaling {
             scaling["factor"] = .number(try config.positive("max_position_embeddings") / original)
         }
         guard type != "llama3" else { return scaling }
+        for key in ["low_freq_factor", "high_freq_factor", "attention_factor"] where (scaling[key] ?? .null) != .null {
+            _ = try config.positive(key, of: scaling)
+        }
+        for key in ["beta_fast", "beta_slow"] where scaling[key]?.isTruthy == true {
+            _ = try config.positive(key, of: scaling)
+        }
         let factor = try config.positive("factor", of: scaling)
         if type == "yarn" {
             let magnitude = try attentionFactor(scaling, factor, config)
@@ -75,9 +81,7 @@ enum RoPEScaling {
     private static func attentionFactor(
         _ scaling: [String: JSONValue], _ factor: Double, _ config: ConfigJSON
     ) throws -> Double {
-        if (scaling["attention_factor"] ?? .null) != .null {
-            return try config.positive("attention_factor", of: scaling)
-        }
+        if let given = scaling["attention_factor"]?.double { return given }
         func magnitude(_ weight: Double) -> Double { factor <= 1 ? 1 : 0.1 * weight * log(factor) + 1 }
         let keys = ["mscale", "mscale_all_dim"]
         guard keys.allSatisfy({ scaling[$0]?.isTruthy == true }) else { return magnitude(1) }
