@@ -59,8 +59,9 @@ package func makeFolder(_ url: URL) throws {
     guard status.st_mode & S_IFMT == S_IFDIR else { throw MeSPError("it is not a folder") }
 }
 
-/// Creates a folder that does not exist yet.
+/// Creates a folder that does not exist yet, and the folders that it lies in if necessary.
 package func makeNewFolder(_ url: URL) throws {
+    try FileManager.default.createDirectory(at: url.deletingLastPathComponent(), withIntermediateDirectories: true)
     guard mkdir(url.path, 0o777) == 0 else { throw MeSPError("\(lastError())") }
 }
 
