@@ -327,7 +327,7 @@ def test_a_number_that_no_float_holds_is_refused(tmp_path: Path, number: str):
     assert said == f"Error: {model / 'config.json'} cannot be read as a JSON object.\n"
 
 
-@pytest.mark.parametrize("weight", ["1e-320", "1e-40", "1e39"])
+@pytest.mark.parametrize("weight", ["1e-320", "1e-46", "1e39"])
 def test_a_weight_that_the_engine_has_no_room_for_is_named(
     bundle: Path, adapters: Path, weight: str
 ):
@@ -817,7 +817,6 @@ def test_a_large_manifest_takes_little_memory(bundle: Path):
         {"head_dim": 10**10},
         {"num_attention_heads": 1, "hidden_size": 2**31 - 1},
         {"partial_rotary_factor": 1e10},
-        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e10}},
         {"num_hidden_layers": float("inf")},
         {"num_hidden_layers": -1},
     ],

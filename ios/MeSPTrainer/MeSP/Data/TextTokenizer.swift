@@ -38,7 +38,13 @@ public protocol TextTokenizer: Sendable {
     /// MeSP calls this function. The default implementation calls ``applyChatTemplate(messages:tools:addsGenerationPrompt:)``, and throws an error if
     /// there are variables.
     ///
-    /// - Parameter options: the variables, with values as in `messages`.
+    /// - Parameters:
+    ///   - messages: each with its role and content.
+    ///   - tools: the tools that an answer can call, or nil.
+    ///   - addsGenerationPrompt: whether to add the opening of an answer after the last message.
+    ///   - options: the variables, with values as in `messages`.
+    /// - Returns: the token ids.
+    /// - Throws: an error if the template refuses the conversation.
     func applyChatTemplate(
         messages: [[String: any Sendable]], tools: [[String: any Sendable]]?, addsGenerationPrompt: Bool,
         options: [String: any Sendable]
