@@ -13,8 +13,6 @@ public struct DocumentsFolder: Sendable {
     /// The folder of the bundles that came with the app, or nil.
     let included: URL?
     let freeBytes: @Sendable (URL) -> Int?
-    /// The reason why this device cannot use bundles for the GPU, or nil if it can.
-    let gpuRefusal: Sentence?
     let applyPolicy: @Sendable (URL, StoragePolicy) -> Void
     let read: @Sendable (URL) throws -> Data
     private let list: @Sendable (URL) throws -> [URL]
@@ -28,13 +26,12 @@ public struct DocumentsFolder: Sendable {
     /// - Parameters:
     ///   - documents: the Documents folder.
     ///   - included: the folder of the bundles that came with the app, or nil.
-    ///   - gpuRefusal: the reason why this device cannot use bundles for the GPU, or nil if it can.
     ///   - freeBytes: returns the free bytes of a folder's disk.
     ///   - applyPolicy: gives a file or a folder a storage policy.
     ///   - read: reads the file of the saved conversation.
     ///   - list: lists a folder without hidden files.
     public init(
-        documents: URL, included: URL? = nil, gpuRefusal: Sentence? = MLXSupport.gpuRefusal,
+        documents: URL, included: URL? = nil,
         freeBytes: @escaping @Sendable (URL) -> Int? = { $0.freeBytes },
         applyPolicy: @escaping @Sendable (URL, StoragePolicy) -> Void = { $1.apply(to: $0) },
         read: @escaping @Sendable (URL) throws -> Data = { try Data(contentsOf: $0) },
@@ -43,7 +40,7 @@ public struct DocumentsFolder: Sendable {
                 at: $0, includingPropertiesForKeys: nil, options: .skipsHiddenFiles)
         }
     ) {
-        (self.documents, self.included, self.gpuRefusal) = (documents, included, gpuRefusal)
+        (self.documents, self.included) = (documents, included)
         (self.freeBytes, self.applyPolicy, self.read, self.list) = (freeBytes, applyPolicy, read, list)
     }
 

@@ -10,14 +10,14 @@ extension DocumentsFolder {
     /// Returns all bundles, sorted by name. A bundle in Documents hides an included bundle of the same name. Checksums are not verified.
     public func bundles() throws -> [StoredBundle] {
         let imported = try contents(documents).filter(\.isBundle).map {
-            StoredBundle(url: $0, isIncluded: false, gpuRefusal: gpuRefusal)
+            StoredBundle(url: $0, isIncluded: false)
         }
         let names = Set(imported.map(\.url.lastPathComponent))
         let others = try included.map { try contents($0) } ?? []
         return
             (imported
             + others.filter { $0.isBundle && !names.contains($0.lastPathComponent) }
-            .map { StoredBundle(url: $0, isIncluded: true, gpuRefusal: gpuRefusal) })
+            .map { StoredBundle(url: $0, isIncluded: true) })
             .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
     }
 
@@ -62,7 +62,7 @@ extension DocumentsFolder {
             )
         }
         try checkIsNew(target(of: source))
-        let model = try ModelImport(model: source, device: importDevice)
+        let model = try ModelImport(model: source)
         try checkRoom(for: model.size, of: name)
         return model
     }
@@ -79,9 +79,6 @@ extension DocumentsFolder {
         try await rewrite(model, to: whole, progress: progress)
         return try move(whole, to: target)
     }
-
-    /// The device of bundles converted on this phone: the CPU if the GPU cannot be used, or else nil for the default.
-    var importDevice: Backend? { gpuRefusal == nil ? nil : .cpu }
 
     /// Deletes the partial files of imports that earlier launches of the app did not finish.
     func removeInterruptedImports() {
@@ -116,7 +113,7 @@ extension DocumentsFolder {
 
     private func move(_ whole: URL, to target: URL) throws -> StoredBundle {
         try FileManager.default.moveItem(at: whole, to: target)
-        return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
+        return StoredBundle(url: target, isIncluded: false)
     }
 
     private func checkIsNew(_ target: URL) throws {
@@ -180,8 +177,7 @@ extension DocumentsFolder {
             try prepare(offer, download)
             try make(place.deletingLastPathComponent(), for: offer.repository)
             try await download.fetch(offer, to: place, usesAnyNetwork: usesAnyNetwork) { progress(.downloaded($0)) }
-            let opened = try ModelImport(
-                model: place, id: offer.repository, revision: model.commit, device: model.device)
+            let opened = try ModelImport(model: place, id: offer.repository, revision: model.commit)
             notices = opened.notices
             progress(.rewritten(0))
             try await rewrite(opened, to: whole) { progress(.rewritten($0)) }

@@ -66,7 +66,7 @@ import Observation
         guard !isLooking, progress == nil else { return }
         (offer, notices, isLooking, waitsForAnswer, usesAnyNetwork) = (nil, [], true, false, false)
         defer { isLooking = false }
-        offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer(for: folder.importDevice)
+        offer = try await open(repository.trimmingCharacters(in: .whitespaces)).fetchOffer()
     }
 
     /// The bytes that a model's files and its bundle take together during the conversion, or nil unless the offer is a model.
@@ -86,7 +86,6 @@ import Observation
     /// A sentence that says whether the offer's bundle can be trained on this phone with its smallest sequence length and rank.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
-        if manifest.device == .gpu, let refusal = folder.gpuRefusal { return refusal }
         var settings = RunSettings(bundle: "", output: "")
         settings.seqLen = manifest.seqLens.min() ?? 1
         settings.rank = manifest.ranks.min() ?? 1

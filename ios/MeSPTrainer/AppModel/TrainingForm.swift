@@ -149,7 +149,7 @@ import Observation
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
-        if known == nil { select(usable.first { $0.manifest?.device == .gpu } ?? usable.first) }
+        if known == nil { select(usable.first) }
     }
 
     /// The predicted peak memory and whether it fits now, or the reason why the run cannot start.

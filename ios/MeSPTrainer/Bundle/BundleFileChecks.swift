@@ -50,18 +50,21 @@ extension ModelBundle {
     ///
     /// - Parameters:
     ///   - kind: an index of the manifest's `blocks`.
+    ///   - files: the files to which `file` belongs.
     ///   - length: the sequence length in tokens.
-    ///   - packed: whether the functions take packed sequences of several records.
-    func checkFunctions(_ file: String, kind: Int, length: Int, packed: Bool = false) throws {
-        let blocks = manifest.blocks[kind]
+    func checkFunctions(
+        _ file: String, kind: Int, _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
+    ) throws {
+        let (blocks, isPlain) = (manifest.blocks[kind], files == \.plainFunctions)
         do {
             guard let data = regularFile(url.appendingPathComponent(file)) else { throw MeSPError("it cannot be read") }
             let signatures = try manifest.ranks.map {
                 try FunctionSignature(
-                    of: architecture.block(blocks.layers[0]), dtype: manifest.dtype, words: blocks.words,
-                    length: length, rank: $0, packed: packed)
+                    of: architecture.block(blocks.layers[0]),
+                    dtype: isPlain || dtype == .float32 ? .float32 : .bfloat16, words: blocks.words, length: length,
+                    rank: $0, packed: files == \.packed)
             }
-            guard try MeSPBundle.checkFunctions(data, onGPU: manifest.device == .gpu) == signatures else {
+            guard try MeSPBundle.checkFunctions(data, onGPU: device == .gpu && !isPlain) == signatures else {
                 throw FunctionSignature.isAnother
             }
         } catch {

@@ -52,7 +52,7 @@ public enum MLXSupport {
         #endif
     }
 
-    /// The reason why bundles for the GPU cannot run here, or nil if none is known.
+    /// The reason why MLX cannot use the GPU here, or nil if none is known.
     public static let gpuRefusal: Sentence? = {
         #if os(iOS) && !targetEnvironment(simulator)
             // MLX's kernels need SIMD-group reductions and matrices, which older GPU families lack.
@@ -65,5 +65,5 @@ public enum MLXSupport {
     private static let noGPU: Sentence =
         "The iOS simulator lacks the GPU that MLX needs: train on an iPhone, an iPad or a Mac, or look at a recorded run."
     private static let oldGPU: Sentence =
-        "MLX needs the GPU of an A14, an M1 or a later chip, and this device has an older one; choose a bundle for the CPU, or export this one with --device cpu."
+        "MLX needs the GPU of an A14, an M1 or a later chip, and this device has an older one; choose the device cpu."
 }

@@ -30,15 +30,14 @@ public struct Manifest: Decodable, Sendable {
     /// The blocks of one kind, with the same mixer, the same MLP and the same layout of their weight files.
     package struct Blocks: Decodable, Sendable {
         package let layers: [Int]
-        /// The function files, by sequence length. Training on a GPU calls `functions`. `plainFunctions` consist of plain operations only, and MeBP
-        /// differentiates them. In a CPU bundle both name the same files.
+        /// The function files, by sequence length. A GPU's forward pass calls `functions`, whose activations are bfloat16. `plainFunctions` consist of
+        /// plain operations in float32 on the CPU, and MeBP differentiates them.
         package let functions: [String: String]
         package let plainFunctions: [String: String]
         /// The function files for packed sequences on a GPU, or nil if the bundle has none.
         package let packedFunctions: [String: String]?
         package var packed: [String: String] { packedFunctions ?? [:] }
-        /// Whether the bundle has functions for these blocks. Without them a GPU computes the formulas one by one, as for blocks with experts and in
-        /// bundles made on a device.
+        /// Whether the bundle has functions for these blocks. It has none for blocks with experts, and if it was made on a device.
         package var hasFunctions: Bool { !functions.isEmpty }
         package let words: Int
         package let arrays: [PackedArray]
@@ -81,11 +80,9 @@ public struct Manifest: Decodable, Sendable {
 
     public let name: String
     package let model: Model
-    public let device: Backend
-    /// The dtype of activations and norms.
-    package let dtype: ElementType
     public let architecture: Architecture
     public let quantization: Quantization
+    /// The sequence lengths and ranks for which the blocks' functions are. Shorter examples are padded to one of the lengths.
     public let seqLens: [Int]
     public let ranks: [Int]
     package let blocks: [Blocks]
@@ -160,11 +157,6 @@ extension Manifest {
         }
         try manifest.check(bundle)
         return manifest
-    }
-
-    /// Whether several records may share a sequence. On a GPU, blocks with functions need separate functions for that.
-    package var takesPacked: Bool {
-        device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil || !$0.hasFunctions }
     }
 
     /// For each block, the index of its kind in `blocks`.

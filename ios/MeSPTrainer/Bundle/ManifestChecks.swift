@@ -17,7 +17,7 @@ extension Manifest {
         let perLayer = [perLayerEmbedding, perLayerProjection].compactMap { $0 }
         let lengths = blocks.map(\.words) + ([embedding, head] + perLayer).map(\.words)
         let layers = blocks.flatMap(\.layers).sorted()
-        guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
+        guard architecture.isConsistent,
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
             !seqLens.isEmpty, seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
             !ranks.isEmpty, ranks.allSatisfy({ $0 > 0 }),
@@ -76,11 +76,12 @@ extension Manifest {
         for file in weightFiles where sizes[file.file] != file.words * 4 {
             throw MeSPError("\(file.file) in \(bundle) doesn't have the length of its layout; export the bundle again.")
         }
+        let stored: Set<ElementType> = [.float32, .float16, .bfloat16]
         func check(_ file: PackedFile, plain: [Weight] = [], matrices: [Weight], separator: String = "") throws {
             func array(
-                _ name: String, dtype: ElementType, isStacked: Bool = false, fits: ([Int]) -> Bool
+                _ name: String, _ dtypes: Set<ElementType>, isStacked: Bool = false, fits: ([Int]) -> Bool
             ) throws -> PackedArray {
-                guard let array = file.arrays.first(where: { $0.name == name }), array.dtype == dtype,
+                guard let array = file.arrays.first(where: { $0.name == name }), dtypes.contains(array.dtype),
                     fits(array.shape), array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
                     (array.stride != nil) == isStacked, array.isWithin(file.words)
                 else { throw wrong(name) }
@@ -90,8 +91,7 @@ extension Manifest {
                 MeSPError("\(bundle): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
             }
             for expected in plain {
-                let dtype = expected.isFloat32 ? .float32 : dtype
-                _ = try array(expected.name, dtype: dtype) { $0 == expected.shape }
+                _ = try array(expected.name, expected.isFloat32 ? [.float32] : stored) { $0 == expected.shape }
             }
             for matrix in matrices {
                 let (name, last) = (matrix.name + separator, matrix.shape.count - 1)
@@ -100,11 +100,11 @@ extension Manifest {
                     shape.count == last + 1 && shape.dropLast() == matrix.shape.dropLast()
                 }
                 let isStacked = last > 1
-                let weight = try array(name + "weight", dtype: .uint32, isStacked: isStacked, fits: isTable)
+                let weight = try array(name + "weight", [.uint32], isStacked: isStacked, fits: isTable)
                 let scales = try array(
-                    name + "scales", dtype: hasBiases ? dtype : .uint8, isStacked: isStacked, fits: isTable)
+                    name + "scales", hasBiases ? stored : [.uint8], isStacked: isStacked, fits: isTable)
                 if hasBiases {
-                    _ = try array(name + "biases", dtype: dtype, isStacked: isStacked) { $0 == scales.shape }
+                    _ = try array(name + "biases", [scales.dtype], isStacked: isStacked) { $0 == scales.shape }
                 }
                 let format = QuantizationFormat(
                     inputs: matrix.shape[last], words: weight.shape[last], groups: scales.shape[last],

@@ -17,8 +17,12 @@ package struct ModelBundle {
     private let dataFolder: URL
     /// The modification times of the weight files when they were checked.
     private var modified = [String: Duration]()
-    /// The manifest's device, unless it is replaced. Tests and self-checks replace it to choose the code path.
+    /// The processor that computes.
+    package let device: Backend
+    /// The processor whose code path is taken: `device`. Tests replace it.
     package var backend: Backend
+    /// The dtype of activations: that of `device`. Tests and self-checks replace it.
+    package var dtype: DType
     /// For each block, the index of its kind in the manifest's `blocks`.
     package let kinds: [Int]
     package let maps = Maps()
@@ -44,22 +48,23 @@ package struct ModelBundle {
     }
 
     package var architecture: Architecture { manifest.architecture }
-    package var dtype: DType { manifest.dtype.dtype }
 
     /// Opens a bundle, and checks its manifest and the size of every file. Does not use MLX.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
     ///   - text: a folder of tokenized text, to train on in place of the bundle's own text (see `TokenFolder`).
+    ///   - device: the processor that computes; nil: this machine's standard processor.
     ///   - checksums: whether to check the SHA-256 of every file too, which takes seconds for gigabytes.
-    package init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
+    package init(url: URL, text: URL? = nil, device: Backend? = nil, checksums: Bool = true) throws {
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
         guard let json = regularFile(path) else {
             throw MeSPError("\(url.path) is not a bundle: it has no manifest.json. Make one with mesp-export.")
         }
         manifest = try Manifest.read(json, of: url.path)
-        backend = manifest.device
+        self.device = device ?? .standard
+        (backend, dtype) = (self.device, self.device.dtype)
         kinds = manifest.kindOfBlock
         (splits, dataFolder) = try text.map { (try TokenFolder.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
         modified = try checkFiles()
@@ -68,19 +73,24 @@ package struct ModelBundle {
 
     // MARK: - Functions and weights
 
-    /// Imports the functions for sequences of `length` tokens. Returns one function for each block, or nil for blocks without functions.
+    /// Imports the functions for sequences of `length` tokens and adapters of `rank`. Returns one function for each block, or nil for blocks without
+    /// such a function. Functions compute in bfloat16 on a GPU, and plain functions in float32 on a CPU.
     package func importFunctions(
-        _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int
+        _ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int, rank: Int
     ) throws -> [ImportedFunction?] {
         var imported = [String: ImportedFunction]()
+        let isPossible =
+            switch device {
+            case .cpu: files != \.plainFunctions || dtype == .float32
+            case .gpu: files != \.plainFunctions && dtype == .bfloat16
+            }
         let functions = try manifest.blocks.enumerated().map { kind, blocks -> ImportedFunction? in
-            guard blocks.hasFunctions else { return nil }
-            guard let file = blocks[keyPath: files]["\(length)"] else {
-                preconditionFailure("no function for \(length) tokens")
+            guard isPossible, manifest.ranks.contains(rank), let file = blocks[keyPath: files]["\(length)"] else {
+                return nil
             }
             // MLX trusts the file's contents, so the file's checksum and functions are checked first.
             try checkSums(of: manifest.files.filter { $0.path == file })
-            try checkFunctions(file, kind: kind, length: length, packed: files == \.packed)
+            try checkFunctions(file, kind: kind, files, length: length)
             let function = try imported[file] ?? importFunction(from: url.appendingPathComponent(file))
             imported[file] = function
             return function

@@ -54,7 +54,7 @@ extension PauseReason {
     /// and not charging. iOS refuses the GPU to a background app without `continuedOnGPU`. An inactive app may soon be in the background.
     ///
     /// - Parameters:
-    ///   - usesGPU: whether the bundle is for the GPU.
+    ///   - usesGPU: whether the run uses the GPU.
     ///   - battery: the state of the battery, or nil if there is none or it is unknown. Then nothing waits for the battery or the charger.
     static func reasons(
         scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,

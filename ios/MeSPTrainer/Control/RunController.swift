@@ -40,8 +40,8 @@ import Observation
     /// Closures to call when the state or the log has changed.
     @ObservationIgnored package var observers = [() -> Void]()
 
-    /// Whether the run uses the GPU; true until the log has its `start` record.
-    package var usesGPU: Bool { log.start?.device != .cpu }
+    /// Whether the run uses the GPU. A resumed run stays on its device.
+    package var usesGPU: Bool { (settings?.device ?? log.start?.device ?? .standard) == .gpu }
 
     /// The number of boundaries that the run has passed since the last logged step. See `BoundaryGate.boundaries`.
     package var blocksOfStep: Int { gate.boundaries - blocksAtLastStep }
@@ -87,9 +87,15 @@ import Observation
 
     /// Begins or resumes a run (`settings.resume`), unless another run is in progress.
     ///
+    /// Without a device in the settings, a new run that begins in the background takes the CPU, unless the background time includes the GPU.
+    ///
     /// - Returns: a function that stops this run, but no later run.
     @discardableResult package func start(_ settings: RunSettings) -> @Sendable () -> Void {
         guard !isRunning else { return {} }
+        var settings = settings
+        if settings.device == nil, !settings.resume {
+            settings.device = monitor.scene == .background && grant != .continuedOnGPU ? .cpu : .standard
+        }
         self.settings = settings
         // The log is replaced before the state changes, because observers read both.
         (stopWanted, log) = (false, LogSummary())

@@ -56,22 +56,21 @@ public struct HubDownload: Sendable {
 
     /// Returns the bundle or the model in the repository, after a check that this build supports it.
     ///
-    /// - Parameter device: the device for an imported model; nil for the default of `ModelImport`.
-    package func fetchOffer(for device: Backend? = nil) async throws -> Offer {
+    package func fetchOffer() async throws -> Offer {
         do {
             do {
                 let (json, answer) = try await read("manifest.json", of: "main", limit: Manifest.largestSize)
                 let commit = answer.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { Offer.isCommit($0) ? $0 : nil }
                 return try Offer(repository: repository, json: json, commit: commit)
             } catch is FileNotFound {
-                return try await fetchModelOffer(for: device)
+                return try await fetchModelOffer()
             }
         } catch let error as RetryableFailure {
             throw MeSPError(error.sentence)
         }
     }
 
-    private func fetchModelOffer(for device: Backend?) async throws -> Offer {
+    private func fetchModelOffer() async throws -> Offer {
         let list = try await fetchFileList()
         let names = ModelImport.neededFiles(list.files.map(\.path))
         guard names.contains("config.json"), names.contains(where: { $0.hasSuffix(".safetensors") }) else {
@@ -93,7 +92,7 @@ public struct HubDownload: Sendable {
         let card = try await small("README.md")
         return try Offer(
             repository: repository,
-            model: .init(commit: list.commit, config: config, card: card, device: device, files: files))
+            model: .init(commit: list.commit, config: config, card: card, files: files))
     }
 
     /// The maximum size of a config.json or a README.md, in bytes.

@@ -27,7 +27,6 @@ extension HubDownload {
             /// The contents of README.md; nil if the repository has none.
             let card: Data?
             /// The backend of the bundle; nil for the default of `ModelImport`.
-            package let device: Backend?
             let files: [File]
         }
 
@@ -87,7 +86,7 @@ extension HubDownload {
             (self.repository, json, commit, self.model, files) = (repository, nil, model.commit, model, model.files)
             try Self.check(files, commit: model.commit, of: repository)
             manifest = try ModelImport.manifest(
-                config: model.config, card: model.card, of: repository, revision: model.commit, device: model.device)
+                config: model.config, card: model.card, of: repository, revision: model.commit)
         }
 
         /// Checks the commit's name, the paths, the sizes and the digests.

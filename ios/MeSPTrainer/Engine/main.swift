@@ -113,11 +113,12 @@ func openModel(_ file: URL) throws -> Evaluator {
             let weight: Float
         }
         let bundle: String
+        let device: Backend?
         let adapters: [Adapters]
     }
     let settings: Settings = try readSettings(file)
     return try Evaluator(
-        ModelBundle(url: URL(fileURLWithPath: settings.bundle)),
+        ModelBundle(url: URL(fileURLWithPath: settings.bundle), device: settings.device),
         adapters: settings.adapters.map { .init(URL(fileURLWithPath: $0.folder), weight: $0.weight) })
 }
 
@@ -166,8 +167,6 @@ func importModel(_ file: URL) throws {
         let bundle: String
         let id: String?
         let revision: String?
-        let device: Backend?
-        let dtype: ElementType?
     }
     struct Model: Encodable {
         let name: String
@@ -184,8 +183,7 @@ func importModel(_ file: URL) throws {
     let settings: Settings = try readSettings(file)
     let start = ContinuousClock.now
     let model = try ModelImport(
-        model: URL(fileURLWithPath: settings.model), id: settings.id, revision: settings.revision,
-        device: settings.device, dtype: settings.dtype)
+        model: URL(fileURLWithPath: settings.model), id: settings.id, revision: settings.revision)
     let manifest = model.manifest
     try print(
         "model",

@@ -29,31 +29,40 @@ struct BundleLayout: Equatable {
 
     private static func aligned(_ words: Int) -> Int { (words + alignment - 1) / alignment * alignment }
 
-    init(_ block: BlockShape, _ index: Int, _ quantizations: Quantizations, _ dtype: ElementType) throws {
+    /// Creates the layout of the file of block `index`.
+    ///
+    /// - Parameter dtype: returns the type of the array that is made from a tensor.
+    init(
+        _ block: BlockShape, _ index: Int, _ quantizations: Quantizations, dtype: (_ tensor: String) -> ElementType
+    ) throws {
+        let module = "model.layers.\(index)."
+        func placed(_ weight: Weight) -> PlacedArray { .init(weight.name, weight.shape, dtype(module + weight.name)) }
         let plain = block.plainArrays
-        func isBias(_ weight: Weight) -> Bool { weight.name.hasSuffix(".bias") }
-        var arrays = plain.filter { !isBias($0) }.map { PlacedArray($0.name, $0.shape, dtype) }
+        var arrays = plain.filter { !$0.name.hasSuffix(".bias") }.map(placed)
         for matrix in block.matrices {
             let (rows, columns) = (matrix.shape[0], matrix.shape[1])
-            let quantization = try quantizations.of("model.layers.\(index).\(matrix.name)", columns: columns)
-            arrays += quantization.arrays("\(matrix.name).", rows: rows, columns: columns, dtype)
-            arrays += plain.filter { $0.name == "\(matrix.name).bias" }.map { PlacedArray($0.name, $0.shape, dtype) }
+            let quantization = try quantizations.of(module + matrix.name, columns: columns)
+            let type = dtype("\(module)\(matrix.name).scales")
+            arrays += quantization.arrays(matrix.name, rows: rows, columns: columns, type)
+            arrays += plain.filter { $0.name == "\(matrix.name).bias" }.map(placed)
         }
         self.init(arrays)
     }
 
     /// Creates the layout of the file of the embedding or the head.
     ///
-    /// - Parameter hasNorm: whether the file also has the model's last norm.
+    /// - Parameters:
+    ///   - hasNorm: whether the file also has the model's last norm.
+    ///   - dtype: returns the type of the array that is made from a tensor.
     init(
-        _ architecture: Architecture, table: String, _ quantizations: Quantizations, _ dtype: ElementType, hasNorm: Bool
-    )
-        throws
-    {
+        _ architecture: Architecture, table: String, _ quantizations: Quantizations, hasNorm: Bool,
+        dtype: (_ tensor: String) -> ElementType
+    ) throws {
         let hidden = architecture.hiddenSize
         let quantization = try quantizations.of(table, columns: hidden)
-        let norm = hasNorm ? [PlacedArray("norm", [hidden], dtype)] : []
-        self.init(quantization.arrays("", rows: architecture.vocabSize, columns: hidden, dtype) + norm)
+        let norm = hasNorm ? [PlacedArray("norm", [hidden], dtype("model.norm.weight"))] : []
+        let table = quantization.arrays("", rows: architecture.vocabSize, columns: hidden, dtype("\(table).scales"))
+        self.init(table + norm)
     }
 
     var fields: [String: JSONValue] {

@@ -148,17 +148,15 @@ extension ModelImport {
             }
         }
         let tensor = try source.tensor(name, array.shape)
-        guard array.dtype == .float32 || array.dtype == .bfloat16 else {
-            return SourcedArray(array: array, tensor: tensor, conversion: nil)
-        }
-        var conversion = NumberConversion(from: tensor.type, toBFloat16: array.dtype == .bfloat16)
-        if array.shape.count == 1, !name.hasSuffix(".bias") {  // a norm
-            conversion.offset = family.normOffset
-            if array.name == "norm" { conversion.divisor = divisor }
-        }
+        guard array.dtype == .float32 else { return SourcedArray(array: array, tensor: tensor, conversion: nil) }
+        var conversion = NumberConversion(from: tensor.type)
+        if Self.isNorm(name) { conversion.offset = family.normOffset }
+        if array.name == "norm" { conversion.divisor = divisor }
         return SourcedArray(
             array: array, tensor: tensor, conversion: conversion.isIdentity ? nil : .numbers(conversion))
     }
+
+    static func isNorm(_ tensor: String) -> Bool { tensor.hasSuffix("norm.weight") }
 
     /// The divisor of the logits. The import divides the weights of the last norm by this number, which has the same effect.
     private var divisor: Float { Float(entry["architecture"]?.object?["logits_scaling"]?.double ?? 1) }

@@ -37,12 +37,8 @@ package struct ModelImport: Sendable {
     ///   - model: the folder, with config.json, model*.safetensors and tokenizer.json.
     ///   - id: the model's name on the Hub; nil for the folder's name.
     ///   - revision: the model's commit on the Hub; nil if it is unknown.
-    ///   - device: the backend of the bundle; nil for this machine's default.
-    ///   - dtype: the type of activations, scales and norms; nil for bfloat16 on a GPU and float32 on a CPU.
     /// - Throws: `MeSPError` that names an unsupported or damaged part.
-    package init(
-        model: URL, id: String? = nil, revision: String? = nil, device: Backend? = nil, dtype: ElementType? = nil
-    ) throws {
+    package init(model: URL, id: String? = nil, revision: String? = nil) throws {
         guard FileManager.default.fileExists(atPath: model.appendingPathComponent("config.json").path) else {
             throw MeSPError("\(model.path) is not a Hugging Face model: it has no config.json.")
         }
@@ -59,18 +55,16 @@ package struct ModelImport: Sendable {
         let card = try Self.text(Self.place(of: "README.md", in: model)).map(ModelCard.init) ?? ModelCard()
         let names = try FileManager.default.contentsOfDirectory(atPath: model.path).sorted()
         try Self.checkTokenizer(names, id)
-        let described = try Description(fields, id: id, source: model.path, device: device, dtype: dtype)
-        source = try described.readTensors(model)
-        let made = try described.entry(isTied: source.isTied, card.fields(id: id, revision: revision))
+        let described = try Description(fields, id: id, source: model.path)
+        let source = try described.readTensors(model)
+        self.source = source
+        let made = try described.entry(isTied: source.isTied, card.fields(id: id, revision: revision), source.dtype)
         (family, entry, quantizations) = (described.config.family, made, described.quantizations)
         config = described.configToWrite(isTied: source.isTied)
         manifest = try Manifest.read(Data(JSONValue.object(entry).json.utf8), of: id)
         guard (try? JSONValue(json: config.json.utf8)) != nil else { throw unusable("numbers") }
         copied = try Self.copied(names, from: model)
         var notices = [Sentence]()
-        if source.hasFloat16Scales, manifest.dtype == .bfloat16 {
-            notices.append("The model's scales are float16, and lose 3 bits of their mantissa in bfloat16.")
-        }
         if quantizations.hasOneBit {
             notices.append(
                 "The model has codes of 1 bit, which the bundle stores in 2 bits, with the same values.")
@@ -98,14 +92,15 @@ package struct ModelImport: Sendable {
     ///   - card: the contents of README.md; nil if it does not exist.
     ///   - id: the repository, as `owner/name`.
     package static func manifest(
-        config: Data, card: Data?, of id: String, revision: String?, device: Backend? = nil
+        config: Data, card: Data?, of id: String, revision: String?
     ) throws -> Manifest {
         guard config.count <= Manifest.largestSize, let fields = try? JSONValue(json: config).object else {
             throw MeSPError("config.json of \(id) cannot be read as a JSON object.")
         }
-        let described = try Description(fields, id: id, source: id, device: device, dtype: nil)
+        let described = try Description(fields, id: id, source: id)
         let card = card.flatMap { String(data: $0, encoding: .utf8) }.map(ModelCard.init) ?? ModelCard()
-        let made = try described.entry(isTied: described.isTied, card.fields(id: id, revision: revision))
+        // The weight files, which are not there yet, may hold another type.
+        let made = try described.entry(isTied: described.isTied, card.fields(id: id, revision: revision), .bfloat16)
         return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
 
@@ -137,10 +132,8 @@ package struct ModelImport: Sendable {
         private let name: String
         let quantizations: Quantizations
         private let lengths: [Int]
-        private let device: Backend
-        private let dtype: ElementType
 
-        init(_ fields: [String: JSONValue], id: String, source: String, device: Backend?, dtype: ElementType?) throws {
+        init(_ fields: [String: JSONValue], id: String, source: String) throws {
             name = id.split(separator: "/").last.map(String.init) ?? id
             config = try ConfigJSON(fields, of: name, source: source)
             let most = config["max_position_embeddings"].double.flatMap { $0 >= 1 ? Int(whole: min($0, 1e6)) : nil }
@@ -148,13 +141,6 @@ package struct ModelImport: Sendable {
             let possible = ModelImport.lengths.filter { $0 <= limit }
             lengths = possible.isEmpty ? [min(limit, ModelImport.lengths[0])] : possible
             quantizations = try Quantizations(config, of: name, source: source)
-            #if MESP_HOST_MLX
-                let here = Backend.cpu
-            #else
-                let here: Backend = MLXSupport.gpuRefusal == nil ? .gpu : .cpu
-            #endif
-            self.device = device ?? here
-            self.dtype = dtype ?? (self.device == .gpu ? .bfloat16 : .float32)
         }
 
         var isTied: Bool { config["tie_word_embeddings"] == .bool(true) }
@@ -175,11 +161,20 @@ package struct ModelImport: Sendable {
         }
 
         /// Returns the manifest, without the list of copied files and without digests.
-        func entry(isTied: Bool, _ model: [String: JSONValue]) throws -> [String: JSONValue] {
+        ///
+        /// - Parameter stored: the type of scales, biases and vectors that the import does not change.
+        func entry(
+            isTied: Bool, _ model: [String: JSONValue], _ stored: ElementType
+        ) throws -> [String: JSONValue] {
             let (described, architecture) = try architecture(isTied: isTied)
+            let hasDivisor = described.object?["logits_scaling"]?.double ?? 1 != 1
+            func dtype(_ tensor: String) -> ElementType {
+                let isChanged = ModelImport.isNorm(tensor) && config.family.normOffset != 0
+                return isChanged || tensor == "model.norm.weight" && hasDivisor ? .float32 : stored
+            }
             try checkNumbers(described)
             let layers = 0..<architecture.numHiddenLayers
-            let layouts = try layers.map { try BundleLayout(architecture.block($0), $0, quantizations, dtype) }
+            let layouts = try layers.map { try BundleLayout(architecture.block($0), $0, quantizations, dtype: dtype) }
             var groups = [[Int]]()
             for layer in layers {
                 let same = groups.firstIndex { group in
@@ -188,10 +183,11 @@ package struct ModelImport: Sendable {
                 if let same { groups[same].append(layer) } else { groups.append([layer]) }
             }
             let embedding = try BundleLayout(
-                architecture, table: "model.embed_tokens", quantizations, dtype, hasNorm: isTied)
+                architecture, table: "model.embed_tokens", quantizations, hasNorm: isTied, dtype: dtype)
             let head =
                 isTied
-                ? embedding : try BundleLayout(architecture, table: "lm_head", quantizations, dtype, hasNorm: true)
+                ? embedding
+                : try BundleLayout(architecture, table: "lm_head", quantizations, hasNorm: true, dtype: dtype)
             let headFile = isTied ? "embedding.bin" : "head.bin"
             var sizes = ["embedding.bin": embedding.words * 4]
             sizes[headFile] = head.words * 4
@@ -204,8 +200,6 @@ package struct ModelImport: Sendable {
                 "format": .integer(Manifest.format),
                 "name": .string(name),
                 "model": .object(model),
-                "device": .string(device.rawValue),
-                "dtype": .string(dtype.rawValue),
                 "architecture": described,
                 "quantization": quantizations.main.inBundle.entry,
                 "seq_lens": integers(lengths),

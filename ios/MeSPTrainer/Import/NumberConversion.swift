@@ -46,32 +46,22 @@ private func packedIn2Bits(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
     }
 }
 
-/// A conversion of numbers: (x + offset) / divisor, in float32.
+/// A conversion of numbers to float32: (x + offset) / divisor.
 struct NumberConversion {
     let from: TensorType
-    /// Whether the result is bfloat16; otherwise it is float32.
-    let toBFloat16: Bool
     var offset: Float = 0
     var divisor: Float = 1
 
-    var isIdentity: Bool {
-        offset == 0 && divisor == 1 && from == (toBFloat16 ? .bfloat16 : .float32)
-    }
+    var isIdentity: Bool { from == .float32 && offset == 0 && divisor == 1 }
 
     func convert(_ bytes: UnsafeRawBufferPointer) -> [UInt8] {
         let count = bytes.count / from.size
-        return [UInt8](unsafeUninitializedCapacity: count * (toBFloat16 ? 2 : 4)) { made, length in
+        return [UInt8](unsafeUninitializedCapacity: 4 * count) { made, length in
             for index in 0..<count {
-                let number = (number(bytes, index) + offset) / divisor
-                if toBFloat16 {
-                    let bits = bfloat16(number).littleEndian
-                    UnsafeMutableRawBufferPointer(made).storeBytes(of: bits, toByteOffset: 2 * index, as: UInt16.self)
-                } else {
-                    let bits = number.bitPattern.littleEndian
-                    UnsafeMutableRawBufferPointer(made).storeBytes(of: bits, toByteOffset: 4 * index, as: UInt32.self)
-                }
+                let bits = ((number(bytes, index) + offset) / divisor).bitPattern.littleEndian
+                UnsafeMutableRawBufferPointer(made).storeBytes(of: bits, toByteOffset: 4 * index, as: UInt32.self)
             }
-            length = count * (toBFloat16 ? 2 : 4)
+            length = 4 * count
         }
     }
 

@@ -47,14 +47,16 @@ struct Quantization: Equatable {
         }
     }
 
-    /// Returns the arrays of a matrix `[rows, columns]`. In affine quantization, scales and biases have the bundle's dtype.
-    func arrays(_ prefix: String, rows: Int, columns: Int, _ dtype: ElementType) -> [PlacedArray] {
+    /// Returns the arrays of a matrix `[rows, columns]`. Affine scales and biases have the type `dtype`.
+    ///
+    /// - Parameters:
+    ///   - name: the matrix's name in its file; empty for a table.
+    func arrays(_ name: String, rows: Int, columns: Int, _ dtype: ElementType) -> [PlacedArray] {
+        func named(_ part: String) -> String { name.isEmpty ? part : "\(name).\(part)" }
         let groups = [rows, columns / groupSize]
-        let packed = [
-            PlacedArray(prefix + "weight", [rows, columns * bits / 32], .uint32),
-            PlacedArray(prefix + "scales", groups, hasBiases ? dtype : .uint8),
-        ]
-        return hasBiases ? packed + [PlacedArray(prefix + "biases", groups, dtype)] : packed
+        let packed = PlacedArray(named("weight"), [rows, columns * bits / 32], .uint32)
+        let scales = PlacedArray(named("scales"), groups, hasBiases ? dtype : .uint8)
+        return [packed, scales] + (hasBiases ? [PlacedArray(named("biases"), groups, dtype)] : [])
     }
 
     var entry: JSONValue {

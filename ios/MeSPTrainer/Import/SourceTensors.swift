@@ -14,6 +14,17 @@ enum TensorType: String {
     case uint32 = "U32"
     case uint8 = "U8"
 
+    /// The type of a bundle's array with the same numbers.
+    var element: ElementType {
+        switch self {
+        case .float32: .float32
+        case .float16: .float16
+        case .bfloat16: .bfloat16
+        case .uint32: .uint32
+        case .uint8: .uint8
+        }
+    }
+
     static let all = [float32, float16, bfloat16, uint32, uint8]
     static let floats = [float32, float16, bfloat16]
 
@@ -113,12 +124,16 @@ struct SourceTensors {
         )
     }
 
+    /// The smallest type that holds all scales, biases and vectors exactly; bfloat16 without affine scales.
+    var dtype: ElementType {
+        guard tensors.keys.contains(where: { $0.hasSuffix(".scales") }) else { return .bfloat16 }
+        let types = Set(tensors.values.map(\.type).filter(TensorType.floats.contains))
+        return types.count == 1 ? types.first?.element ?? .float32 : .float32
+    }
+
     func isStoredUnquantized(_ name: String) -> Bool {
         tensors[name + ".weight"] != nil && tensors[name + ".scales"] == nil
     }
-
-    /// Whether some scales are float16. Their conversion to bfloat16 loses 3 bits of the mantissa.
-    var hasFloat16Scales: Bool { tensors.contains { $0.key.hasSuffix(".scales") && $0.value.type == .float16 } }
 
     // MARK: - Files
 

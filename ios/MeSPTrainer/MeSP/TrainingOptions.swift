@@ -26,11 +26,12 @@ public struct TrainingOptions: Sendable, Equatable {
     public var steps: Int
     /// The memory that training may take.
     public var memory: MemoryLimit
-    /// The sequence length, in tokens. The bundle must support it. nil: the bundle's longest length up to 256, or its shortest length if all are
-    /// longer.
+    /// The sequence length, in tokens. nil: the longest length up to 256 for which the bundle has functions, or the shortest if all are longer.
     public var sequenceLength: Int?
-    /// The rank r of the adapters. The bundle must support it. nil: 8, or the bundle's first rank if it has no 8.
+    /// The rank r of the adapters. nil: 8, or the bundle's first rank if it has no functions for 8.
     public var rank: Int?
+    /// The processor that computes. A run keeps its processor when it is continued. nil: the GPU if MLX can use it, otherwise the CPU.
+    public var device: Device?
     /// The learning rate of AdamW with 8-bit moments. nil: 0.007 / √d for hidden size d, and a tenth of this for choices.
     public var learningRate: Float?
     /// The number of sequences, or choices, in an update, at least 1. They are computed one after another.
@@ -50,6 +51,9 @@ public struct TrainingOptions: Sendable, Equatable {
     public var usesDoRA = false
     /// The seed for the order of sequences, the initial matrices A and dropout.
     public var seed: UInt64 = 0
+
+    /// A processor. The GPU computes in bfloat16, and the CPU in float32.
+    public enum Device: String, Sendable { case cpu, gpu }
 
     /// Creates options. Set the other options as properties.
     ///
@@ -81,6 +85,7 @@ extension TrainingOptions {
         settings.seqLen = sequenceLength ?? settings.seqLen
         settings.rank = rank ?? settings.rank
         settings.learningRate = learningRate
+        settings.device = device.flatMap { Backend(rawValue: $0.rawValue) }
         settings.batchSize = batchSize
         settings.evalEvery = evaluationInterval
         settings.adapters = initialAdapters?.path
@@ -106,8 +111,8 @@ extension TrainingOptions {
 }
 
 extension RunSettings {
-    /// Replaces an unsupported sequence length by the longest shorter length in `manifest`, or else by the shortest length. Replaces an unsupported
-    /// rank by the first rank in `manifest`.
+    /// Replaces a sequence length without functions by the longest shorter length with functions, or else by the shortest. Replaces a rank without
+    /// functions by the first rank with functions.
     package mutating func takeNearest(in manifest: Manifest) {
         if !manifest.seqLens.contains(seqLen) {
             seqLen = manifest.seqLens.filter { $0 <= seqLen }.max() ?? manifest.seqLens.min() ?? 1

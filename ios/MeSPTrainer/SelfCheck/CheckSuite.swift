@@ -89,7 +89,7 @@ final class CheckSuite {
         var run = RunSettings(bundle: settings.bundle, output: "")
         run.usePaperUpdate()
         let ranks = bundle.manifest.ranks
-        (run.seqLen, run.rank) = (length, ranks.contains(8) ? 8 : ranks[0])
+        (run.device, run.seqLen, run.rank) = (bundle.device, length, ranks.contains(8) ? 8 : ranks[0])
         return run
     }
 

@@ -135,22 +135,23 @@ extension CheckSuite {
     }
 
     private func result(_ product: Product, _ x: MLXArray, _ w: QuantizedMatrix) -> MLXArray {
-        switch product {
+        let (scales, biases) = w.affine(in: productType)
+        return switch product {
         case .transposed, .plain:
             quantizedMM(
-                x, w.weight, scales: w.scales, biases: w.biases, transpose: product == .transposed,
+                x, w.weight, scales: scales, biases: biases, transpose: product == .transposed,
                 groupSize: w.format.groupSize, bits: w.format.bits, mode: w.format.mode)
         case .dequantized:
             matmul(
                 x,
                 dequantized(
-                    w.weight, scales: w.scales, biases: w.biases, groupSize: w.format.groupSize, bits: w.format.bits,
+                    w.weight, scales: scales, biases: biases, groupSize: w.format.groupSize, bits: w.format.bits,
                     mode: w.format.mode, dtype: productType
                 ).T)
         }
     }
 
-    private var productType: DType { bundle.manifest.device == .cpu ? .float32 : bundle.dtype }
+    private var productType: DType { bundle.device == .cpu ? .float32 : bundle.dtype }
 
     /// Records the lowest of the rates of the forms of product that training uses.
     private func note(_ product: Product, _ rate: Double) {

@@ -56,7 +56,7 @@ extension CheckSuite {
         let step = try takeFirstStep()
         let bytes = max(0, step.afterStep)
         constants.metalBytes = Double(bytes)
-        MetalMemory[bundle.manifest.device] = bytes
+        MetalMemory[bundle.device] = bytes
         return Finding(
             .note,
             "Besides its arrays MLX adds \(shown(megabytes: bytes)) to the footprint by the end of the first step, \(shown(megabytes: step.afterUse)) of it with the first use.",
@@ -71,7 +71,7 @@ extension CheckSuite {
     /// an app that takes too long.
     func checkLeaving() throws -> Finding {
         let step = try takeFirstStep()
-        let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)
+        let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.device == .gpu)
         let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.secondsToLeave))
         return Finding(
             verdict,

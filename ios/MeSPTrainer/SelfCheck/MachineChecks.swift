@@ -47,8 +47,8 @@ extension CheckSuite {
     }
 
     func describeGPU() throws -> Finding {
-        guard bundle.manifest.device == .gpu else {
-            throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
+        guard bundle.device == .gpu else {
+            throw Skipped(reason: "The self-check runs on the CPU.")
         }
         guard let gpu = SystemGPU.current else {
             return Finding(.note, "MLX has a GPU that Metal does not describe.")

@@ -11,6 +11,10 @@ public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
         package var bundle: String
+        /// The processor to check; nil: the machine's standard processor.
+        package var device: Backend?
+        /// The type of activations; nil: that of the processor. Float32 shows how exact a GPU is.
+        package var dtype: ElementType?
         /// The maximum number of repetitions of a gradient. All results must be equal to the last bit.
         package var repeats = 50
         /// The time for a measurement, in seconds. Some checks take a multiple or a fraction of it.
@@ -26,6 +30,8 @@ public struct SelfCheck {
         package init(contentsOf url: URL) throws {
             struct Given: Decodable {
                 let bundle: String
+                let device: Backend?
+                let dtype: ElementType?
                 let repeats: Int?
                 let seconds: Double?
                 let minutes: Double?
@@ -33,6 +39,7 @@ public struct SelfCheck {
             }
             let given: Given = try readSettings(url)
             self.init(bundle: given.bundle)
+            (device, dtype) = (given.device, given.dtype)
             repeats = given.repeats ?? repeats
             seconds = given.seconds ?? seconds
             minutes = given.minutes ?? minutes
@@ -40,6 +47,9 @@ public struct SelfCheck {
         }
 
         func check() throws {
+            guard [nil, .float32, .bfloat16].contains(dtype) else {
+                throw MeSPError("dtype must be float32 or bfloat16.")
+            }
             guard (1...1000).contains(repeats) else { throw MeSPError("repeats must be at least 1 and at most 1000.") }
             guard seconds > 0, seconds <= 60 else { throw MeSPError("seconds must be above 0 and at most 60.") }
             guard (0...600).contains(minutes) else { throw MeSPError("minutes must be at least 0 and at most 600.") }
@@ -65,9 +75,10 @@ public struct SelfCheck {
         // `firstUseOfMLX` is initialized when it is first read. It must be read before the first use of a GPU.
         let isFirstUse = firstUseOfMLX.time >= begin
         try settings.check()
-        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
+        var bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), device: settings.device)
+        if let dtype = settings.dtype { bundle.dtype = dtype.dtype }
         let accelerators = NeuralAccelerators.current
-        if isFirstUse, bundle.manifest.device == .gpu { accelerators.beginCheck() }
+        if isFirstUse, bundle.device == .gpu { accelerators.beginCheck() }
         var hasPassed = false
         defer { accelerators.endCheck(hasPassed: hasPassed) }
         let suite = CheckSuite(bundle: bundle, settings: settings, isFirstUse: isFirstUse, atBlock: atBlock)
@@ -75,8 +86,8 @@ public struct SelfCheck {
         let start = SelfCheckReport.Start(
             version: Run.version, mlxVersion: MLXSupport.version, host: LogRecord.Start.host,
             gpu: SystemGPU.current?.name, gpuArchitecture: SystemGPU.current?.architecture,
-            bundle: bundle.manifest.name, device: bundle.manifest.device.rawValue,
-            dtype: bundle.manifest.dtype.rawValue, neuralAccelerators: accelerators.state.rawValue,
+            bundle: bundle.manifest.name, device: bundle.device.rawValue,
+            dtype: bundle.dtype == .float32 ? "float32" : "bfloat16", neuralAccelerators: accelerators.state.rawValue,
             settings: settings, names: checks.map(\.name))
         try report(.start(start))
         var whole = SelfCheckReport(start)

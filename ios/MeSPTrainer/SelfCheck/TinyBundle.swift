@@ -3,8 +3,7 @@ import MLX
 import MeSPBundle
 import MeSPFiles
 
-/// A bundle of one block with random weights, for a check of one mixer. Its block function is an empty file, so the bundle can generate but not
-/// train.
+/// A bundle of one block with random weights, for a check of one mixer.
 struct TinyBundle {
     let mixer: [String: any Sendable]
     static let hidden = 128
@@ -14,7 +13,7 @@ struct TinyBundle {
     ///
     /// - Parameters:
     ///   - folder: the folder to create.
-    ///   - model: a bundle with the same device, dtype and quantization.
+    ///   - model: a bundle with the same device and quantization.
     func write(to folder: URL, like model: ModelBundle) throws -> ModelBundle {
         let mlp: [String: any Sendable] = [
             "modules": [["mlp.gate_proj", ["gate"]], ["mlp.up_proj", ["up"]], ["mlp.down_proj", ["down"]]]
@@ -44,15 +43,10 @@ struct TinyBundle {
         }
         let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
         let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
-        // Generation does not call the block function, so its file is empty.
-        let function = "block.mlxfn"
-        try Data().write(to: folder.appendingPathComponent(function))
-
         let quantization = model.manifest.quantization
         let head: [String: any Sendable] = ["file": "head.bin", "words": tableWords, "arrays": table.arrays]
         let manifest: [String: any Sendable] = [
             "format": Manifest.format, "name": "tiny", "model": ["id": "tiny"],
-            "device": model.manifest.device.rawValue, "dtype": model.manifest.dtype.rawValue,
             "architecture": architecture,
             "quantization": [
                 "bits": quantization.bits, "group_size": quantization.groupSize, "mode": quantization.mode,
@@ -60,31 +54,31 @@ struct TinyBundle {
             "seq_lens": [64], "ranks": [8],
             "blocks": [
                 [
-                    "layers": [0], "functions": ["64": function], "plain_functions": ["64": function], "words": words,
-                    "arrays": weights.arrays,
+                    "layers": [0], "functions": [String: String](), "plain_functions": [String: String](),
+                    "words": words, "arrays": weights.arrays,
                 ] as [String: any Sendable]
             ],
             "embedding": head, "head": head,
-            "files": try [ModelBundle.blockFile(0), "head.bin", function].map { path -> [String: any Sendable] in
+            "files": try [ModelBundle.blockFile(0), "head.bin"].map { path -> [String: any Sendable] in
                 let file = folder.appendingPathComponent(path)
                 let size = try Data(contentsOf: file).count
                 return ["path": path, "size": size, "sha256": try sha256(of: file)]
             },
         ]
         try JSONSerialization.data(withJSONObject: manifest).write(to: folder.appendingPathComponent("manifest.json"))
-        var bundle = try ModelBundle(url: folder)
-        bundle.backend = model.backend
+        var bundle = try ModelBundle(url: folder, device: model.device)
+        (bundle.backend, bundle.dtype) = (model.backend, model.dtype)
         return bundle
     }
 
     private struct Words {
-        private let dtype: ElementType
+        private let dtype = ElementType.bfloat16
         private let quantization: Manifest.Quantization
         private var data = Data()
         private(set) var arrays = [[String: any Sendable]]()
 
         init(_ model: ModelBundle) {
-            (dtype, quantization) = (model.manifest.dtype, model.manifest.quantization)
+            quantization = model.manifest.quantization
         }
 
         /// Adds random numbers: around 1 for a norm, otherwise around 0.

@@ -19,7 +19,8 @@ package final class TrialSteps {
     /// - Throws: `MeSPError`, as a run does at its start.
     package init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
         try settings.check()
-        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
+        let bundle = try ModelBundle(
+            url: URL(fileURLWithPath: settings.bundle), device: settings.device, checksums: false)
         try bundle.manifest.check(settings)
         planner = Planner(bundle.manifest, settings)
         self.plan = try plan(planner)
@@ -36,13 +37,10 @@ package final class TrialSteps {
     /// Returns the first training sequence; nil if the data has no examples, or has preferences.
     private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
         guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.hasPreferences else { return nil }
-        let packs = stream.packsExamples && bundle.manifest.takesPacked && settings.method.takesPacked
+        let packs = stream.packsExamples && settings.method.takesPacked
         let sequences = stream.sequences(lengths: [settings.seqLen], packed: packs)
         return sequences.count > 0 ? sequences[0] : nil
     }
-
-    /// Whether the bundle is for a GPU.
-    package var isForGPU: Bool { trainer.model.bundle.manifest.device == .gpu }
 
     /// Whether the model has experts.
     package var hasExperts: Bool { trainer.model.bundle.architecture.hasExperts }

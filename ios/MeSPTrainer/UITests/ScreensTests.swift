@@ -77,7 +77,7 @@ final class ScreensTests: XCTestCase {
     @MainActor func testModels() {
         let app = launched(at: "Models")
         see(app.navigationBars["Models"])
-        see(app.saying("Demo-GPU"))
+        see(app.saying("Demo"))
         see(app.buttons["Add a Model"])
         keep(app, as: "Models")
         XCTAssertFalse(reach(app.buttons["Look It Up"], in: app).isEnabled, "there is no name to look up")

@@ -38,6 +38,9 @@ typedef float Floats __attribute__((vector_size(64)));
 
 using Mode = mx::QuantizationMode;
 
+/// Inlines a function into each clone of its caller, so that the function is compiled for the clone's CPU.
+#define INLINE __attribute__((always_inline)) inline
+
 /// A quantized matrix W `[rows, columns]` with groups along its rows.
 struct PackedMatrix {
     Mode mode;
@@ -45,10 +48,30 @@ struct PackedMatrix {
     const uint8_t *codes;
     /// The stride of a row of codes, in bytes, and of a row of scales, in elements.
     ptrdiff_t codes_stride, scales_stride;
-    /// float32 for affine quantization, else 8-bit floats. Only affine quantization has biases.
-    const void *scales;
-    const float *biases;
+    /// Numbers of `dtype` for affine quantization, else 8-bit floats. Only affine quantization has biases.
+    const void *scales, *biases;
+    mx::Dtype dtype;
+    /// The number of groups of a row.
+    int groups;
 };
+
+/// The scales and biases of a thread's rows in float32, if they are stored in another type.
+thread_local std::vector<float> scale_rooms[16], bias_rooms[16];
+
+/// Returns `count` scales or biases of affine quantization in float32, from the `index`-th on. Other types are converted into `room`.
+INLINE const float *in_float32(
+    const PackedMatrix &w, const void *numbers, ptrdiff_t index, int count, std::vector<float> &room) {
+    if (w.dtype == mx::float32) return static_cast<const float *>(numbers) + index;
+    room.resize(count);
+    if (w.dtype == mx::bfloat16) {
+        const auto *halves = static_cast<const mx::bfloat16_t *>(numbers) + index;
+        for (int i = 0; i < count; i++) room[i] = halves[i];
+    } else {
+        const auto *halves = static_cast<const mx::float16_t *>(numbers) + index;
+        for (int i = 0; i < count; i++) room[i] = halves[i];
+    }
+    return room.data();
+}
 
 /// Returns the values of all E4M3 codes (4 bits of exponent, 3 of mantissa).
 std::array<float, 256> e4m3_values() {
@@ -67,9 +90,6 @@ float factor(const PackedMatrix &w, ptrdiff_t index) {
     const uint8_t scale = static_cast<const uint8_t *>(w.scales)[index];
     return w.mode == Mode::Nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
 }
-
-/// Inlines a function into each clone of its caller, so that the function is compiled for the clone's CPU.
-#define INLINE __attribute__((always_inline)) inline
 
 /// Reads 16 codes of `bits` bits, the lowest bits first. `last` is true for the last codes of a group.
 template <int bits, bool last = true>
@@ -125,7 +145,8 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
     const uint8_t *codes = w.codes + row * w.codes_stride + begin / 8 * w.bits;
     const ptrdiff_t group = row * w.scales_stride + begin / w.group_size;
     if (w.mode == Mode::Affine) {
-        const float *scales = static_cast<const float *>(w.scales) + group, *biases = w.biases + group;
+        const float *scales = in_float32(w, w.scales, group, count / w.group_size, scale_rooms[0]);
+        const float *biases = in_float32(w, w.biases, group, count / w.group_size, bias_rooms[0]);
         switch (w.bits) {
             case 2: return unpack_affine<2>(codes, scales, biases, w.group_size, count, out);
             case 3: return unpack_affine<3>(codes, scales, biases, w.group_size, count, out);
@@ -258,11 +279,12 @@ INLINE void multiply_block(
     constexpr int block = rows_at_once(most), slots = Fields::slots, group_words = group_size * bits / 32;
     const uint8_t *packed[block];
     const float *scales[block], *biases[block];
+    static_assert(block <= std::size(scale_rooms));
     for (int r = 0; r < block; r++) {
         const ptrdiff_t index = std::min(row + r, end - 1);
         packed[r] = w.codes + index * w.codes_stride;
-        scales[r] = static_cast<const float *>(w.scales) + index * w.scales_stride;
-        biases[r] = w.biases + index * w.scales_stride;
+        scales[r] = in_float32(w, w.scales, index * w.scales_stride, w.groups, scale_rooms[r]);
+        biases[r] = in_float32(w, w.biases, index * w.scales_stride, w.groups, bias_rooms[r]);
     }
     const FewRows::Sixteen *inputs[most], *input_sums[most];
     for (int i = 0; i < most; i++) {
@@ -589,7 +611,7 @@ class PackedProduct : public mx::UnaryPrimitive {
         }
         const PackedMatrix packed{
             options.mode, options.bits, options.group_size, w.data<uint8_t>(), w.strides(0) * 4, scales.strides(0),
-            scales.data<void>(), hasBiases ? inputs[3].data<float>() : nullptr};
+            scales.data<void>(), hasBiases ? inputs[3].data<void>() : nullptr, scales.dtype(), scales.shape(1)};
         const int rows = w.shape(0), columns = scales.shape(1) * options.group_size;
         const int m = x.size() / x.shape(-1);
         // A slice of a matrix is read without a copy.
@@ -679,7 +701,7 @@ std::optional<mx::array> packed_product(
     if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
     if (bits < 2 || bits > 8 || bits == 7) return std::nullopt;
     if (w.dtype() != mx::uint32 || group_size % (is_affine ? 32 : 16) != 0 || group_size > 128 || group_size == 96 || biases.has_value() != is_affine ||
-        (!is_affine && scales.dtype() != mx::uint8)) {
+        scales.dtype() != (biases ? biases->dtype() : mx::uint8) || (is_affine && !mx::issubdtype(scales.dtype(), mx::floating))) {
         return std::nullopt;
     }
     if (scales.ndim() != 2 || scales.shape(0) != w.shape(0) || (biases && biases->shape() != scales.shape()) ||
@@ -695,8 +717,8 @@ std::optional<mx::array> packed_product(
     if (shape.back() != (transpose ? columns : w.shape(0))) return std::nullopt;
     shape.back() = transpose ? w.shape(0) : columns;
     std::vector<mx::array> inputs = {x, w};
-    inputs.push_back(biases ? mx::astype(scales, mx::float32, s) : scales);
-    if (biases) inputs.push_back(mx::astype(*biases, mx::float32, s));
+    inputs.push_back(scales);
+    if (biases) inputs.push_back(*biases);
     const PackedProduct::Options options{group_size, bits, packing, transpose};
     return mx::array(shape, mx::float32, std::make_shared<PackedProduct>(s, options), inputs);
 }

@@ -35,6 +35,8 @@ struct StepCount: Encodable {
     }
 
     init(_ settings: RunSettings) throws {
+        var settings = settings
+        settings.device = .gpu
         setenv(MLXSupport.commandBufferVariable, "\(LedgerRules.phone.operationsPerBuffer)", 1)
         let (ledger, predicted) = try record(settings, .phone)
         (evals, kernels, tflop) = (ledger.evals + ledger.waits, ledger.kernels, ledger.flop / 1e12)
@@ -58,9 +60,6 @@ private func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Le
     var predicted = 0
     let ledger = try Ledger.record(rules: rules) {
         let trial = try TrialSteps(settings)
-        guard trial.isForGPU else {
-            throw MeSPError("\(settings.bundle) is for the CPU: export it with --device gpu to count.")
-        }
         guard !trial.hasExperts else {
             throw MeSPError("\(settings.bundle) mixes experts, and kernels depend on those that tokens choose.")
         }

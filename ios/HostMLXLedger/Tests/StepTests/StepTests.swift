@@ -10,9 +10,8 @@ import Testing
 @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
 final class StepTests {
     private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
-        .appendingPathComponent("../../../MeSPTrainer/Demo-GPU.mesp").standardizedFileURL
+        .appendingPathComponent("../../../MeSPTrainer/Demo.mesp").standardizedFileURL
     private let bare: URL
-    private static let demoForTheCPU = demo.deletingLastPathComponent().appendingPathComponent("Demo.mesp")
     private typealias Change = (inout RunSettings) -> Void
 
     init() throws {
@@ -30,7 +29,7 @@ final class StepTests {
     private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
         var settings = RunSettings(bundle: Self.demo.path, output: "")
         settings.usePaperUpdate()
-        (settings.seqLen, settings.rank) = (length, 8)
+        (settings.seqLen, settings.rank, settings.device) = (length, 8, .gpu)
         change(&settings)
         return settings
     }
@@ -103,7 +102,7 @@ final class StepTests {
     @Test func aTokenMapsNothing() throws {
         func mappings(tokens: Int) throws -> Int {
             try Ledger.record(rules: .strictPhone) {
-                let bundle = try ModelBundle(url: Self.demo)
+                let bundle = try ModelBundle(url: Self.demo, device: .gpu)
                 var request = Generator.Request(prompt: [1, 2, 3])
                 request.maxTokens = tokens
                 try Generator(bundle).generate(request) { _ in }
@@ -118,7 +117,7 @@ final class StepTests {
             var request = Generator.Request(prompt: [1, 2, 3])
             (request.maxTokens, request.temperature) = (12, temperature)
             var tokens = 0
-            try Generator(ModelBundle(url: Self.demo)).generate(request) { _ in
+            try Generator(ModelBundle(url: Self.demo, device: .gpu)).generate(request) { _ in
                 tokens += 1
                 // Counts only the last eight tokens.
                 if tokens == 4 { Ledger.restart() }
@@ -130,7 +129,7 @@ final class StepTests {
     @Test func evaluationMapsEachFileOnce() throws {
         var mapped = [String: Int]()
         _ = try Ledger.record(rules: .strictPhone) {
-            let bundle = try ModelBundle(url: Self.demo)
+            let bundle = try ModelBundle(url: Self.demo, device: .gpu)
             let evaluator = try Evaluator(bundle)
             _ = try evaluator.logLikelihood(of: [1, 2, 3, 4], window: 2)
             _ = try evaluator.scores(of: [[1], [2, 3]], after: [4])
@@ -142,7 +141,7 @@ final class StepTests {
     /// Metal keeps a whole file in memory if a kernel reads any part of it.
     @Test func noKernelReadsTheEmbedding() throws {
         let ledger = try Ledger.record(rules: .strictPhone) {
-            let bundle = try ModelBundle(url: Self.demo)
+            let bundle = try ModelBundle(url: Self.demo, device: .gpu)
             try bundle.withDevice {
                 try bundle.withEmbedding { weights in
                     let x = embed([1, 2, 3], weights, bundle.architecture, dtype: bundle.dtype)
@@ -166,7 +165,7 @@ final class StepTests {
         let ledger = try Ledger.record(rules: .strictPhone) {
             var request = Generator.Request(prompt: (0..<prompt).map { $0 % 9 })
             (request.maxTokens, request.temperature) = (3, 1)
-            let generator = try Generator(ModelBundle(url: Self.demo))
+            let generator = try Generator(ModelBundle(url: Self.demo, device: .gpu))
             try generator.generate(request, atBlock: { Ledger.boundary() }) { _ in Ledger.boundary() }
         }
         #expect(ledger.firstKernels > 30 && ledger.mostFirstKernels <= 30)
@@ -210,9 +209,9 @@ final class StepTests {
     }
 
     @Test func thePlanSaysWhatMetalTakes() throws {
-        let settings = try settings()
+        var settings = try settings()
+        let bundle = try ModelBundle(url: Self.demo, device: .gpu)
         _ = try Ledger.record {
-            let bundle = try ModelBundle(url: Self.demo)
             let planner = Planner(bundle.manifest, settings)
             let plan = try planner.plan()
             let record = LogRecord.Prediction(settings, bundle, planner, plan)
@@ -220,6 +219,7 @@ final class StepTests {
             #expect(metal > 0)
             #expect(record.predictedPeakBytes >= metal + planner.arrays(plan))
         }
-        #expect(Planner(try ModelBundle(url: Self.demoForTheCPU).manifest, settings).metalBytes == nil)
+        settings.device = .cpu
+        #expect(Planner(bundle.manifest, settings).metalBytes == nil)
     }
 }

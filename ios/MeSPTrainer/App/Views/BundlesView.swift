@@ -134,15 +134,12 @@ private struct BundleRow: View {
             }
             if let manifest = bundle.manifest {
                 Text(
-                    "\(bundle.size.bytes), \(manifest.architecture.numHiddenLayers) blocks, \(manifest.quantization.bits) bits, \(manifest.device == .gpu ? "GPU" : "CPU"), sequences of \(manifest.seqLens.map { $0.formatted() }.formatted(.list(type: .or))) tokens"
+                    "\(bundle.size.bytes), \(manifest.architecture.numHiddenLayers) blocks, \(manifest.quantization.bits) bits, sequences of \(manifest.seqLens.map { $0.formatted() }.formatted(.list(type: .or))) tokens"
                 )
                 .font(.caption).foregroundStyle(.secondary)
             }
             if let problem = bundle.problem {
                 ProblemLabel(problem.localized).font(.caption)
-            }
-            if let advice = bundle.advice {
-                Label(advice.localized, systemImage: "info.circle").font(.caption).foregroundStyle(.secondary)
             }
         }
         .accessibilityElement(children: .combine)

@@ -2,7 +2,7 @@ import MLX
 
 /// The element types in a bundle's files and functions. The raw values are the names in `manifest.json`.
 package enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
-    case bool, uint8, uint32, uint64, int32, float32, bfloat16
+    case bool, uint8, uint32, uint64, int32, float32, float16, bfloat16
 
     package var dtype: DType {
         switch self {
@@ -12,6 +12,7 @@ package enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
         case .uint64: .uint64
         case .int32: .int32
         case .float32: .float32
+        case .float16: .float16
         case .bfloat16: .bfloat16
         }
     }

@@ -155,7 +155,7 @@ private struct FunctionReader {
         case .uint32: return Constant(type: type, greatest: greatest(UInt32.self))
         case .uint64: return Constant(type: type, greatest: greatest(UInt64.self))
         case .int32: return Constant(type: type, greatest: greatest(Int32.self))
-        case .bool, .float32, .bfloat16: return Constant(type: type, greatest: nil)
+        case .bool, .float32, .float16, .bfloat16: return Constant(type: type, greatest: nil)
         }
     }
 

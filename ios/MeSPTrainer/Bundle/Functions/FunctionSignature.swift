@@ -10,7 +10,7 @@ extension FunctionSignature {
     /// Creates the signature that the function of a block must have.
     ///
     /// - Parameters:
-    ///   - dtype: the manifest's dtype.
+    ///   - dtype: the type of activations.
     ///   - words: the length of the block's weight file in 32-bit words.
     ///   - length: the sequence length in tokens.
     ///   - packed: whether the function takes packed sequences of several records.

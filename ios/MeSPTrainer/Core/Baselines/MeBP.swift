@@ -12,8 +12,10 @@ extension BlockwiseModel {
         _ call: BlockCall, _ x: MLXArray, d: inout MLXArray, dShared: inout MixerState.KeyValues?
     ) throws -> MLXArray {
         let layout = layouts[call.index]
-        guard let plain = try function(call.index, x, \.plainFunctions) else {
-            preconditionFailure("block \(call.index) has no function")
+        let function = try self.function(call.index, x, \.plainFunctions)
+        /// Returns the forward pass by plain operations, which MLX can differentiate: the block's function or, without one, the formulas.
+        func plain(_ call: BlockCall) -> any BlockForward {
+            function.map { $0(call, layout, scale: scale) } ?? block(call, Machine(bundle.processor))
         }
         // Shared keys and values are outputs of the block that computes them, and inputs of the other blocks that attend to them.
         let (taken, sum) = (call.side.shared, call.side.shared == nil ? dShared : nil)
@@ -23,14 +25,14 @@ extension BlockwiseModel {
             cotangents: [MLXArray], of outputs: @escaping (_ pass: any BlockForward, _ x: MLXArray) throws -> [MLXArray]
         ) throws -> [MLXArray] {
             var failure: (any Error)?
-            let (_, gradients) = Device.withGlobal(bundle.device) {
+            let (_, gradients) = Device.withGlobal(bundle.processorOfMLX) {
                 vjp(
                     { primals in
                         do {
                             var call = call
                             call.lora = layout.replacing(in: call.lora, trained: primals[1])
                             if taken != nil { call.side.shared = .init(keys: primals[2], values: primals[3]) }
-                            return try outputs(plain(call, layout, scale: self.scale), primals[0])
+                            return try Processor.withPlainCPU { try outputs(plain(call), primals[0]) }
                         } catch {
                             failure = error
                             return cotangents  // arrays in the outputs' shapes; `failure` is thrown below
@@ -42,10 +44,10 @@ extension BlockwiseModel {
             return gradients
         }
         // The first evaluation compiles GPU kernels. Evaluating one output at a time allows pauses between compilations.
-        if !isWarm, differentiated.insert(ObjectIdentifier(plain)).inserted {
-            let pass = plain(call, layout, scale: scale)
+        if !isWarm, differentiated.insert(bundle.kinds[call.index]).inserted {
+            let pass = plain(call)
             for index in try 1..<pass.outputs(x).list.count {
-                let output = try Device.withGlobal(bundle.device) { try pass.outputs(x).list[index] }
+                let output = try Device.withGlobal(bundle.processorOfMLX) { try pass.outputs(x).list[index] }
                 eval(output)
                 clock.pause()
                 eval(try gradients(cotangents: [MLXArray.zeros(like: output)]) { [try $0.outputs($1).list[index]] })

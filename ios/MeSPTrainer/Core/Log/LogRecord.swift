@@ -40,6 +40,8 @@ public enum LogRecord: Sendable {
         package var metalBytes: Int?
         package var mappedBytes: Int
         package var readWeightBytes: Int?
+        /// Whether the run calls the bundle's block functions; otherwise formulas compute all passes.
+        package var callsFunctions: Bool?
         package var examples: Int?
     }
     public struct Step: Codable, Sendable {

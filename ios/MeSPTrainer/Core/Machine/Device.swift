@@ -4,23 +4,20 @@ import MeSPBundle
 import MeSPSentences
 
 extension ModelBundle {
-    /// The device that the bundle was exported for.
-    package var device: Device { Device(manifest.device == .cpu ? .cpu : .gpu) }
+    /// `device` as MLX names it.
+    package var processorOfMLX: Device { Device(device == .cpu ? .cpu : .gpu) }
 
-    /// Calls `body` with the bundle's device as MLX's default device.
+    /// Calls `body` with `device` as MLX's default device.
     ///
     /// - Throws: the errors of `body` and of MLX; `MeSPError` if the machine lacks the device or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
-        let gpuRefusal = manifest.device == .gpu ? MLXSupport.gpuRefusal ?? NeuralAccelerators.current.refusal : nil
-        if let refusal = MLXSupport.refusal ?? gpuRefusal { throw MeSPError(refusal) }
+        if let refusal = device.refusal { throw MeSPError(refusal) }
         _ = firstUseOfMLX
-        guard manifest.device == .cpu || !Device.isCPU else {
-            throw MeSPError(
-                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
-            )
+        guard device == .cpu || !Device.isCPU else {
+            throw MeSPError("This machine has no GPU that MLX can use; choose the device cpu.")
         }
-        return try MLXWork.run(on: device, as: backend) {
-            try manifest.device == .cpu ? MetalMemory.withSmallCache(body) : body()
+        return try MLXWork.run(on: processorOfMLX, as: backend) {
+            try device == .cpu ? MetalMemory.withSmallCache(body) : body()
         }
     }
 }

@@ -5,8 +5,6 @@ import MeSPBundle
 struct MachineMemory: Sendable {
     /// The memory of the process once MLX has started, in bytes.
     let process: Int
-    /// 1 if a step of the structured backward pass imports and calls block functions, 0 if it does not.
-    let functions: Int
     /// 1 if W is dequantized before a product, 0 if the product unpacks it.
     let dequantized: Int
     /// 1 if each operation writes an array, 0 if elementwise operations are fused.
@@ -47,7 +45,7 @@ struct MachineMemory: Sendable {
 extension Processor {
     var memory: MachineMemory {
         MachineMemory(
-            process: backend == .gpu ? 6_750_000 : 5_000_000 + 1_000_000 * threads, functions: backend == .gpu ? 1 : 0,
+            process: backend == .gpu ? 6_750_000 : 5_000_000 + 1_000_000 * threads,
             dequantized: dequantizesInProduct ? 0 : 1, unfused: fuses ? 0 : 1, isOneOperation: hasOperation,
             metal: startsMetal ? MetalMemory[backend] ?? MetalMemory.assumed : nil, mapsAreClean: backend == .cpu,
             working: { [backend, startsMetal] planner, plan in

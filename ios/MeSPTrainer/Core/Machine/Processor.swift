@@ -37,6 +37,9 @@ package struct Processor: Sendable {
     /// The CPU of this process. Tests set other CPUs.
     @TaskLocal package static var cpu = hostCPU
 
+    /// Calls `body` with a CPU whose operations MLX can differentiate.
+    static func withPlainCPU<R>(_ body: () throws -> R) rethrows -> R { try $cpu.withValue(.plainCPU, operation: body) }
+
     private static var hostCPU: Processor {
         #if os(Linux)
             let process = ProcessInfo.processInfo
@@ -120,7 +123,7 @@ extension Processor {
 }
 
 extension Backend {
-    /// The processor for bundles of this backend.
+    /// The processor of this kind in this process.
     package var processor: Processor {
         switch self {
         case .cpu: .cpu

@@ -45,18 +45,19 @@ extension QuantizedMatrix {
 
     /// Returns the matrix with its rows multiplied by g. Returns nil where scaling the product is cheaper or scaling the matrix is not possible.
     private func scaled(by g: MLXArray, rows: Int) -> QuantizedMatrix? {
-        guard Device.isCPU, dense == nil, let biases = wide.biases, 2 * scales.dim(1) < rows else { return nil }
+        guard Device.isCPU, dense == nil, let biases, 2 * scales.dim(1) < rows else { return nil }
         let g = g[0..., .newAxis]
-        return part(weight, wide.scales * g, biases * g)
+        return part(weight, scales * g, biases * g)
     }
 
     /// Returns x Wᵀ or x W by `quantizedMM`. A CPU accumulates in the operands' dtype, so x is cast to float32 on a CPU.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
         let isWide = Device.isCPU || x.dtype == .float32
+        // MLX casts the scales to float32 if x is float32.
+        let (scales, biases) = isWide ? (scales, biases) : affine(in: x.dtype)
         let product = quantizedMM(
-            isWide ? x.asType(.float32) : x, weight, scales: isWide ? wide.scales : scales,
-            biases: isWide ? wide.biases : biases,
-            transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
+            isWide ? x.asType(.float32) : x, weight, scales: scales, biases: biases, transpose: transpose,
+            groupSize: format.groupSize, bits: format.bits, mode: format.mode)
         return processor.backend == .gpu ? product.asType(x.dtype) : product
     }
 
@@ -65,7 +66,7 @@ extension QuantizedMatrix {
     static func dequantize(
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {
-        let (wideScales, wideBiases) = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
+        let (wideScales, wideBiases) = affine(scales, biases, in: .float32)
         guard let wideBiases, 32 % format.bits != 0, Device.isCPU else {
             return dequantized(
                 weight, scales: wideScales, biases: wideBiases,

@@ -11,8 +11,6 @@ package struct QuantizedMatrix: Arrays {
     let processor: Processor
     /// W in float32, computed when a product first needs it and then kept; nil if all products use `quantizedMM`.
     let dense: Dense?
-    /// The affine scales and biases in float32, cast once for all float32 products. The scales of other formats keep their dtype.
-    let wide: (scales: MLXArray, biases: MLXArray?)
 
     final class Dense {
         lazy var array = make()
@@ -25,9 +23,17 @@ package struct QuantizedMatrix: Arrays {
     ) {
         (self.weight, self.scales, self.biases, self.format) = (weight, scales, biases, format)
         self.processor = processor
-        wide = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
         dense = !processor.dequantizesInProduct ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
     }
+
+    /// Returns the affine scales and biases in `dtype`, and the scales of other formats unchanged.
+    static func affine(
+        _ scales: MLXArray, _ biases: MLXArray?, in dtype: DType
+    ) -> (scales: MLXArray, biases: MLXArray?) {
+        (biases == nil ? scales : scales.asType(dtype), biases?.asType(dtype))
+    }
+
+    package func affine(in dtype: DType) -> (scales: MLXArray, biases: MLXArray?) { Self.affine(scales, biases, in: dtype) }
 
     package var rows: Int { scales.dim(0) }
 

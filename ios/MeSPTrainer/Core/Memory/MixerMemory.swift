@@ -2,7 +2,7 @@ import MeSPBundle
 
 extension Planner {
     /// The number of tokens in a mixer's segment; all tokens if the sequence has one segment.
-    private var segment: Int { Machine.mixerTokens(architecture, length, manifest.device.processor) }
+    private var segment: Int { Machine.mixerTokens(architecture, length, settings.processor) }
 
     /// Returns the bytes of one segment's part of an array `[T, …]` with `bytes` bytes.
     func inSegment(_ bytes: Int) -> Int { isCut ? bytes / length * segment : bytes }

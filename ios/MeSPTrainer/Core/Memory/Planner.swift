@@ -54,7 +54,7 @@ package struct Planner: Sendable {
 
     package init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
         (self.manifest, self.settings, self.systemLimit) = (manifest, settings, systemLimit)
-        machineMemory = manifest.device.processor.memory
+        machineMemory = settings.processor.memory
         let layouts = settings.layouts(of: manifest.architecture)
         parameters = layouts.map { ($0.count, $0.trainedCount, $0.whole.count) }
         magnitudes = layouts.reduce(0) { $0 + $1.magnitudes }
@@ -75,7 +75,7 @@ package struct Planner: Sendable {
 
     /// The possible tile sizes in bytes, the largest first.
     var tileSizes: [Int] {
-        Machine.choices(manifest.device, hiddenSize: architecture.hiddenSize, length: length)
+        Machine.choices(settings.processor.backend, hiddenSize: architecture.hiddenSize, length: length)
     }
 
     /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, returns a plan that keeps no intermediates

@@ -17,11 +17,9 @@ extension Planner {
     /// The bytes of the process once MLX has started and has imported the run's block functions. The functions' graphs take 7.5 times the size of
     /// their files.
     var processBytes: Int {
-        let functions = Set(
-            manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
+        let functions = manifest.functions(of: settings)
         let files = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        let calls = settings.needsFormulas ? 0 : max(machineMemory.functions, method == .mebp ? 1 : 0)
-        return machineMemory.process + (machineMemory.metal ?? 0) + calls * 15 * files / 2
+        return machineMemory.process + (machineMemory.metal ?? 0) + 15 * files / 2
     }
 
     // MARK: - Answers that are sampled (`Core/Rewards`)
@@ -121,7 +119,7 @@ extension Planner {
     func makeMachine(_ plan: Plan) -> Machine {
         Machine(
             architecture, group: manifest.featureGroup, length: length, bytes: plan.tileBytes,
-            processor: manifest.device.processor)
+            processor: settings.processor)
     }
 
     /// The bytes of a baseline's work on a block; nil for the structured backward pass.
@@ -198,8 +196,8 @@ extension Planner {
 
     // MARK: - Arrays
 
-    /// The size in bytes of one element of the bundle's dtype.
-    var itemSize: Int { manifest.dtype.dtype.size }
+    /// The size in bytes of one element of the activations.
+    var itemSize: Int { settings.processor.backend.dtype.size }
     /// Returns the bytes of an array `[T, features]`.
     func activation(_ features: Int) -> Int { length * features * itemSize }
     var hidden: Int { activation(architecture.hiddenSize) }

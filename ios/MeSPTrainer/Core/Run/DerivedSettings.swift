@@ -1,4 +1,5 @@
 import MLX
+import MeSPBundle
 
 // Values that are derived from a run's settings.
 
@@ -8,6 +9,9 @@ extension RunSettings {
 
     /// The number of a step's sequences; with an objective, the number of its pairs or answers.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
+
+    /// The processor that computes.
+    var processor: Processor { (device ?? .standard).processor }
 
     /// Whether steps need formulas, because block functions have no inputs for dropout masks and DoRA's magnitudes.
     var needsFormulas: Bool { dropout > 0 || dora }

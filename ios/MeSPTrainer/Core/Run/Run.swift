@@ -33,9 +33,12 @@ package enum Run {
             report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort, reward: reward,
             battery: battery)
         try settings.check()
+        var settings = settings
+        // A resumed run stays on its device unless the settings name another.
+        settings.device = settings.device ?? SavedState.device(of: settings) ?? .standard
         let bundle = try ModelBundle(
             url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) },
-            checksums: !settings.dryRun)
+            device: settings.device, checksums: !settings.dryRun)
         try bundle.withDevice { try run(settings, bundle, hooks) }
     }
 

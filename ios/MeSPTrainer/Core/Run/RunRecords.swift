@@ -6,7 +6,7 @@ extension LogRecord.Start {
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ battery: Battery?) {
         let manifest = bundle.manifest
         self.init(
-            version: Run.version, mlxVersion: MLXSupport.version, device: manifest.device, host: Self.host,
+            version: Run.version, mlxVersion: MLXSupport.version, device: bundle.device, host: Self.host,
             model: .init(name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
             settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
     }
@@ -28,6 +28,7 @@ extension LogRecord.Prediction {
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
             metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
             readWeightBytes: planner.readWeightBytes(plan),
+            callsFunctions: !bundle.manifest.functions(of: settings).isEmpty,
             examples: settings.dpClip == nil ? nil : data?.exampleCount)
     }
 }

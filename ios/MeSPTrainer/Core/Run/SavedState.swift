@@ -79,6 +79,14 @@ package struct SavedState: Codable {
         }
     }
 
+    /// Returns the device of the run that `settings` resume; nil if no run is resumed or none has saved a state.
+    static func device(of settings: RunSettings) -> Backend? {
+        guard settings.resume, let tensors = try? Safetensors(url(in: URL(fileURLWithPath: settings.output))),
+            let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8))
+        else { return nil }
+        return try? JSONDecoder.snakeCase.decode(SavedState.self, from: json).settings.device
+    }
+
     /// Reads the state that a run with these settings saved in `folder`.
     ///
     /// - Returns: the state, the run's plan, and the trainer's vectors by name; nil if there is no state. The plan is nil if a setting on which it
@@ -111,7 +119,7 @@ package struct SavedState: Codable {
         }
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
-            && saved.settings.order == settings.order
+            && saved.settings.order == settings.order && saved.settings.device == settings.device
         return (saved, samePlan ? saved.plan : nil, tensors)
     }
 }

@@ -77,12 +77,25 @@ extension Manifest {
     /// Returns the sequence lengths of a run, ascending: `seqLen` and, if the data may have separate examples, the bundle's shorter lengths.
     func lengths(_ settings: RunSettings) -> [Int] {
         let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
-        return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
+        return (isPacked ? [] : seqLens.filter { $0 < settings.seqLen }.sorted()) + [settings.seqLen]
+    }
+
+    /// Returns the files of the functions that a run calls: in the forward pass on a GPU, and for MeBP's gradients on a CPU. There are none for other
+    /// lengths and ranks than the bundle's, nor with dropout or DoRA, for which functions have no inputs.
+    func functions(of settings: RunSettings) -> Set<String> {
+        guard ranks.contains(settings.rank), settings.dropout == 0, !settings.dora else { return [] }
+        let files: KeyPath<Blocks, [String: String]>
+        switch (settings.processor.backend, settings.method) {
+        case (.gpu, _): files = \.functions
+        case (.cpu, .mebp): files = \.plainFunctions
+        case (.cpu, _): return []
+        }
+        return Set(lengths(settings).flatMap { length in blocks.compactMap { $0[keyPath: files]["\(length)"] } })
     }
 
     /// Throws an error if the bundle does not support the settings, for example their sequence length, rank or projections.
     package func check(_ settings: RunSettings) throws {
-        let (length, rank) = (settings.seqLen, settings.rank)
+        let rank = settings.rank
         let names = architecture.trainableNames
         if let name = settings.projections?.first(where: { !names.contains($0) }) {
             throw MeSPError(
@@ -93,32 +106,13 @@ extension Manifest {
                 "The last \(settings.numLayers ?? 0) blocks have none of the projections that are to be trained; train more blocks or other projections."
             )
         }
-        if settings.method == .mebp, !blocks.allSatisfy(\.hasFunctions) {
-            throw MeSPError(
-                architecture.hasExperts
-                    ? "\(name) mixes experts, and its blocks have no functions, which MeBP differentiates; take another method."
-                    : "\(name) has no functions of its blocks, which MeBP differentiates; take another method, or add them with mesp-export --from BUNDLE --device \(device.rawValue) --overwrite."
-            )
-        }
-        guard seqLens.contains(length) else {
-            throw MeSPError(
-                "\(name) was exported for sequences of \(list(seqLens)) tokens, not of \(length); choose one of these or export it with --seq-len \(String(length))."
-            )
-        }
         guard rank <= architecture.largestRank else {
             throw MeSPError(
-                "The rank is \(rank), and the matrices of \(name) have at most rank \(architecture.largestRank); choose a rank of \(list(ranks))."
-            )
-        }
-        guard ranks.contains(rank) else {
-            throw MeSPError(
-                "\(name) was exported for rank \(list(ranks)), not \(rank); choose one of these or export it with --rank \(rank)."
+                "The rank is \(rank), and the matrices of \(name) have at most rank \(architecture.largestRank); choose a smaller rank."
             )
         }
     }
 }
-
-private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
 
 /// Throws an error about the first setting for which `holds` is false.
 private func require<Value>(

@@ -20,7 +20,7 @@ struct Splits {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
             // Sampled answers need one prompt for each sequence.
-            let takesPacked = bundle.manifest.takesPacked && settings.method.takesPacked && settings.groupSize == nil
+            let takesPacked = settings.method.takesPacked && settings.groupSize == nil
             guard stream?.packsExamples != true || takesPacked else {
                 throw MeSPError(
                     "The \(split) data has several records a sequence, which this run cannot take; write it with mesp data --no-pack."

@@ -78,6 +78,9 @@ final class TrainingLoop {
         if isCutShort { try appendCheaper(plan, "MLX ran short of memory") }
         guard let before = saved?.state.settings else { return }
         try note("resumed", "after step \(state.step)")
+        if let was = before.device, was != bundle.device {
+            try note("device", "the run continues on the \(bundle.device.name); it was on the \(was.name)")
+        }
         if settings.schedule != .constant, before.steps != settings.steps {
             try note(
                 "schedule", "the schedule is now that of \(settings.steps) steps; it was that of \(before.steps)")

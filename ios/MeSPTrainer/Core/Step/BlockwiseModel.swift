@@ -24,8 +24,8 @@ package final class BlockwiseModel {
     private let squaredNorms: BlockArrays?
     /// Whether all kernels are compiled. A GPU compiles them in the first step.
     var isWarm: Bool
-    /// The block functions whose gradient kernels a GPU has compiled.
-    var differentiated = Set<ObjectIdentifier>()
+    /// The kinds of blocks whose kernels for MeBP's gradients a GPU has compiled.
+    var differentiated = Set<Int>()
     /// The imported block functions, by the files and the sequence length.
     private var functions = [KeyPath<Manifest.Blocks, [String: String]>: [Int: [BlockFunction?]]]()
 
@@ -47,7 +47,7 @@ package final class BlockwiseModel {
         bundle.maps.areKept = plan.keepsMaps
     }
 
-    /// Returns the block function for x `[1, T, hidden]` from `files`; nil for a block without a function.
+    /// Returns the block function for x `[1, T, hidden]` from `files`; nil for a block without such a function.
     package func function(
         _ block: Int, _ x: MLXArray, _ files: KeyPath<Manifest.Blocks, [String: String]> = \.functions
     ) throws -> BlockFunction? {
@@ -55,7 +55,7 @@ package final class BlockwiseModel {
         if let known = functions[files]?[length] { return known[block] }
         let isFused = bundle.processor.fuses(files)
         var made = [ObjectIdentifier: BlockFunction]()
-        let imported = try bundle.importFunctions(files, length: length).map { imported in
+        let imported = try bundle.importFunctions(files, length: length, rank: settings.rank).map { imported in
             guard let imported else { return BlockFunction?.none }
             let function = made[ObjectIdentifier(imported)] ?? BlockFunction(imported, isFused: isFused)
             made[ObjectIdentifier(imported)] = function
@@ -253,9 +253,11 @@ package final class BlockwiseModel {
     }
 
     /// Returns the block as formulas, instead of a block function, for x `[1, T, hidden]`.
-    func block(_ call: BlockCall, _ x: MLXArray) -> Block {
+    func block(_ call: BlockCall, _ x: MLXArray) -> Block { block(call, machine(x)) }
+
+    func block(_ call: BlockCall, _ machine: Machine) -> Block {
         var block = Block(
-            weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine(x),
+            weights: call.weights, lora: call.lora, layout: layouts[call.index], scale: scale, machine: machine,
             side: call.side)
         block.dora = call.dora
         return block

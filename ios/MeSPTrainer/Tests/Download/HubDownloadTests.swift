@@ -289,11 +289,11 @@ enum Way: CaseIterable { case foreground, background }
     }
 
     private func model(
-        _ hub: Hub, freeBytes: Int? = nil, gpuRefusal: Sentence? = nil, network: Path? = nil
+        _ hub: Hub, freeBytes: Int? = nil, network: Path? = nil
     ) throws -> AppModel {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let url = hub.url
-        let documents = DocumentsFolder(documents: folder, gpuRefusal: gpuRefusal, freeBytes: { _ in freeBytes })
+        let documents = DocumentsFolder(documents: folder, freeBytes: { _ in freeBytes })
         let monitor = TestMonitor()
         monitor.availableMemory = 1 << 40
         return AppModel(
@@ -321,24 +321,6 @@ enum Way: CaseIterable { case foreground, background }
         await model.confirmDeletion()
         await model.download()
         #expect(model.form.bundle?.id == "tied.mesp")
-    }
-
-    @Test func theAppSaysBeforeADownloadThatTheGPUIsTooOld() async throws {
-        let source = temporaryFolder().appendingPathComponent("tied.mesp")
-        defer { try? FileManager.default.removeItem(at: source.deletingLastPathComponent()) }
-        try FileManager.default.createDirectory(
-            at: source.deletingLastPathComponent(), withIntermediateDirectories: true)
-        try FileManager.default.copyItem(at: try fixture().resolvingSymlinksInPath(), to: source)
-        let manifest = source.appendingPathComponent("manifest.json")
-        try String(contentsOf: manifest, encoding: .utf8)
-            .replacingOccurrences(of: "\"device\": \"cpu\"", with: "\"device\": \"gpu\"")
-            .write(to: manifest, atomically: true, encoding: .utf8)
-        let hub = try Hub(source)
-        defer { _ = hub.end() }
-        let model = try model(hub, gpuRefusal: "The GPU is too old.")
-        model.downloads.repository = "someone/tied-mesp"
-        await model.lookUp()
-        #expect(model.problem == nil && model.downloads.fit == "The GPU is too old.")
     }
 
     @Test func aStoppedDownloadGoesOn() async throws {

@@ -44,13 +44,9 @@ struct Fixture {
         // Computing checksums would take most of the time in a debug build.
         var bundle = try ModelBundle(url: other ?? folder.appendingPathComponent("bundle.mesp"), checksums: false)
         if onGPU ?? folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
+        if folder.lastPathComponent.contains("bfloat16") { bundle.dtype = .bfloat16 }
         self.bundle = bundle
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
-    }
-
-    /// The methods with exact gradients that can train the bundle.
-    var exactMethods: [GradientMethod] {
-        bundle.manifest.blocks.allSatisfy(\.hasFunctions) ? [.mesp, .mebp] : [.mesp]
     }
 
     var layers: Int { bundle.architecture.numHiddenLayers }
