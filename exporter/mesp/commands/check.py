@@ -33,7 +33,7 @@ def main(bundle: Path, files: bool, source: str | None) -> None:
     A line is printed for each check of training that fails; the exit code is then 1. With --source
     it is 2 where more than quantization tells the bundle from its source.
     """
-    opened = load(bundle, to_run=not files and source is None)
+    opened = load(bundle)
     opened.verify()
     if source is not None:
         comparison = compare_with_source(opened, find_source(source, random_weights=False))

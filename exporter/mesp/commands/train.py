@@ -73,9 +73,7 @@ def main(
     if fine_tune_type == "dora":
         settings["dora"] = True
     is_typed = context.get_parameter_source("reward") is ParameterSource.COMMANDLINE
-    job = prepare_training(
-        bundle, output, resume, paper, settings, not dry_run, may_import=is_typed
-    )
+    job = prepare_training(bundle, output, resume, paper, settings, may_import=is_typed)
     find_engine()  # builds the engine if necessary
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:

@@ -264,14 +264,12 @@ def prepare_training(
     resume: bool,
     paper: bool,
     given: Mapping[str, Any],
-    to_run: bool = True,
     may_import: bool = True,
 ) -> TrainingJob:
     """Returns the run that `train` begins or resumes. Writes nothing.
 
-    With `to_run`, the bundle must be for this machine. A reward's module is imported only with
-    `may_import`, and only if `given` names it. Raises MespError if a setting, the bundle or the
-    folder cannot be used.
+    A reward's module is imported only with `may_import`, and only if `given` names it. Raises
+    MespError if a setting, the bundle or the folder cannot be used.
     """
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -294,14 +292,14 @@ def prepare_training(
     else:
         settings = TrainSettings.of(given)
     path = path.resolve()
-    manifest = read_manifest(path, to_run)
+    manifest = read_manifest(path)
     settings = settings.complete(manifest, paper)
     reward = None
     if settings.reward is not None:
         reward = find_reward(settings.reward, may_import and "reward" in given)
     check_settings(settings, manifest)
     if settings.reward is not None:
-        check_prompts(Bundle(path, to_run=False))
+        check_prompts(Bundle(path))
     folder = folder or default_folder(manifest, settings.method)
     if (folder / LOG_NAME).exists() and not resume:
         raise MespError(

@@ -195,7 +195,7 @@ def _longrope_limit(bundle: Path) -> int | None:
     None if there is no limit."""
     rope = read_object(bundle / "config.json").get("rope_scaling") or {}
     limit = rope.get("original_max_position_embeddings") if rope.get("type") == "longrope" else None
-    return limit if limit and max(Bundle(bundle, to_run=False).manifest.seq_lens) <= limit else None
+    return limit if limit and max(Bundle(bundle).manifest.seq_lens) <= limit else None
 
 
 def read_context_length(bundle: Path) -> int:
