@@ -37,6 +37,7 @@ TYPES = {
     "lora_dtype": "LoRADtype",
     "offload": "Offload",
     "order": "Order",
+    "device": "Backend",
     "seed": "UInt64",
     "stop": "[Int]",
     "beta1": "Double",
@@ -71,7 +72,10 @@ DOCS = {
 }
 
 
-CHANGES = "Takes the settings that may change when a run is resumed: no result depends on them."
+CHANGES = (
+    "Takes the settings that may change when a run is resumed. No result depends on them, except "
+    "that devices round differently."
+)
 
 
 def write_name(key: str) -> str:
@@ -179,7 +183,8 @@ def write_settings() -> str:
     """Returns the text of RunSettings.swift."""
     properties = list_properties()
     choices = [each for each in properties if isinstance(each.setting.choices, Mapping)]
-    lines = write_header("exporter/mesp/settings") + write_struct(properties)
+    lines = write_header("exporter/mesp/settings") + ["import MeSPBundle", ""]
+    lines += write_struct(properties)
     lines += ["", "extension RunSettings {", *write_use(properties)]
     for each in choices:
         lines += ["", *each.write_choices("    ")] if each.key not in OUTER else []

@@ -280,6 +280,10 @@ class TrainSettings(Settings):
         choices=OFFLOADS, federated=True, may_change=True,
         default_text="what the limit asks for",
     )  # fmt: skip
+    device: str | None = setting(
+        str, None, "The processor that computes: in bfloat16 on a GPU, in float32 on a CPU.",
+        choices=("cpu", "gpu"), may_change=True, default_text="a GPU if MLX can use one",
+    )  # fmt: skip
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TrainSettings:

@@ -265,20 +265,14 @@ public struct Generator {
         for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
         let logits = try project(model.forward(next: texts.map(\.last), &caches, atBlock))
-        let likeliest = logits.argMax(axis: -1).asType(Int.dtype)
+        let likeliest = logits.argMax(axis: -1)
         let isGreedy = texts.allSatisfy { $0.request.temperature <= 0 }
         let tokens =
             isGreedy
             ? likeliest
-            : stacked(
-                texts.enumerated().map { i, text in
-                    drawn(logits[i], text.request, text.random)?.asType(Int.dtype) ?? likeliest[i]
-                })
+            : stacked(texts.enumerated().map { i, text in drawn(logits[i], text.request, text.random) ?? likeliest[i] })
         // Evaluating y also evaluates attention's keys and values, but not the last recurrent states.
-        let zero = (logits * 0).sum()
-        eval([tokens, zero] + caches.flatMap(\.recurrentStates))
-        let chosen = try tokens.numbers(Int.self)
-        try Self.check(zero)
+        let chosen = try Self.read(tokens, of: logits, evaluating: caches.flatMap(\.recurrentStates))
         Memory.clearCache()
         return zip(texts, chosen).map { text, token in text.known ?? token }
     }
@@ -311,16 +305,7 @@ public struct Generator {
         try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
         let logits = try project(last)[0]
         try logits.compute()
-        try Self.check((logits * 0).sum())
         return logits
-    }
-
-    /// - Parameter zero: the sum of 0 times each logit, which is NaN if a logit is not finite.
-    private static func check(_ zero: MLXArray) throws {
-        guard try zero.number(Float.self) == 0 else {
-            throw MeSPError(
-                "The logits are not finite: the adapters hold numbers that are too large; train them again.")
-        }
     }
 
     /// Returns the logits `[n, vocabulary]` (float32) from the last block's output `[n, hidden]`.
@@ -339,7 +324,20 @@ public struct Generator {
     /// Returns the likeliest token, or a token sampled from the tokens that `topP` leaves. With the same seed, mlx-lm's `make_sampler` samples the
     /// same token.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
-        try (drawn(logits, request, random) ?? logits.argMax()).number(Int.self)
+        try Self.read((drawn(logits, request, random) ?? logits.argMax())[.newAxis], of: logits[.newAxis])[0]
+    }
+
+    /// Returns the numbers of the tokens `[n]` that were chosen from `logits` `[n, vocabulary]`. Evaluates `states` with them.
+    private static func read(_ tokens: MLXArray, of logits: MLXArray, evaluating states: [MLXArray] = []) throws -> [Int] {
+        // One wait serves the tokens and the question whether the logits are finite: 0 times another number is NaN.
+        let tokens = which((logits * 0).sum(axis: -1) .== 0, tokens.asType(Int.dtype), -1)
+        eval([tokens] + states)
+        let numbers = try tokens.numbers(Int.self)
+        guard numbers.allSatisfy({ $0 >= 0 }) else {
+            throw MeSPError(
+                "The logits are not finite: the adapters hold numbers that are too large; train them again.")
+        }
+        return numbers
     }
 
     /// Returns the sampled token, not evaluated; nil at temperature 0.
