@@ -57,9 +57,7 @@ MIX = {
 }
 
 
-def block_function(
-    block: Block, layout: Layout, fast: ModuleType | None = None
-) -> BlockFunction:
+def block_function(block: Block, layout: Layout, fast: ModuleType | None = None) -> BlockFunction:
     """Returns the block function with the fused primitives of `fast`. Without `fast`, returns the
     plain function.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mesp.bundle.manifest import DataSplit, Manifest, damaged, describe_files, read_manifest
 from mesp.data.splits import Split
-from mesp.errors import MespError, plain_os_errors
+from mesp.errors import plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
 from mesp.folders import check_disk, locked
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mesp.bundle.export_options import BundleOptions, ExportOptions
-from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
+from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, check_rank, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.to_source_model import to_source_model
@@ -129,7 +129,7 @@ def prepare_export(
     source = find_source(str(model), random_weights)
     arch = Architecture.from_config(source.config, max(sort_numbers(seq_len)))
     ranks = sort_numbers(rank)
-    _check_ranks(ranks, arch)
+    check_rank(max(ranks), arch)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
@@ -268,7 +268,7 @@ def rewrite(
         ranks=sort_numbers(rank) or list(has.ranks),
         overwrite=overwrite,
     )
-    _check_ranks(options.ranks, has.architecture)
+    check_rank(max(options.ranks), has.architecture)
     rewrite_bundle(old, options, progress)
     return Bundle(options.out)
 
@@ -284,14 +284,6 @@ def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")
     return found
-
-
-def _check_ranks(ranks: list[int], arch: Architecture) -> None:
-    if max(ranks) > arch.largest_rank:
-        raise MespError(
-            f"The model's matrices have at most rank {arch.largest_rank:,}, and --rank names "
-            f"{max(ranks):,}; take a --rank up to {arch.largest_rank}."
-        )
 
 
 def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:

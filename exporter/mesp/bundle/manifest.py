@@ -360,6 +360,15 @@ def read_manifest(path: Path, formats: tuple[int, ...] = (FORMAT,)) -> Manifest:
     return manifest
 
 
+def check_rank(rank: int, arch: Architecture) -> None:
+    """Raises MespError if the rank, the value of --rank, is larger than the model allows."""
+    if rank > arch.largest_rank:
+        raise MespError(
+            f"The model's matrices have at most rank {arch.largest_rank:,}, and --rank names "
+            f"{rank:,}; take a --rank up to {arch.largest_rank}."
+        )
+
+
 def damaged(path: Path) -> MespError:
     """Returns the error for a bundle whose manifest is invalid."""
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")

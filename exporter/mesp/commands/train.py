@@ -114,7 +114,7 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
     click.echo(describe_optimizers(engine, settings))
     # mesp-count runs only on Linux, and cannot count experts.
     can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
-    if job.manifest.device == "gpu" and can_count:
+    if can_count:
         try:
             click.echo(describe_count(find_count(settings)))
         except MespError as error:  # only the counts are left out

@@ -255,7 +255,7 @@ def find_plan(engine: Path, settings: Settings) -> Record:
 def find_count(settings: Settings) -> Record:
     """Returns mesp-count's record: the counts of a step with these settings on a phone's GPU.
 
-    Raises MespError if mesp-count cannot be built, if it fails, for a CPU bundle, or if this system
+    Raises MespError if mesp-count cannot be built, if it fails, or if this system
     is not Linux.
     """
     return _answer(find_counter(), settings, "mesp-count")

@@ -35,6 +35,7 @@ from mesp.engine.replay_texts import sample_replay_texts
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_settings, write_whole
 from mesp.folders import refuse_linked_folders
+from mesp.models.config_json import check_lengths
 from mesp.rewards import Reward, compute_rewards, find_reward
 from mesp.runs.log import LOG_NAME, RunLog
 from mesp.settings.declaration import list_settings, refuse_changes
@@ -298,6 +299,7 @@ def prepare_training(
     if settings.reward is not None:
         reward = find_reward(settings.reward, may_import and "reward" in given)
     check_settings(settings, manifest)
+    check_length(path, manifest, settings)
     if settings.reward is not None:
         check_prompts(Bundle(path))
     folder = folder or default_folder(manifest, settings.method)
@@ -308,6 +310,12 @@ def prepare_training(
         )
     refuse_linked_folders(folder)
     return TrainingJob(path, manifest, settings, folder, resume, reward)
+
+
+def check_length(bundle: Path, manifest: Manifest, settings: TrainSettings) -> None:
+    """Raises MespError if the bundle's model cannot be trained on sequences of this length."""
+    if settings.seq_len is not None and settings.seq_len not in manifest.seq_lens:
+        check_lengths(Bundle(bundle).config(), [*manifest.seq_lens, settings.seq_len])
 
 
 def check_prompts(bundle: Bundle) -> None:
