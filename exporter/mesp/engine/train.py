@@ -30,7 +30,7 @@ from mesp.data.general_text import read_general_text
 from mesp.data.load import load_additional
 from mesp.data.splits import Split
 from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
-from mesp.engine.process import Engine, Record, failure, log, running
+from mesp.engine.process import Engine, Record, check_device, failure, log, running
 from mesp.engine.replay_texts import sample_replay_texts
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_settings, write_whole
@@ -74,6 +74,7 @@ class TrainingJob:
 
     def run(self, progress: Callable[[Record], None] | None = None) -> RunLog:
         """Trains as `train` describes."""
+        check_device(self.settings.device)
         try:
             return self._train(progress)
         finally:
@@ -178,6 +179,7 @@ class TrainingJob:
             settings.seq_len,
             settings.seed,
             self.manifest.encoding.get(OPTIONS),
+            settings.device,
         )
 
     def _left(self) -> str:
