@@ -313,7 +313,7 @@ def test_only_json_is_written(exported: Path, tmp_path: Path):
     written = (tmp_path / "a.mesp" / "config.json").read_text()
     config = json.loads(written, parse_constant=pytest.fail)
     assert config["unread"] == [0, {"__float__": "-Infinity"}, {"__float__": "NaN"}]
-    opened = Bundle(tmp_path / "a.mesp", to_run=False)
+    opened = Bundle(tmp_path / "a.mesp")
     opened.to_mlx_lm()
     assert opened.config()["unread"][:2] == [0, float("-inf")]
 

@@ -26,7 +26,7 @@ FOLDER_ON_PHONE = "Documents"
 def main(bundle: Path, device: str | None, app: str) -> None:
     """Copy BUNDLE into the app on a phone."""
     bundle = bundle.resolve()
-    manifest = read_manifest(bundle, to_run=False)
+    manifest = read_manifest(bundle)
     if bundle.suffix != ".mesp":
         raise MespError(f"The app lists folders that end in .mesp: rename {bundle.name} first.")
     size = sum(file.size for file in manifest.files)

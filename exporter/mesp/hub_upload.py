@@ -76,11 +76,9 @@ def failed(bundle: Path, repo: str) -> MespError:
 
 def card(manifest: Manifest) -> bytes:
     """Returns the repository's README.md."""
-    lengths = " or ".join(map(str, manifest.seq_lens))
     text = f"""
 # {manifest.name} for MeSP
 
-The model, quantized and laid out to be fine-tuned on an iPhone, a Mac or Linux by MeSP: on the
-{manifest.device.upper()}, with sequences of {lengths} tokens.
+The model, quantized and laid out to be fine-tuned on an iPhone, a Mac or Linux by MeSP.
 """
     return (front_matter(manifest, library_name="mesp") + text).encode()

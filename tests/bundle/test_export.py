@@ -180,7 +180,7 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
     done = export(*options, "--device", "gpu", "--out", "gpu.mesp")
     assert done.exit_code == 0, done.output
     assert "float32 on the GPU" in done.stdout
-    gpu = read_manifest(Path("gpu.mesp"), to_run=False)
+    gpu = read_manifest(Path("gpu.mesp"))
     functions = {f for f in content(Path("gpu.mesp")) if f.endswith(".mlxfn")}
     assert functions == {"block.8.mlxfn", "block.plain.8.mlxfn"}
     cpu, gpu = (
@@ -212,20 +212,20 @@ def test_functions_for_packed_records_come_with_such_data(tiny):
 
     def functions(*options: str) -> dict[str, str]:
         assert export(*files, "--out", "out.mesp", "--overwrite", *options).exit_code == 0
-        (blocks,) = read_manifest(Path("out.mesp"), to_run=False).blocks
+        (blocks,) = read_manifest(Path("out.mesp")).blocks
         return blocks.packed_functions
 
     assert functions("--device", "cpu", "--pack") == {}
     assert functions("--device", "gpu", "--pack") == {"16": "block.packed.16.mlxfn"}
-    bundle = Bundle(Path("out.mesp"), to_run=False)
+    bundle = Bundle(Path("out.mesp"))
     assert bundle.function_files() == {f"block.{k}16.mlxfn" for k in ("", "plain.", "packed.")}
     rewritten = ("--from", "out.mesp", "--out", "longer.mesp", "--seq-len", 24)
     assert run("export", *rewritten).returncode == 0
-    (blocks,) = read_manifest(Path("longer.mesp"), to_run=False).blocks
+    (blocks,) = read_manifest(Path("longer.mesp")).blocks
     assert blocks.packed_functions == {"24": "block.packed.24.mlxfn"}
 
     assert functions("--device", "gpu") == {}
-    bundle = Bundle(Path("out.mesp"), to_run=False)
+    bundle = Bundle(Path("out.mesp"))
     with pytest.raises(MespError, match="has no such function for 16 tokens; add one with"):
         bundle.function(16, packed=True)
     with pytest.raises(MespError, match="has no such function for 24 tokens; add one with"):

@@ -73,8 +73,8 @@ def test_a_bundle_written_again_is_that_of_an_export(name, changes, text, monkey
         done = export(*arguments)
         assert done.exit_code == 0, done.output
     assert "Wrote again.mesp" in done.stdout
-    fresh, again = (read_manifest(Path(p), to_run=False) for p in ("model.mesp", "again.mesp"))
-    Bundle("again.mesp", to_run=False).verify()
+    fresh, again = (read_manifest(Path(p)) for p in ("model.mesp", "again.mesp"))
+    Bundle("again.mesp").verify()
     functions = 0
     listed = []
     for of_fresh, of_again in zip(fresh.files, again.files, strict=True):
@@ -138,7 +138,7 @@ def test_a_bundle_in_bfloat16_written_again_in_float32_keeps_its_numbers(tiny):
     options = ("--model", tiny, "--seq-len", 8, "--out", "old.mesp", "--dtype", "bfloat16")
     assert export(*options, "--device", "gpu").exit_code == 0
     rewritten = ("--from", "old.mesp", "--overwrite", "--dtype", "float32", "--device", "cpu")
-    rounded = Bundle("old.mesp", to_run=False)
+    rounded = Bundle("old.mesp")
     before = [{n: a.astype(mx.float32) for n, a in rounded.block(i).items()} for i in range(3)]
     assert export(*rewritten).exit_code == 0
     bundle = Bundle("old.mesp")

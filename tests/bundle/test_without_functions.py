@@ -50,18 +50,18 @@ def test_a_kind_of_blocks_has_all_functions_or_none(bare: Path, kind: str):
     manifest["blocks"][0][kind] = {str(LENGTH): "config.json"}
     (bare / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(MespError, match="is damaged"):
-        Bundle(bare, to_run=False)
+        Bundle(bare)
 
 
 def test_written_again_it_has_functions(bare: Path):
     whole, again = bare.with_name("whole.mesp"), bare.with_name("again.mesp")
-    wanted = read_manifest(whole, to_run=False)
+    wanted = read_manifest(whole)
     call("export", "--from", bare, "--out", again, "--device", "gpu")
     found = rewrite(bare, bare.with_name("cpu.mesp"), device="cpu", dtype="float32")
     assert set(found.manifest.blocks[0].functions) == {str(LENGTH)}
-    Bundle(again, to_run=False).verify()
+    Bundle(again).verify()
     # The ids of a function's arrays differ from one trace to the next.
-    assert replace(read_manifest(again, to_run=False), files=()) == replace(wanted, files=())
+    assert replace(read_manifest(again), files=()) == replace(wanted, files=())
     assert content(again).keys() == content(whole).keys()
 
 
@@ -71,7 +71,7 @@ def test_a_gpu_packs_records_without_functions(bare: Path, tmp_path: Path):
     options = ("--data", tmp_path / "pairs.jsonl", "--pack")
     call("data", bare, *options)
     call("export", "--from", bare, "--overwrite")
-    (blocks,) = read_manifest(bare, to_run=False).blocks
+    (blocks,) = read_manifest(bare).blocks
     assert blocks.packed_functions.keys() == {str(LENGTH)}
 
 

@@ -184,7 +184,7 @@ def compare(
     assert weights(imported) == weights(exported)
     assert described(imported) == described(exported)
     assert others(imported) == others(exported)
-    Bundle(imported, to_run=False).verify()
+    Bundle(imported).verify()
     sizes = {file: (imported / file).stat().st_size for file in weights(imported)}
     assert done.end["bytes"] == done.records[0]["bytes"] == sum(sizes.values())
     counts = [record["bytes"] for record in done.records if record["type"] == "progress"]
@@ -388,7 +388,7 @@ def test_a_bundle_is_checked_and_written_again_with_functions(model: Path, tmp_p
     assert weights(again) == weights(exported)
     assert described(again) == described(exported)
     assert others(again) == others(exported)
-    Bundle(again, to_run=False).verify()
+    Bundle(again).verify()
 
 
 # Refusals
@@ -774,7 +774,7 @@ def test_a_kept_file_that_is_shorter_is_found(
     os.truncate(first, 100)
     size = sum(file.stat().st_size for file in others)
     assert run_import(model, bundle, device="cpu").end["kept_bytes"] <= size
-    Bundle(bundle, to_run=False).verify()
+    Bundle(bundle).verify()
 
 
 @pytest.mark.parametrize("what", ["a byte", "all weights", "a whole bundle"])

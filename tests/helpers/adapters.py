@@ -35,7 +35,7 @@ def write_adapters(
     All modules and experts get adapters, except those whose last names are in `without`. With
     `dora`, modules get adapters of DoRA, and experts get none.
     """
-    opened = Bundle(bundle, to_run=False)
+    opened = Bundle(bundle)
     arch = opened.architecture if dora else opened.architecture.training_experts()
     matrices = {}
     for i, flat in enumerate(reference.init_lora(arch, rank, seed)):
@@ -92,7 +92,7 @@ def write_peft(folder: Path, bundle: Path, adapters: Path) -> Path:
 
     If PEFT joins n layers of mlx-lm into one, the joined layer has n times the rank.
     """
-    arch = Bundle(bundle, to_run=False).architecture
+    arch = Bundle(bundle).architecture
     ours = mx.load(str(adapters / "adapters.safetensors"))
     is_dora = any(name.endswith(".m") for name in ours)
     arch = arch if is_dora else arch.training_experts()

@@ -41,7 +41,7 @@ def mix_by_attention(
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
     scoring = Scoring(mixer.attention_scale, mixer.attn_logit_softcapping, window, parts.starts)
-    turn = rope(mixer, everywhere) if parts.plain else fast_rope(mixer, parts.fast)
+    turn = rope(mixer, everywhere) if parts.fast is None else fast_rope(mixer, parts.fast)
 
     def heads(x: mx.array, count: int) -> mx.array:  # [1, T, n·size] -> [1, n, T, size]
         return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
@@ -60,7 +60,7 @@ def mix_by_attention(
         gate = heads(parts.project("g", x, v), mixer.num_attention_heads)
         q = mx.concatenate([q, gate], axis=-1)
     queries, gates = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
-    if parts.plain:
+    if parts.fast is None:
         attend = plain_attention
     elif mixer.head_dim in FUSED_HEADS and scoring.cap is None:
         attend = partial(fused_attention, parts.fast)

@@ -14,15 +14,17 @@ The function for packed records takes one more array, ``starts``: the position a
 record begins. For a token, attention sees no key before that position, a convolution takes the
 inputs before that position as zeros, and a recurrent mixer begins there with a state of zeros.
 
-On a CPU, the function consists of plain, differentiable operations. Weights are dequantized before
-they are multiplied, because `quantized_matmul` is about 50 times slower on a CPU.
+The function for a GPU has fused primitives, `quantized_matmul` and tiles, and computes in bfloat16.
+MLX is lazy, so evaluating only ``y`` computes only what ``y`` needs. `mx.depends` makes each tile
+wait for the tile before it.
 
-A GPU trains with fused primitives, `quantized_matmul` and tiles. The GPU's plain function is
-``block.plain.T.mlxfn``. MLX is lazy, so evaluating only ``y`` computes only what ``y`` needs.
-`mx.depends` makes each tile wait for the tile before it.
+The plain function, ``block.plain.T.mlxfn``, consists of differentiable operations, which every
+processor has, and computes in float32. Weights are dequantized before they are multiplied, because
+`quantized_matmul` is about 50 times slower on a CPU.
 
+Both convert the stored scales, biases, norms and other vectors to the dtype of the computation.
 Results between the outputs are float32, except that a norm multiplies by its weight in the dtype of
-its input, and that a GPU's `quantized_matmul` rounds its product to the dtype of `x`.
+its input, and that `quantized_matmul` rounds its product to the dtype of `x`.
 """
 
 from __future__ import annotations
@@ -55,28 +57,25 @@ MIX = {
 }
 
 
-def block_function(
-    block: Block, layout: Layout, device: str, plain: bool = False, fast: ModuleType = mx.fast
-) -> BlockFunction:
-    """Returns the block function for `device` ("cpu" or "gpu"). On a CPU or with `plain`, the
-    function has no fused primitives.
+def block_function(block: Block, layout: Layout, fast: ModuleType | None = None) -> BlockFunction:
+    """Returns the block function with the fused primitives of `fast`. Without `fast`, returns the
+    plain function.
 
     The function takes x [1, T, hidden], the flat LoRA matrices as float32, scale [] float32,
     weights [layout.words] uint32, the inputs whose shapes `Block.given_shapes` returns and, for
     packed records, starts [T] int32. T, the LoRA rank and the dtype follow from the arguments.
-    docs/formats.md has the outputs' shapes. `fast` is the module with the fused primitives:
-    `mx.fast`, or `mesp.block_function.fused` to trace them on a CPU.
+    docs/formats.md has the outputs' shapes. `fast` is `mx.fast`, or `mesp.block_function.fused` to
+    trace fused primitives on a CPU.
     """
-    plain = plain or device == "cpu"
 
     def function(x, lora, scale, weights, *more):
         arrays, more = layout.unpack(weights), list(more)
-        p = projections(block, layout, arrays, lora, scale, device, x.dtype)
+        p = projections(block, layout, arrays, lora, scale, x.dtype if fast else None)
         per_layer = more.pop(0) if block.arch.per_layer else None
         shared = (more.pop(0), more.pop(0)) if block.keys_of is not None else None
         starts = more.pop(0) if more else None
         eps = block.arch.rms_norm_eps
-        parts = Parts(p, arrays, eps, x.dtype, plain, fast, starts, per_layer, shared)
+        parts = Parts(p, arrays, eps, x.dtype, fast, starts, per_layer, shared)
         return forward(block, parts, x)
 
     return function

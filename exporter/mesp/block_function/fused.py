@@ -16,8 +16,8 @@ from mesp.block_function.check import has_attention
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Returns `mx.fast.rms_norm`, with the weight in x's dtype."""
-    return _trace("RMSNorm", (eps,), [x, weight.astype(x.dtype)], x.shape)
+    """Returns `mx.fast.rms_norm` of arrays of one dtype."""
+    return _trace("RMSNorm", (eps,), [x, weight], x.shape)
 
 
 def rope(

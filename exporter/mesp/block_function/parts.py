@@ -19,8 +19,8 @@ class Parts:
     arrays: dict[str, mx.array]
     eps: float
     dtype: mx.Dtype
-    plain: bool
-    fast: ModuleType
+    # The module with the fused primitives. None: plain operations.
+    fast: ModuleType | None
     # The position at which each token's record begins, int32 [T]. None without packed records.
     starts: mx.array | None = None
     # The tokens' embeddings for this layer [1, T, size]. None if the model has no per-layer
@@ -32,10 +32,14 @@ class Parts:
     # Returns an expert's gate, up and down projections. None in a block without experts.
     expert: Callable[[int], Sequence[Projection]] | None = None
 
+    @property
+    def plain(self) -> bool:
+        return self.fast is None
+
     def norm(self, name: str, x: mx.array, eps: float | None = None) -> mx.array:
         """Returns the RMSNorm `name` of x, in x's dtype. `eps` replaces the block's ε."""
-        function = rms_norm if self.plain else self.fast.rms_norm
-        return function(x, self.arrays[f"{name}.weight"], eps or self.eps)
+        function = rms_norm if self.fast is None else self.fast.rms_norm
+        return function(x, self.arrays[f"{name}.weight"].astype(x.dtype), eps or self.eps)
 
     def vector(self, name: str) -> mx.array:
         """Returns the array `name` in float32."""

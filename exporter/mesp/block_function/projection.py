@@ -25,8 +25,8 @@ class Projection:
     b: mx.array  # [rank, out]
     scale: mx.array
     quantization: Quantization
-    device: str
-    dtype: mx.Dtype  # x's dtype in a GPU's product with W
+    # x's dtype in a product with packed weights. None: the weights are dequantized first.
+    dtype: mx.Dtype | None
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         """Returns y, or y + plus: x [1, T, in] -> float32 [1, T, out]."""
@@ -34,7 +34,7 @@ class Projection:
         packed = (self.weight, self.scales, self.biases)
         addends = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
         total = reduce(mx.add, addends) if addends else None
-        if self.device == "gpu":
+        if self.dtype is not None:
             # MLX fuses these sums with the operations after them. `addmm` would need its addend in
             # memory.
             product = mx.quantized_matmul(
@@ -64,21 +64,31 @@ class Projection:
 
 def projections(
     block: Block, layout: Layout, arrays: dict[str, mx.array], lora: mx.array,
-    scale: mx.array, device: str, dtype: mx.Dtype,
+    scale: mx.array, dtype: mx.Dtype | None,
 ) -> dict[str, Projection]:  # fmt: skip
-    """Returns the block's projections (`q`, …, `down`) as views of `arrays` and the flat `lora`."""
+    """Returns the block's projections (`q`, …, `down`) of `arrays` and the flat `lora`. The scales
+    and biases of matrices that are multiplied packed are in `dtype`.
+    """
     modules, start = {}, 0
     sizes = block.sizes()
     rank = lora.size // block.lora_size(1)
+
+    def part(name: str) -> mx.array | None:
+        array = arrays.get(name)
+        if array is None or dtype is None or not mx.issubdtype(array.dtype, mx.floating):
+            return array
+        return array.astype(dtype)
+
     for name, (out, inp) in sizes.items():
         middle, stop = start + inp * rank, start + (inp + out) * rank
         modules[name] = Projection(
-            *(arrays.get(f"{name}.{part}") for part in ("weight", "scales", "biases", "bias")),
+            arrays[f"{name}.weight"],
+            *(part(f"{name}.{each}") for each in ("scales", "biases")),
+            arrays.get(f"{name}.bias"),
             a=lora[start:middle].reshape(inp, rank),
             b=lora[middle:stop].reshape(rank, out),
             scale=scale,
             quantization=Quantization.of(layout, f"{name}.", inp),
-            device=device,
             dtype=dtype,
         )
         start = stop

@@ -14,22 +14,12 @@ import numpy as np
 
 from mesp.bundle.manifest import DataSplit, Manifest, damaged, describe_files, read_manifest
 from mesp.data.splits import Split
-from mesp.errors import MespError, plain_os_errors
+from mesp.errors import plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
 from mesp.folders import check_disk, locked
 
 # A bundle's data lies in one of these two folders; new data is written to the other one.
 FOLDERS = ("data", "data.2")
-
-
-def check_packing(splits: Mapping[str, Split], bundle: Path, manifest: Manifest) -> None:
-    """Raises MespError if examples are packed, but the bundle's GPU functions take no packed
-    records."""
-    if any(split.pack for split in splits.values()) and not manifest.takes_packed:
-        raise MespError(
-            f"The block functions of {bundle} take one record a sequence: leave out --pack, or "
-            "export the bundle again with --data and --pack."
-        )
 
 
 def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, DataSplit]:
@@ -88,8 +78,7 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
         plain_os_errors(f"Cannot write the data to {bundle}"),
         locked(bundle, f"mesp data is writing to {bundle}"),
     ):
-        manifest = read_manifest(bundle, to_run=False)
-        check_packing(splits, bundle, manifest)
+        manifest = read_manifest(bundle)
         new = _remove_unused(bundle)
         try:
             data = write_data(bundle, new, splits)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.export_options import DEVICE, BundleOptions, ExportOptions
-from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, read_manifest
+from mesp.bundle.export_options import BundleOptions, ExportOptions
+from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, check_rank, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.to_source_model import to_source_model
@@ -19,7 +19,6 @@ from mesp.data.load import DataOptions, load_additional
 from mesp.data.tokenizer import load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.layout import DTYPE_OF
 from mesp.models.quantization_formats import AFFINE, MODES
 from mesp.models.weights import Weights
 from mesp.progress import ProgressCallback
@@ -37,6 +36,9 @@ StrPath = str | os.PathLike[str]
 QUANTIZERS = ("least-squares", "nearest")
 MEASURE_SEQUENCES = 8  # sequences that `ExportJob.measure` reads
 MEASURE_LENGTH = 256
+# The dtype of the scales, biases and norms of a model that was not quantized before.
+# docs/quality.md compares it with others.
+DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,6 @@ class ExportJob:
         manifest = write_bundle(
             self.source, self.weights, self.architecture, self.options, progress
         )
-        is_rounded = self.options.dtype == "bfloat16" and self.options.quantizations.config
-        if is_rounded and self.weights.has_float16_scales:
-            log.warning(
-                "Note: the model's scales are float16, and lose 3 bits of their mantissa in "
-                "bfloat16; --dtype float32 keeps them."
-            )
         is_random = isinstance(self.weights, RandomWeights)
         if self.options.quantizations.has_one_bit and not is_random:
             log.warning(
@@ -76,7 +72,7 @@ class ExportJob:
         from mesp.source_model.gguf.weights import GGUFWeights
 
         assert isinstance(self.weights, GGUFWeights)
-        return self.weights.describe(self.options.dtype)
+        return self.weights.describe()
 
     def sequences_to_measure(self, data: str) -> list[list[int]]:
         """Returns sequences of the text `data` for `measure`.
@@ -95,7 +91,7 @@ class ExportJob:
     def measure(self, sequences: list[list[int]]) -> QuantizationLoss:
         """Returns how far the bundle's predictions are from the model's predictions."""
         model = SourceModel(self.weights, self.architecture, self.options.quantizations)
-        bundle = Bundle(self.options.out, to_run=False)
+        bundle = Bundle(self.options.out)
         return measure_loss(model, to_source_model(bundle), sequences)
 
 
@@ -113,8 +109,6 @@ def prepare_export(
     head_bits: int | None,
     quantize: str,
     calibrate: str | None,
-    dtype: str | None,
-    device: str | None,
     random_weights: bool,
     layers: int | None,
     seed: int,
@@ -125,10 +119,7 @@ def prepare_export(
     The arguments are those of `export`, without defaults. Raises MespError if an argument cannot be
     used.
     """
-    device = DEVICE if device in (None, "auto") else device
     _check_choices(
-        device=(device, DTYPE_OF),
-        dtype=(dtype, DTYPE_OF.values()),
         quantize=(quantize, QUANTIZERS),
         mode=(mode, MODES),
         bits=(bits, BITS),
@@ -138,7 +129,7 @@ def prepare_export(
     source = find_source(str(model), random_weights)
     arch = Architecture.from_config(source.config, max(sort_numbers(seq_len)))
     ranks = sort_numbers(rank)
-    _check_ranks(ranks, arch)
+    check_rank(max(ranks), arch)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     if layers and arch.per_layer and not random_weights:
@@ -181,8 +172,7 @@ def prepare_export(
         seq_lens=sort_numbers(seq_len),
         ranks=ranks,
         quantizations=quantizations,
-        dtype=dtype or DTYPE_OF[device],
-        device=device,
+        dtype=choose_dtype(weights),
         seed=seed,
         overwrite=overwrite,
         quantize=quantize,
@@ -205,8 +195,6 @@ def export(
     head_bits: int | None = None,
     quantize: str = "least-squares",
     calibrate: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
     random_weights: bool = False,
     layers: int | None = None,
     seed: int = 0,
@@ -236,8 +224,6 @@ def export(
             mode. The default is 6, or `bits` if that is more.
         quantize: ``least-squares``, which changes the outputs of matrices least, or ``nearest``.
         calibrate: Data for ``least-squares``; None for random tokens.
-        dtype: The dtype of activations, ``float32`` or ``bfloat16``; the device's by default.
-        device: ``cpu`` or ``gpu``, for an iPhone ``gpu``; None for this machine's.
         random_weights: Whether to replace the model's weights by random ones.
         layers: The number of blocks, from the first; all by default.
         seed: The seed of random weights and random tokens.
@@ -251,11 +237,11 @@ def export(
     job = prepare_export(
         model, out, data=data, data_options=data_options, seq_len=seq_len, rank=rank, mode=mode,
         bits=bits, group_size=group_size, head_bits=head_bits, quantize=quantize,
-        calibrate=calibrate, dtype=dtype, device=device, random_weights=random_weights,
-        layers=layers, seed=seed, overwrite=overwrite,
+        calibrate=calibrate, random_weights=random_weights, layers=layers, seed=seed,
+        overwrite=overwrite,
     )  # fmt: skip
     job.run(progress)
-    return Bundle(job.options.out, to_run=False)
+    return Bundle(job.options.out)
 
 
 def rewrite(
@@ -264,36 +250,32 @@ def rewrite(
     *,
     seq_len: int | Sequence[int] = (),
     rank: int | Sequence[int] = (),
-    dtype: str | None = None,
-    device: str | None = None,
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Bundle:
     """Writes a bundle again with other functions and the same weights and data, and returns the new
     bundle.
 
-    Arguments that are not given keep the bundle's values. `dtype="bfloat16"` rounds float32 scales,
-    biases and norms. By default, `out` is the bundle itself, which `overwrite` must allow. Raises
-    MespError if the new bundle cannot be written. Then `bundle` is unchanged.
+    Arguments that are not given keep the bundle's values. By default, `out` is the bundle itself,
+    which `overwrite` must allow. Raises MespError if the new bundle cannot be written. Then
+    `bundle` is unchanged.
     """
     old = Path(bundle)
-    has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
+    has = read_manifest(old, OF_SAME_WEIGHTS)
     options = BundleOptions(
         out=old if out is None else Path(out),
         seq_lens=sort_numbers(seq_len) or list(has.seq_lens),
         ranks=sort_numbers(rank) or list(has.ranks),
-        dtype=dtype or has.dtype,
-        device=DEVICE if device == "auto" else device or has.device,
         overwrite=overwrite,
     )
-    _check_ranks(options.ranks, has.architecture)
+    check_rank(max(options.ranks), has.architecture)
     rewrite_bundle(old, options, progress)
-    if (has.dtype, options.dtype) == ("float32", "bfloat16"):
-        log.warning(
-            "Note: scales, biases and norms in float32 are rounded to bfloat16, by up to 0.4%; "
-            "--dtype float32 keeps them."
-        )
-    return Bundle(options.out, to_run=False)
+    return Bundle(options.out)
+
+
+def choose_dtype(weights: Weights) -> str:
+    """Returns the dtype of a bundle's scales, biases, norms and other vectors."""
+    return weights.dtype or DTYPE
 
 
 def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
@@ -302,14 +284,6 @@ def sort_numbers(numbers: int | Sequence[int]) -> list[int]:
     if any(number < 1 for number in found):
         raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")
     return found
-
-
-def _check_ranks(ranks: list[int], arch: Architecture) -> None:
-    if max(ranks) > arch.largest_rank:
-        raise MespError(
-            f"The model's matrices have at most rank {arch.largest_rank:,}, and --rank names "
-            f"{max(ranks):,}; take a --rank up to {arch.largest_rank}."
-        )
 
 
 def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import mlx.core as mx
-
 from mesp.block_function import fused
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.trace import export_block
@@ -13,15 +11,15 @@ from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import BlockGroup
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
-from mesp.models.layout import DTYPES, Layout
+from mesp.models.layout import DTYPE_OF, DTYPES, Layout
 
 
 def write_functions(
     folder: Path, arch: Architecture, layouts: list[Layout], options: BundleOptions
 ) -> list[BlockGroup]:
-    """Writes the block functions, a file for each sequence length.
+    """Writes the block functions, a file for each kind and sequence length.
 
-    For a GPU, also writes plain functions and, with `options.pack`, functions for packed records.
+    A GPU's functions, also those for packed records with `options.pack`, have fused primitives.
     Blocks with the same layout, mixer and MLP form a group. Two groups share a file if their
     functions for that sequence length are equal. For example, a sliding window changes nothing in a
     sequence that is no longer than the window.
@@ -29,29 +27,26 @@ def write_functions(
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):
         members.setdefault(described, []).append(i)
-    on_gpu = options.device == "gpu"
-    fast = fused if on_gpu else mx.fast
     groups: list[BlockGroup] = []
     written: dict[tuple[Layout, Block, str, int], str] = {}
     for number, ((layout, block), layers) in enumerate(members.items()):
         prefix = f"block.{number}." if number else "block."
         group = BlockGroup(tuple(layers), {}, {}, layout)
         kinds = {"": group.functions, "plain.": group.plain_functions}
-        kinds |= {"packed.": group.packed_functions} if options.pack and on_gpu else {}
+        kinds |= {"packed.": group.packed_functions} if options.pack else {}
         if block.mlp.experts:
             # A block function cannot choose the experts of each token.
             kinds = {}
         for kind, files in kinds.items():
-            # On a CPU, training uses the plain functions.
-            kind = kind if on_gpu else ""
-            plain = kind == "plain." or not on_gpu
-            function = block_function(block, layout, options.device, plain, fast)
+            fast = None if kind == "plain." else fused
+            function = block_function(block, layout, fast)
+            device = "gpu" if fast else "cpu"
             for seq_len in options.seq_lens:
                 same = (layout, block.within(seq_len), kind, seq_len)
                 if same not in written:
                     written[same] = f"{prefix}{kind}{seq_len}.mlxfn"
                     path, packs = folder / written[same], kind == "packed."
-                    write_function(path, function, block, layout, seq_len, options, packs)
+                    write_function(path, function, block, layout, seq_len, options, device, packs)
                 files[str(seq_len)] = written[same]
         groups.append(group)
     return groups
@@ -64,10 +59,11 @@ def write_function(
     layout: Layout,
     seq_len: int,
     options: BundleOptions,
+    device: str,
     packed: bool,
 ) -> None:
     """Writes one block function, traced for a sequence length and every rank."""
-    dtype, device, ranks = DTYPES[options.dtype], options.device, options.ranks
+    dtype, ranks = DTYPES[DTYPE_OF[device]], options.ranks
     try:
         export_block(str(path), function, block, layout, dtype, device, [seq_len], ranks, packed)
     except RuntimeError as error:

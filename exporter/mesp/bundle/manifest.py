@@ -9,9 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-from mesp.block_function.mlxfn import check_mlx
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
 from mesp.models.architecture import (
@@ -22,9 +19,9 @@ from mesp.models.architecture import (
 from mesp.models.layout import Layout
 from mesp.models.quantization_formats import Quantization
 
-FORMAT = 6
+FORMAT = 7
 # The formats that `mesp-export --from` reads. They differ only in the block functions.
-OF_SAME_WEIGHTS = (5, FORMAT)
+OF_SAME_WEIGHTS = (6, FORMAT)
 PER_LAYER = {
     "per_layer_embedding": PER_LAYER_EMBEDDING,
     "per_layer_projection": PER_LAYER_PROJECTION,
@@ -44,8 +41,6 @@ _PACKED = {
 READ = {
     "name": str,
     "model": {"id": str},
-    "device": str,
-    "dtype": str,
     "seq_lens": [int],
     "ranks": [int],
     "architecture": dict,
@@ -107,8 +102,9 @@ class BlockGroup:
     """Blocks with the same layout, mixer and MLP, and the files of their functions by sequence
     length.
 
-    Blocks with experts have no functions. The trainer computes blocks without functions by its own
-    formulas. A GPU trains packed records with `packed_functions`.
+    A GPU uses `functions` and, for packed records, `packed_functions`. A CPU uses
+    `plain_functions`. Blocks with experts have no functions. The trainer computes blocks without
+    functions by its own formulas.
     """
 
     layers: tuple[int, ...]
@@ -216,8 +212,6 @@ class Manifest:
 
     name: str
     model: ModelName
-    device: str
-    dtype: str
     architecture: Architecture
     quantization: Quantization
     seq_lens: tuple[int, ...]
@@ -235,15 +229,9 @@ class Manifest:
     files: tuple[File, ...] = ()
 
     @property
-    def takes_packed(self) -> bool:
-        """Whether several records may share a sequence.
-
-        Without functions, or on a CPU, the trainer computes by formulas, which allow packed
-        records.
-        """
-        return self.device == "cpu" or all(
-            group.packed_functions or not group.files for group in self.blocks
-        )
+    def dtype(self) -> str:
+        """The dtype of the stored scales, biases, norms and other vectors."""
+        return self.head.layout["norm"].dtype
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:
@@ -273,8 +261,6 @@ class Manifest:
         return cls(
             name=entries["name"],
             model=ModelName(model["id"], *map(model.get, (*MODEL[1:], *MORE_OF_MODEL))),
-            device=entries["device"],
-            dtype=entries["dtype"],
             architecture=Architecture.from_manifest(entries["architecture"]),
             quantization=Quantization(**entries["quantization"]),
             seq_lens=tuple(entries["seq_lens"]),
@@ -298,8 +284,6 @@ class Manifest:
             "format": FORMAT,
             "name": self.name,
             "model": self.model.to_json(),
-            "device": self.device,
-            "dtype": self.dtype,
             "architecture": self.architecture.to_manifest(),
             "quantization": asdict(self.quantization),
             "seq_lens": self.seq_lens,
@@ -324,15 +308,12 @@ class Manifest:
             file.write(f"{text}\n".encode())
 
 
-def read_manifest(
-    path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
-) -> Manifest:
+def read_manifest(path: Path, formats: tuple[int, ...] = (FORMAT,)) -> Manifest:
     """Returns the manifest of the bundle at `path`, after checks.
 
     Raises MespError if the folder is not a bundle, has a format that is not in `formats`, or has a
     damaged manifest, or if a file in the manifest is missing, has another size or is outside of the
-    folder. With `to_run`, also raises MespError if the installed MLX does not read the bundle's
-    functions, or if the bundle needs a missing GPU. `Bundle.verify` checks the contents.
+    folder. `Bundle.verify` checks the contents.
     """
     try:
         entries = read_object(path / "manifest.json")
@@ -355,11 +336,6 @@ def read_manifest(
             f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
             f"write it again with mesp-export{again}."
         )
-    if to_run and entries.get("device") == "gpu" and not mx.metal.is_available():
-        raise MespError(
-            f"{path} was exported for a GPU, and this machine has none that MLX can use; "
-            "write it again with mesp-export --from and --device cpu."
-        )
     try:
         manifest = Manifest.of(entries)
         rank, most = max(manifest.ranks), manifest.architecture.largest_rank
@@ -370,8 +346,6 @@ def read_manifest(
             f"{path} has rank {rank:,}, and the model's matrices have at most rank {most:,}; "
             "write the bundle again with mesp-export."
         )
-    if to_run and any(group.files for group in manifest.blocks):
-        check_mlx()
     for entry in manifest.files:
         try:
             file = inside(path, entry.path)
@@ -384,6 +358,15 @@ def read_manifest(
             found = "missing" if size is None else f"{size:,} bytes long, not {entry.size:,}"
             raise MespError(f"{file} is {found}; write the bundle again with mesp-export.")
     return manifest
+
+
+def check_rank(rank: int, arch: Architecture) -> None:
+    """Raises MespError if the rank, the value of --rank, is larger than the model allows."""
+    if rank > arch.largest_rank:
+        raise MespError(
+            f"The model's matrices have at most rank {arch.largest_rank:,}, and --rank names "
+            f"{rank:,}; take a --rank up to {arch.largest_rank}."
+        )
 
 
 def damaged(path: Path) -> MespError:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mesp.block_function.check import check_block_functions
+from mesp.block_function.mlxfn import check_mlx
 from mesp.bundle.manifest import (
     FORMAT,
     BlockGroup,
@@ -59,19 +60,13 @@ class Bundle:
     """A bundle, read from its folder. Weight files are memory-mapped. MLX arrays copy the
     mapped data."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        to_run: bool = True,
-        formats: tuple[int, ...] = (FORMAT,),
-    ):
+    def __init__(self, path: str | os.PathLike[str], formats: tuple[int, ...] = (FORMAT,)):
         self.path = Path(path)
-        self.manifest = read_manifest(self.path, to_run, formats)
+        self.manifest = read_manifest(self.path, formats)
         self.architecture = self.manifest.architecture
         try:
-            device, dtype = self.manifest.device, self.manifest.dtype
-            if device not in DTYPE_OF or dtype not in DTYPE_OF.values():
-                raise ValueError("its device or its dtype is unknown")
+            if not mx.issubdtype(DTYPES[self.manifest.dtype], mx.floating):
+                raise ValueError("its norms are no floating-point numbers")
             if not self.manifest.quantization.is_of_mlx:
                 raise ValueError("its quantization is unknown")
             self._check_groups()
@@ -80,7 +75,7 @@ class Bundle:
             raise damaged(self.path) from error
 
     def _check_groups(self) -> None:
-        arch, dtype = self.architecture, self.manifest.dtype
+        arch = self.architecture
         layers = [layer for group in self.manifest.blocks for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):
             raise ValueError("a block is in no group, or in several")
@@ -88,7 +83,7 @@ class Bundle:
             kinds = {(arch.layers[layer], arch.mlp_layers[layer]) for layer in group.layers}
             if len(kinds) != 1:
                 raise ValueError("blocks of a group differ in their mixer or their MLP")
-        expected = self.layouts_in(dtype)
+        expected = self._expected_layouts()
         for group in self.manifest.blocks:
             _check_arrays(group.layout, expected[block_file(group.layers[0])])
         for table in self.tables():
@@ -131,13 +126,13 @@ class Bundle:
             files[table.file] = table.layout
         return files
 
-    def layouts_in(self, dtype: str) -> dict[str, Layout]:
-        """Returns the layouts that the weight files would have in `dtype`.
+    def _expected_layouts(self) -> dict[str, Layout]:
+        """Returns the layouts that the weight files must have, up to offsets.
 
         Raises ValueError or KeyError if the manifest's matrices are not those of the architecture,
         or if a quantization is unknown.
         """
-        arch, files = self.architecture, self.weight_files()
+        arch, dtype, files = self.architecture, self.manifest.dtype, self.weight_files()
         for group in self.manifest.blocks:
             block = arch.blocks[group.layers[0]]
             quantizations = {
@@ -315,13 +310,13 @@ class Bundle:
     def function(
         self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
     ) -> Any:
-        """Returns the block function of block `index`, with `plain` its plain function, or with
+        """Returns the function of block `index` for a GPU, with `plain` its plain function, or with
         `packed` its function for packed records.
 
         The function takes (x, lora, scale, weights), the inputs whose shapes `Block.given_shapes`
         returns and, if `packed`, starts. `mesp.block_function.forward_pass` lists its outputs.
-        Raises MespError if the bundle lacks this function or `check_block_functions` refuses its
-        file. Also raises what `read_bytes` raises.
+        Raises MespError if the bundle lacks this function, the installed MLX does not read it, or
+        `check_block_functions` refuses its file. Also raises what `read_bytes` raises.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:
@@ -337,13 +332,15 @@ class Bundle:
                 f"Block {index} of {self.path} has no such function for {seq_len} tokens; add one "
                 "with mesp-export --from."
             )
+        check_mlx()
         path = self.path / files[str(seq_len)]
         file = read_bytes(path, FUNCTIONS)
+        device = "cpu" if plain else "gpu"
         try:
             check_block_functions(
                 file,
-                self.manifest.device,
-                DTYPES[self.manifest.dtype],
+                device,
+                DTYPES[DTYPE_OF[device]],
                 self.architecture.blocks[index],
                 group.layout.words,
                 [seq_len],
@@ -423,11 +420,9 @@ class Bundle:
         return np.memmap(self.path / name, dtype="<u4", mode="r")
 
 
-def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
+def load(path: str | os.PathLike[str]) -> Bundle:
     """Opens the bundle at `path`.
 
-    Raises MespError if the bundle is invalid. With `to_run`, also raises MespError if the installed
-    MLX does not read the bundle's functions, or if the bundle needs a missing GPU. `Bundle.verify`
-    checks the contents of the files.
+    Raises MespError if the bundle is invalid. `Bundle.verify` checks the contents of the files.
     """
-    return Bundle(path, to_run)
+    return Bundle(path)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.function_files import write_functions
-from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, Table, describe_files
+from mesp.bundle.manifest import OF_SAME_WEIGHTS, Manifest, describe_files
 from mesp.bundle.reader import Bundle, block_file
-from mesp.bundle.weight_files import write_weights
 from mesp.errors import MespError, plain_os_errors
 from mesp.folders import check_disk, locked, new_folder
 from mesp.models.config_json import check_lengths
@@ -25,9 +24,9 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced again. Weights are written again if the dtype changes. Unchanged files are
-    hard links or, if links are not possible, copies. Raises MespError if the new bundle cannot be
-    written. Then nothing of the new bundle is left, and `source` is unchanged.
+    Functions are traced again. The other files are hard links or, if links are not possible,
+    copies. Raises MespError if the new bundle cannot be written. Then nothing of the new bundle is
+    left, and `source` is unchanged.
     """
     in_place = options.out.resolve() == source.resolve()
     another = f"mesp-export or mesp data is writing to {source}"
@@ -36,18 +35,15 @@ def rewrite_bundle(
         nullcontext() if in_place else locked(source, another),
         new_folder(options.out.resolve(), options.overwrite) as folder,
     ):
-        bundle = Bundle(source, to_run=False, formats=OF_SAME_WEIGHTS)
+        bundle = Bundle(source, OF_SAME_WEIGHTS)
         check_data(bundle, max(options.seq_lens))
         check_lengths(bundle.config(), [*bundle.manifest.seq_lens, *options.seq_lens])
         Task(progress, f"Checking {source.name}")
         bundle.verify()
-        old = bundle.weight_files()
-        layouts = bundle.layouts_in(options.dtype)
-        changed = [file for file in old if layouts[file] != old[file]]
-        total = sum(layouts[file].words * 4 for file in changed)
-        has_links = source.stat().st_dev == folder.stat().st_dev
-        check_disk(folder, sum(layouts[file].words * 4 for file in (changed if has_links else old)))
-        writing = Task(progress, f"Writing {options.out.name}", total or None)
+        layouts = bundle.weight_files()
+        if source.stat().st_dev != folder.stat().st_dev:
+            check_disk(folder, sum(layout.words * 4 for layout in layouts.values()))
+        Task(progress, f"Writing {options.out.name}")
 
         (folder / "blocks").mkdir()
         manifest = bundle.manifest
@@ -55,35 +51,21 @@ def rewrite_bundle(
         packs = options.pack or any(split.pack for split in manifest.data.values())
         options = replace(options, pack=packs)
         groups = tuple(write_functions(folder, bundle.architecture, blocks, options))
-        for file in changed:
-            words = bundle.words(file)
-            pieces = (piece for spec in old[file].arrays for piece in spec.pieces(words))
-            write_weights(folder / file, layouts[file], pieces, writing.advance)
         listed = {entry.path for entry in manifest.files}
         changed_texts = configs_naming_code(source, listed)
         copy_files(source, changed_texts, folder)
         written = describe_files(folder)
-        used = {*old, "config.json", *files_to_copy(listed)}
+        used = {*layouts, "config.json", *files_to_copy(listed)}
         used |= {file for split in manifest.data.values() for file in split.sizes}
-        used -= {*changed, *changed_texts}
+        used -= {*changed_texts}
         kept = [entry for entry in manifest.files if entry.path in used]
         for entry in kept:
             link(source / entry.path, folder / entry.path)
-        embedding, head = (table.file for table in (manifest.embedding, manifest.head))
-        per_layer = {
-            name: Table(table.file, layouts[table.file])
-            for name, table in manifest.per_layer.items()
-        }
         manifest = replace(
             manifest,
-            device=options.device,
-            dtype=options.dtype,
             seq_lens=tuple(options.seq_lens),
             ranks=tuple(options.ranks),
             blocks=groups,
-            embedding=Table(embedding, layouts[embedding]),
-            head=Table(head, layouts[head]),
-            per_layer=per_layer,
             files=tuple(sorted([*kept, *written], key=lambda entry: entry.path)),
         )
         manifest.write(folder)

@@ -19,12 +19,12 @@ from mesp.source_model.forward_pass import SourceModel
 class BundleWeights:
     """A bundle's memory-mapped arrays, read by rows, as a `Weights`."""
 
-    has_float16_scales = False
     is_converted = True  # norms include the family's offset
 
     def __init__(self, bundle: Bundle):
         self.bundle = bundle
         self.layouts = bundle.weight_files()
+        self.dtype = bundle.manifest.dtype
 
     def is_quantized(self, name: str) -> bool:
         return True

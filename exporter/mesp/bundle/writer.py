@@ -102,8 +102,6 @@ def write_model(
     return Manifest(
         name=source.name,
         model=ModelName(source.id, source.revision, **asdict(source.license)),
-        device=options.device,
-        dtype=options.dtype,
         architecture=arch,
         quantization=options.quantizations.main.in_bundle,
         seq_lens=tuple(options.seq_lens),

@@ -11,9 +11,11 @@ from mesp.bundle.compare_with_source import compare_with_source
 from mesp.bundle.reader import load
 from mesp.commands.command import Command
 from mesp.commands.export import describe_loss
-from mesp.engine.process import stream_records
+from mesp.engine.process import Settings, check_device, stream_records
 from mesp.errors import EngineError
 from mesp.formatting import printable
+from mesp.settings.command_options import add_options
+from mesp.settings.train_settings import TrainSettings
 from mesp.source_model.find import find_source
 
 CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume")
@@ -27,13 +29,14 @@ CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume
     help="Train nothing, and compare logits of a short text with those of MODEL, the bundle's "
     "source, by its own model in mlx-lm, which needs memory for its weights in float32.",
 )  # fmt: skip
-def main(bundle: Path, files: bool, source: str | None) -> None:
+@add_options(TrainSettings, names=("device",))
+def main(bundle: Path, files: bool, source: str | None, device: str | None) -> None:
     """Check the files in BUNDLE by their digests, then training with it on this machine.
 
     A line is printed for each check of training that fails; the exit code is then 1. With --source
     it is 2 where more than quantization tells the bundle from its source.
     """
-    opened = load(bundle, to_run=not files and source is None)
+    opened = load(bundle)
     opened.verify()
     if source is not None:
         comparison = compare_with_source(opened, find_source(source, random_weights=False))
@@ -47,12 +50,14 @@ def main(bundle: Path, files: bool, source: str | None) -> None:
     elif files:
         click.echo(f"The files of {bundle} are whole.")
     else:
-        _check_training(bundle)
+        _check_training(bundle, device)
 
 
-def _check_training(bundle: Path) -> None:
+def _check_training(bundle: Path, device: str | None) -> None:
+    check_device(device)
     verdicts: Counter[str] = Counter()
-    settings = {"bundle": str(bundle.resolve()), "checks": CHECKS, "repeats": 2, "seconds": 0.1}
+    settings: Settings = {"bundle": str(bundle.resolve()), "device": device, "checks": CHECKS}
+    settings = {**settings, "repeats": 2, "seconds": 0.1}
     for record in stream_records("self-check", settings):
         if record["type"] == "check":
             verdicts[record["verdict"]] += 1

@@ -34,7 +34,7 @@ def main(bundle: Path, data: str | None, show: int, data_options: DataOptions) -
             raise MespError(f"Name the new data with --data, which {options[0]} is about.")
         show_records(bundle, show)
         return
-    manifest = read_manifest(bundle, to_run=False)
+    manifest = read_manifest(bundle)
     vocab_size = manifest.architecture.vocab_size
     with Console(stderr=True).status("Tokenizing"):
         tokenizer = load_tokenizer(bundle)

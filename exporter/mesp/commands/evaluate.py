@@ -15,6 +15,8 @@ from mesp.errors import MespError
 from mesp.evaluation.evaluate import MAX_LENGTH, MAX_TOKENS, check_unused, evaluate
 from mesp.evaluation.evaluated_model import AT_ONCE
 from mesp.evaluation.results import check_writable, format_table, write_results
+from mesp.settings.command_options import add_options
+from mesp.settings.train_settings import TrainSettings
 
 
 @click.command(cls=Command)
@@ -63,6 +65,7 @@ from mesp.evaluation.results import check_writable, format_table, write_results
     "--at-once", type=click.IntRange(1, 16), default=AT_ONCE, show_default=True,
     help="Most answers that are generated together, as far as memory allows.",
 )  # fmt: skip
+@add_options(TrainSettings, names=("device",))
 @several(
     "--ignore", metavar="NAME,...",
     help="Fields of records and of their messages to leave out, such as one that is refused.",

@@ -40,8 +40,6 @@ OPTIONS_OF_FROM = [
     "--overwrite",
     "--seq-len",
     "--rank",
-    "--device",
-    "--dtype",
     "--upload",
 ]
 
@@ -107,15 +105,6 @@ OPTIONS_OF_FROM = [
     "--rank", "ranks", kind=click.IntRange(min=1), metavar="R,...",
     show_default="8, or --from's", help="LoRA ranks to train with.",
 )  # fmt: skip
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]),
-    show_default="float32 on the CPU, bfloat16 on the GPU, or --from's",
-    help="Type of activations.",
-)  # fmt: skip
-@click.option(
-    "--device", type=click.Choice(["auto", "cpu", "gpu"]), show_default="auto, or --from's",
-    help="Device the bundle runs on; auto is what is here.",
-)  # fmt: skip
 @click.option("--random-weights", is_flag=True, help="The model's geometry with random weights.")
 @click.option("--layers", type=click.IntRange(min=1), help="Keep only the first N blocks.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of --random-weights.")
@@ -133,15 +122,13 @@ def main(
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if old is not None:
         check_options_of_from(out, overwrite)
-        functions = {name: options[name] for name in ("dtype", "device")}
         if upload is not None:
-            has = read_manifest(old, to_run=False, formats=OF_SAME_WEIGHTS)
+            has = read_manifest(old, OF_SAME_WEIGHTS)
             hub_upload.check_license(old, has.model, (file.path for file in has.files))
         with export_progress() as progress:
             bundle = rewrite(
-                old, out, seq_len=seq_lens, rank=ranks, overwrite=overwrite, progress=progress,
-                **functions,
-            )  # fmt: skip
+                old, out, seq_len=seq_lens, rank=ranks, overwrite=overwrite, progress=progress
+            )
         tell(bundle.path, bundle.manifest, upload)
         return
     if model is None:
@@ -217,8 +204,7 @@ def summary(out: Path, manifest: Manifest) -> str:
     lines = {
         "model": f"{manifest.name}, {arch.num_hidden_layers} blocks, hidden size "
         f"{arch.hidden_size}, vocabulary {arch.vocab_size:,}",
-        "weights": f"{describe_weights(manifest)}, "
-        f"{manifest.dtype} on the {manifest.device.upper()}",
+        "weights": f"{describe_weights(manifest)}, scales in {manifest.dtype}",
         "size": f"{size / 1e6:,.1f} MB: blocks of {' or '.join(blocks)} MB, "
         f"embedding {manifest.embedding.layout.words * 4 / 1e6:,.2f} MB",
         "sequences": " or ".join(map(str, manifest.seq_lens)) + " tokens",

@@ -25,7 +25,13 @@ from mesp.commands.data_options import data_options, data_options_of, given_data
 from mesp.commands.fine_tune_type import no_dora_options
 from mesp.data.load import DataOptions, tokenize
 from mesp.data.tokenizer import load_tokenizer
-from mesp.engine.train import SETTINGS_NAME, default_folder, not_settings, read_recorded_settings
+from mesp.engine.train import (
+    SETTINGS_NAME,
+    check_length,
+    default_folder,
+    not_settings,
+    read_recorded_settings,
+)
 from mesp.errors import Ended, MespError, plain_os_errors
 from mesp.federate.federation import TRAINING, Federation, FederationSettings, write_app
 from mesp.federate.local_training import SETTINGS
@@ -117,6 +123,7 @@ def prepare_federation(context: click.Context, simulated: bool = True) -> Federa
     manifest = read_manifest(bundle)
     trained = trained.complete(manifest, context.params["paper"])
     check_use(trained, manifest)
+    check_length(bundle, manifest, trained)
     settings.check()
     entries = trained.to_json()
     options = {

@@ -73,7 +73,7 @@ def main(
     if out.exists():
         raise MespError(f"{out} exists; name another --out.")
     weighted = weigh(adapters, weights)
-    opened = Bundle(bundle, to_run=False)
+    opened = Bundle(bundle)
     adapters_read = [
         (read_adapters(folder, opened.architecture), weight) for folder, weight in weighted
     ]
@@ -152,7 +152,7 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
         f"{count} of {describe_quantization(before)} now have {describe_quantization(now)}"
         for (before, now), count in changes.items()
     )
-    is_rounded = bundle.manifest.dtype == "float32" and any(
+    is_rounded = bundle.manifest.dtype != "bfloat16" and any(
         each.mode == "affine" for each in had.all if each
     )
     rest = "keep their codes, with scales in bfloat16" if is_rounded else "stay as they were"

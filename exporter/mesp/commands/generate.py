@@ -14,6 +14,8 @@ from mesp.commands.prompt_options import prompt_options
 from mesp.data.source_files import read_utf8
 from mesp.engine.generate import TextStream
 from mesp.formatting import decimal, megabytes, printable
+from mesp.settings.command_options import add_options
+from mesp.settings.train_settings import TrainSettings
 
 
 @click.command(cls=Command)
@@ -40,6 +42,7 @@ from mesp.formatting import decimal, megabytes, printable
     help="Draw from the fewest tokens whose probabilities sum up to this.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of sampling.")
+@add_options(TrainSettings, names=("device",))
 @click.option("--system-prompt", help="System prompt of the chat template.")
 @prompt_options("as the bundle's data, or where the tokenizer has one")
 def main(bundle: Path, prompt: str, **options: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from mesp.bundle.export_options import DEVICE, ExportOptions
+from mesp.bundle.export import DTYPE
+from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.manifest import File
 from mesp.bundle.weight_files import WeightFiles, weight_bytes, weight_files
 from mesp.bundle.writer import write_model
@@ -22,7 +23,6 @@ from mesp.engine.plan import find_plans
 from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import megabytes
 from mesp.models.architecture import Architecture
-from mesp.models.layout import DTYPE_OF
 from mesp.models.quantization_formats import Quantization
 from mesp.models.short_names import KNOWN, geometries
 from mesp.quantization.choose import choose_quantizations
@@ -72,7 +72,7 @@ def show_models() -> None:
             options = ExportOptions(
                 out=Path(name), data=None, data_options=DataOptions(), seq_lens=LISTED_LENGTHS,
                 ranks=[LISTED_RANK], quantizations=choose_quantizations(arch, Quantization(), None),
-                dtype=DTYPE_OF[DEVICE], device=DEVICE, seed=0, overwrite=False,
+                dtype=DTYPE, seed=0, overwrite=False,
             )  # fmt: skip
             files = weight_files(None, arch, options)
             peaks = ["-"] * len(LISTED_LENGTHS)

@@ -27,7 +27,7 @@ def show_records(path: Path, count: int) -> None:
     The part in the loss is between ⟦ and ⟧, in colour on a terminal. A stream counts as one record,
     which is cut to its first sequence. The tokens at which generation stops are printed last.
     """
-    bundle, console = Bundle(path, to_run=False), Console(soft_wrap=True, highlight=False)
+    bundle, console = Bundle(path), Console(soft_wrap=True, highlight=False)
     tokenizer = load_bundle_tokenizer(path)
     for record in trained_records(bundle, tokenizer, count):
         console.print(record)

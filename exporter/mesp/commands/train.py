@@ -73,9 +73,7 @@ def main(
     if fine_tune_type == "dora":
         settings["dora"] = True
     is_typed = context.get_parameter_source("reward") is ParameterSource.COMMANDLINE
-    job = prepare_training(
-        bundle, output, resume, paper, settings, not dry_run, may_import=is_typed
-    )
+    job = prepare_training(bundle, output, resume, paper, settings, may_import=is_typed)
     find_engine()  # builds the engine if necessary
     is_private = job.settings.dp_clip is not None
     if is_private or dry_run:
@@ -116,7 +114,7 @@ def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
     click.echo(describe_optimizers(engine, settings))
     # mesp-count runs only on Linux, and cannot count experts.
     can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
-    if job.manifest.device == "gpu" and can_count:
+    if can_count:
         try:
             click.echo(describe_count(find_count(settings)))
         except MespError as error:  # only the counts are left out

@@ -36,6 +36,7 @@ class TextStream:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        device: str | None = None,
         system_prompt: str | None = None,
         chat: bool | None = None,
         split_special_tokens: bool | None = None,
@@ -70,6 +71,7 @@ class TextStream:
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            device=device,
             stop=sorted(self._tokenizer.eos_token_ids),
         )
 
@@ -96,6 +98,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    device: str | None = None,
     system_prompt: str | None = None,
     chat: bool | None = None,
     split_special_tokens: bool | None = None,
@@ -115,6 +118,7 @@ def generate(
         top_p: Draw from the fewest tokens whose probabilities sum to at least this, above 0 up to
             1.
         seed: Seed of sampling.
+        device: ``cpu`` or ``gpu``; None: a GPU if MLX can use one.
         system_prompt: The system message of the chat template.
         chat: Whether the prompt goes into the chat template; None: as the bundle's data, or if the
             tokenizer has one.
@@ -136,6 +140,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        device=device,
         system_prompt=system_prompt,
         chat=chat,
         split_special_tokens=split_special_tokens,

@@ -14,9 +14,12 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
 from mesp.adapters.weighted import WeightedAdapters
 from mesp.engine.build import find_counter, find_engine
 from mesp.errors import EngineError, MespError, plain_os_errors
+from mesp.models.layout import DTYPE_OF
 from mesp.settings.declaration import is_held
 
 log = logging.getLogger(__name__)
@@ -247,6 +250,14 @@ def failure(status: int, said: str, after: str = "", program: str = "mesp-engine
     return EngineError(reason)
 
 
+def check_device(device: str | None) -> None:
+    """Raises MespError if the engine cannot compute on `device`. None is the machine's default."""
+    if device not in (None, *DTYPE_OF):
+        raise MespError(f"device is {device!r:.40}, and must be one of {', '.join(DTYPE_OF)}.")
+    if device == "gpu" and not mx.metal.is_available():
+        raise MespError("MLX can use no GPU on this machine; leave out --device gpu.")
+
+
 def find_plan(engine: Path, settings: Settings) -> Record:
     """Returns the engine's ``plan`` record for these settings. Writes nothing."""
     return _answer(engine, settings)
@@ -255,7 +266,7 @@ def find_plan(engine: Path, settings: Settings) -> Record:
 def find_count(settings: Settings) -> Record:
     """Returns mesp-count's record: the counts of a step with these settings on a phone's GPU.
 
-    Raises MespError if mesp-count cannot be built, if it fails, for a CPU bundle, or if this system
+    Raises MespError if mesp-count cannot be built, if it fails, or if this system
     is not Linux.
     """
     return _answer(find_counter(), settings, "mesp-count")
@@ -297,13 +308,16 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop: Sequence[int] = (),
+    device: str | None = None,
 ) -> Iterator[Record]:
     """Yields the engine's records as they arrive: ``token`` records, then one ``end`` record.
 
     A signal ends the text early, with reason "stopped". Raises MespError if the engine fails.
     """
+    check_device(device)
     settings = {
         "bundle": str(bundle.resolve()),
+        "device": device,
         "adapters": _named(adapters),
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -382,11 +396,18 @@ class Evaluator:
 
 
 @contextmanager
-def evaluator(bundle: Path, adapters: Sequence[WeightedAdapters] = ()) -> Iterator[Evaluator]:
+def evaluator(
+    bundle: Path, adapters: Sequence[WeightedAdapters] = (), device: str | None = None
+) -> Iterator[Evaluator]:
     """Yields an engine with the model of `bundle` and `adapters`. Raises MespError if the engine
     fails.
     """
-    settings = {"bundle": str(bundle.resolve()), "adapters": _named(adapters)}
+    check_device(device)
+    settings = {
+        "bundle": str(bundle.resolve()),
+        "device": device,
+        "adapters": _named(adapters),
+    }
     with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
         try:
             yield Evaluator(started)

@@ -36,6 +36,7 @@ def sample_replay_texts(
     seq_len: int,
     seed: int,
     options: Mapping[str, Any] | None = None,
+    device: str | None = None,
 ) -> Split:
     """Returns texts that the bundle's model with `adapters` wrote at temperature 1, for `count`
     sequences.
@@ -59,7 +60,7 @@ def sample_replay_texts(
         texts[index].append(token)
         return True
 
-    with evaluator(bundle, weigh(adapters)) as engine:
+    with evaluator(bundle, weigh(adapters), device) as engine:
         written = engine.generate(prompts, length - len(start), (), AT_ONCE, take, 1.0, seed << 16)
         for _ in written:
             pass

@@ -30,11 +30,12 @@ from mesp.data.general_text import read_general_text
 from mesp.data.load import load_additional
 from mesp.data.splits import Split
 from mesp.data.tokenizer import load_bundle_tokenizer, load_tokenizer
-from mesp.engine.process import Engine, Record, failure, log, running
+from mesp.engine.process import Engine, Record, check_device, failure, log, running
 from mesp.engine.replay_texts import sample_replay_texts
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_settings, write_whole
 from mesp.folders import refuse_linked_folders
+from mesp.models.config_json import check_lengths
 from mesp.rewards import Reward, compute_rewards, find_reward
 from mesp.runs.log import LOG_NAME, RunLog
 from mesp.settings.declaration import list_settings, refuse_changes
@@ -73,6 +74,7 @@ class TrainingJob:
 
     def run(self, progress: Callable[[Record], None] | None = None) -> RunLog:
         """Trains as `train` describes."""
+        check_device(self.settings.device)
         try:
             return self._train(progress)
         finally:
@@ -177,6 +179,7 @@ class TrainingJob:
             settings.seq_len,
             settings.seed,
             self.manifest.encoding.get(OPTIONS),
+            settings.device,
         )
 
     def _left(self) -> str:
@@ -264,14 +267,12 @@ def prepare_training(
     resume: bool,
     paper: bool,
     given: Mapping[str, Any],
-    to_run: bool = True,
     may_import: bool = True,
 ) -> TrainingJob:
     """Returns the run that `train` begins or resumes. Writes nothing.
 
-    With `to_run`, the bundle must be for this machine. A reward's module is imported only with
-    `may_import`, and only if `given` names it. Raises MespError if a setting, the bundle or the
-    folder cannot be used.
+    A reward's module is imported only with `may_import`, and only if `given` names it. Raises
+    MespError if a setting, the bundle or the folder cannot be used.
     """
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -294,14 +295,15 @@ def prepare_training(
     else:
         settings = TrainSettings.of(given)
     path = path.resolve()
-    manifest = read_manifest(path, to_run)
+    manifest = read_manifest(path)
     settings = settings.complete(manifest, paper)
     reward = None
     if settings.reward is not None:
         reward = find_reward(settings.reward, may_import and "reward" in given)
     check_settings(settings, manifest)
+    check_length(path, manifest, settings)
     if settings.reward is not None:
-        check_prompts(Bundle(path, to_run=False))
+        check_prompts(Bundle(path))
     folder = folder or default_folder(manifest, settings.method)
     if (folder / LOG_NAME).exists() and not resume:
         raise MespError(
@@ -310,6 +312,12 @@ def prepare_training(
         )
     refuse_linked_folders(folder)
     return TrainingJob(path, manifest, settings, folder, resume, reward)
+
+
+def check_length(bundle: Path, manifest: Manifest, settings: TrainSettings) -> None:
+    """Raises MespError if the bundle's model cannot be trained on sequences of this length."""
+    if settings.seq_len is not None and settings.seq_len not in manifest.seq_lens:
+        check_lengths(Bundle(bundle).config(), [*manifest.seq_lens, settings.seq_len])
 
 
 def check_prompts(bundle: Bundle) -> None:

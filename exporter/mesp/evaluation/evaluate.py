@@ -67,6 +67,7 @@ def evaluate(
     extract: str | None = None,
     is_json: bool = False,
     at_once: int = AT_ONCE,
+    device: str | None = None,
     ignore: Sequence[str] = (),
     split_special_tokens: bool | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -101,6 +102,7 @@ def evaluate(
         is_json: Whether answers are JSON: values are compared, and the share of valid JSON is
             measured.
         at_once: How many answers are written together, from 1 to 16.
+        device: ``cpu`` or ``gpu``; None: a GPU if MLX can use one.
         ignore: Fields of records and of their messages to leave out.
         split_special_tokens: Whether special tokens in the records are encoded as ordinary text;
             None: as the bundle's data.
@@ -159,13 +161,13 @@ def evaluate(
     # All models but the first are loaded once here, so that an error in adapters appears before
     # hours of work.
     for weighted in models[1:]:
-        with running_model(path, weighted, tokenizer, max_length):
+        with running_model(path, weighted, tokenizer, max_length, device=device):
             pass
     names = [describe(weighted) or None for weighted in models]
     measured, cut = [], 0
     for weighted, name in zip(models, names, strict=True):
         shown = Task(progress, name or "base", total)
-        with running_model(path, weighted, tokenizer, max_length, at_once) as model:
+        with running_model(path, weighted, tokenizer, max_length, at_once, device) as model:
             measured.append(one(model, shown.advance))
         cut = max(cut, model.cut)
     return Evaluation(
@@ -195,7 +197,7 @@ def _longrope_limit(bundle: Path) -> int | None:
     None if there is no limit."""
     rope = read_object(bundle / "config.json").get("rope_scaling") or {}
     limit = rope.get("original_max_position_embeddings") if rope.get("type") == "longrope" else None
-    return limit if limit and max(Bundle(bundle, to_run=False).manifest.seq_lens) <= limit else None
+    return limit if limit and max(Bundle(bundle).manifest.seq_lens) <= limit else None
 
 
 def read_context_length(bundle: Path) -> int:

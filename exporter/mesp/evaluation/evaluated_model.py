@@ -130,7 +130,8 @@ def running_model(
     tokenizer: Any,
     max_length: int,
     at_once: int = AT_ONCE,
+    device: str | None = None,
 ) -> Iterator[EvaluatedModel]:
     """Yields the model of `bundle` with `adapters`. Raises MespError if the engine fails."""
-    with evaluator(bundle, adapters) as engine:
+    with evaluator(bundle, adapters, device) as engine:
         yield EvaluatedModel(engine, tokenizer, max_length, at_once)

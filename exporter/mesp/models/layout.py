@@ -19,13 +19,14 @@ DTYPES = {
     "uint32": mx.uint32,
     "uint8": mx.uint8,
     "float32": mx.float32,
+    "float16": mx.float16,
     "bfloat16": mx.bfloat16,
 }
-DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # a bundle's default dtype, by device
+DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # the dtype in which a device computes
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
-# Arrays that stay float32 in a bfloat16 bundle. A_log is exponentiated, which enlarges rounding
+# Arrays that are float32 in every bundle. A_log is exponentiated, which enlarges rounding
 # errors. Rounding the experts' bias may change which experts are chosen. The others are small.
 KEPT_WIDE = (
     "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",

@@ -16,8 +16,10 @@ class Weights(Protocol):
     """
 
     @property
-    def has_float16_scales(self) -> bool:
-        """Whether any matrix is quantized with float16 scales."""
+    def dtype(self) -> str | None:
+        """The smallest dtype that holds all stored scales, biases, norms and other vectors exactly.
+        None if the source is not quantized.
+        """
 
     @property
     def is_converted(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from mesp.bundle.manifest import Manifest
+from mesp.bundle.manifest import Manifest, check_rank
 from mesp.errors import MespError
 from mesp.settings.declaration import name_option
 from mesp.settings.train_settings import MAX_SEQUENCES, TrainSettings
@@ -45,6 +45,7 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
     if settings.warmup >= settings.steps:
         raise MespError(f"--warmup {settings.warmup} does not end within --steps {settings.steps}.")
     arch = manifest.architecture
+    check_rank(settings.rank or 1, arch)
     for name in settings.projections or ():
         if name not in arch.trainable:
             raise MespError(

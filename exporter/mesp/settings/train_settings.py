@@ -6,7 +6,7 @@ settings go together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -302,8 +302,8 @@ class TrainSettings(Settings):
         """Returns the settings with the sequence length, rank, optimizer, learning rate and, with a
         reward, the group size filled in.
 
-        `paper` selects the paper's optimizer and learning rate. Raises MespError if the bundle
-        lacks the sequence length or the rank, or if a setting contradicts `paper`.
+        `paper` selects the paper's optimizer and learning rate. Raises MespError if a setting
+        contradicts `paper`.
         """
         update = PAPER if paper else {}
         for name, value in update.items():
@@ -320,25 +320,13 @@ class TrainSettings(Settings):
             self.objective,
             self.reward is not None,
         )
-        lengths, ranks = manifest.seq_lens, manifest.ranks
+        lengths = manifest.seq_lens
+        preferred = PREFERRED_SEQ_LEN if PREFERRED_SEQ_LEN in lengths else max(lengths)
         return replace(
             self,
-            seq_len=_choose(lengths, self.seq_len, "sequence length", PREFERRED_SEQ_LEN),
-            rank=_choose(ranks, self.rank, "rank", ranks[0]),
+            seq_len=self.seq_len or preferred,
+            rank=self.rank or manifest.ranks[0],
             optimizer=optimizer,
             learning_rate=rate,
             group_size=self.group_size or (GROUP_SIZE if self.reward else None),
         )
-
-
-def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
-    """Returns the wanted value or, for None, the preferred or else the largest available one.
-
-    Raises MespError if the wanted value is not available.
-    """
-    if wanted is None:
-        return preferred if preferred in available else max(available)
-    if wanted not in available:
-        listed = ", ".join(str(value) for value in available)
-        raise MespError(f"The bundle has no {what} {wanted}; it was exported for {listed}.")
-    return wanted

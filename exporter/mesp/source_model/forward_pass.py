@@ -151,7 +151,7 @@ class SourceModel:
 
         eps = self.arch.rms_norm_eps
         parts = Parts(
-            p, arrays, eps, mx.float32, plain=True, fast=mx.fast,
+            p, arrays, eps, mx.float32, fast=None,
             per_layer=self.per_layer(index, side),
             shared=None if block.keys_of is None else side.shared[block.keys_of],
             expert=expert,

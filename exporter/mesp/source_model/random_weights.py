@@ -15,7 +15,7 @@ class RandomWeights:
     See `Weights`.
     """
 
-    has_float16_scales = False
+    dtype = None
     is_converted = False
 
     def __init__(self, seed: int, norm: float = 1.0):

@@ -13,6 +13,7 @@ import numpy as np
 from mesp.errors import MespError
 from mesp.files import parse_json, read_object
 from mesp.models.architecture import Architecture
+from mesp.models.layout import DTYPES, KEPT_WIDE
 from mesp.models.mlps import MOST_EXPERTS
 from mesp.models.tensor_names import CONVOLUTIONS, changes_nothing, name_of_expert, names_here
 
@@ -203,11 +204,15 @@ class SafetensorsWeights:
         return name + ".weight" in self.tensors and not self.is_quantized(name)
 
     @property
-    def has_float16_scales(self) -> bool:
-        return any(
-            dtype == mx.float16 and name.endswith(".scales")
+    def dtype(self) -> str | None:
+        if not any(name.endswith(".scales") for name in self.tensors):
+            return None
+        held = {
+            dtype
             for name, (_, dtype) in self.tensors.items()
-        )
+            if mx.issubdtype(dtype, mx.floating) and not name.endswith(KEPT_WIDE)
+        }
+        return next((name for name, dtype in DTYPES.items() if held == {dtype}), "float32")
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         if name not in self.tensors:

@@ -139,7 +139,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
 
 def without_functions(bundle: Path, out: Path) -> Path:
     """Writes the bundle `out` with the weights and data of `bundle` but no block functions."""
-    old = Bundle(bundle, to_run=False)
+    old = Bundle(bundle)
     files = tuple(e for e in old.manifest.files if e.path not in old.function_files())
     blocks = tuple(BlockGroup(each.layers, {}, {}, each.layout) for each in old.manifest.blocks)
     shutil.rmtree(out, ignore_errors=True)

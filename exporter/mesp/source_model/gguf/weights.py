@@ -34,7 +34,6 @@ _PARTS = ("weight", "scales", "biases")
 class GGUFWeights:
     """The tensors of a memory-mapped GGUF file. See `Weights`."""
 
-    has_float16_scales = False
     is_converted = True
 
     def __init__(self, file: GGUF, arch: Architecture):
@@ -71,6 +70,11 @@ class GGUFWeights:
         """Whether any matrix in the file is quantized."""
         return any(kind not in UNQUANTIZED for kind in self.types)
 
+    @property
+    def dtype(self) -> str | None:
+        # A scale of a K type is a product of a float16 number and an integer.
+        return "float32" if self.is_quantized_file else None
+
     def quantization(self) -> dict[str, Any]:
         """Returns the quantization of the matrices, as in mlx-lm's config.json."""
         sizes: Counter[Quantization] = Counter()
@@ -87,7 +91,7 @@ class GGUFWeights:
                     entries.setdefault(f"{prefix}lm_head", _entry(quantization))
         return entries
 
-    def describe(self, dtype: str) -> str:
+    def describe(self) -> str:
         """Returns a text on the shares of the weights that are carried over and that are
         quantized."""
         total = sum(self.types.values())
@@ -105,10 +109,7 @@ class GGUFWeights:
         if again := share(REQUANTIZED):
             parts.insert(0, f"{again} quantized again to {WIDE.bits} bits")
         if exact := share(tuple(CARRIED)):
-            how = "carried over exactly"
-            if dtype != "float32":
-                how = f"carried over, their scales rounded to {dtype} (--dtype float32 keeps them)"
-            parts.insert(0, f"{exact} {how}")
+            parts.insert(0, f"{exact} carried over exactly")
         return "; ".join(parts)
 
     def is_quantized(self, name: str) -> bool:
