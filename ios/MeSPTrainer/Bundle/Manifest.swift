@@ -141,7 +141,7 @@ extension Manifest {
         }
         guard version.format == Manifest.format else {
             throw MeSPError(
-                "\(bundle) has bundle format \(version.format), and this build reads format \(Manifest.format); write it again with mesp-export."
+                "\(bundle) has bundle format \(version.format), and this build reads format \(Manifest.format); write it again with mesp-export --from BUNDLE --overwrite."
             )
         }
         let manifest: Manifest

@@ -92,10 +92,7 @@ import Observation
     /// - Returns: a function that stops this run, but no later run.
     @discardableResult package func start(_ settings: RunSettings) -> @Sendable () -> Void {
         guard !isRunning else { return {} }
-        var settings = settings
-        if settings.device == nil, !settings.resume {
-            settings.device = monitor.scene == .background && grant != .continuedOnGPU ? .cpu : .standard
-        }
+        let settings = withDevice(settings)
         self.settings = settings
         // The log is replaced before the state changes, because observers read both.
         (stopWanted, log) = (false, LogSummary())
@@ -125,6 +122,13 @@ import Observation
             }
         }
         return { gate.stop() }
+    }
+
+    private func withDevice(_ settings: RunSettings) -> RunSettings {
+        guard settings.device == nil, !settings.resume else { return settings }
+        var settings = settings
+        settings.device = monitor.scene == .background && grant != .continuedOnGPU ? .cpu : .standard
+        return settings
     }
 
     /// Replays a recorded run, one record per `interval`. `pause()`, `resume()` and `stop()` apply to the replay. Does nothing while a run is in

@@ -15,7 +15,9 @@ extension BlockwiseModel {
         let function = try self.function(call.index, x, \.plainFunctions)
         /// Returns the forward pass by plain operations, which MLX can differentiate: the block's function or, without one, the formulas.
         func plain(_ call: BlockCall) -> any BlockForward {
-            function.map { $0(call, layout, scale: scale) } ?? block(call, Machine(bundle.processor))
+            var machine = Machine(bundle.processor)
+            machine.isLazy = true
+            return function.map { $0(call, layout, scale: scale) } ?? block(call, machine)
         }
         // Shared keys and values are outputs of the block that computes them, and inputs of the other blocks that attend to them.
         let (taken, sum) = (call.side.shared, call.side.shared == nil ? dShared : nil)

@@ -25,6 +25,8 @@ package struct Machine {
     /// These values and `pause` decide where the functions of Parts.swift evaluate arrays.
     private(set) var evaluatesParts: Bool
     let evaluatesTiles: Bool
+    /// Whether nothing is evaluated, as within a transformation of MLX.
+    var isLazy = false
     var evaluatesStages = true
     /// A function called after the evaluation of each part while a GPU compiles kernels; otherwise nil. Compiling takes some seconds per block. The
     /// calls let the app pause within a block.

@@ -29,7 +29,7 @@ extension Machine {
     /// Ends a phase of a block, such as its mixer or its MLP, and returns its results. A GPU evaluates these results too, so that the phase's other
     /// arrays are freed.
     @discardableResult func phase<each R: Arrays>(_ results: repeat each R) -> (repeat each R) {
-        if !evaluatesParts, pause == nil { submit(allArrays(repeat each results)) }
+        if !evaluatesParts, pause == nil, !isLazy { submit(allArrays(repeat each results)) }
         return part(repeat each results)
     }
 

@@ -106,6 +106,10 @@ extension Manifest {
                 "The last \(settings.numLayers ?? 0) blocks have none of the projections that are to be trained; train more blocks or other projections."
             )
         }
+        if settings.method == .mebp, architecture.hasExperts {
+            throw MeSPError(
+                "\(name) mixes experts, whose choice MeBP cannot differentiate; take another method.")
+        }
         guard rank <= architecture.largestRank else {
             throw MeSPError(
                 "The rank is \(rank), and the matrices of \(name) have at most rank \(architecture.largestRank); choose a smaller rank."

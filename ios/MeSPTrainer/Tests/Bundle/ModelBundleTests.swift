@@ -47,8 +47,8 @@ import Testing
 
     @Test(arguments: [
         (
-            "\"format\": 6", "\"format\": 5",
-            "format 5, and this build reads format 6; write it again with mesp-export."
+            "\"format\": 7", "\"format\": 6",
+            "format 6, and this build reads format 7; write it again with mesp-export --from BUNDLE --overwrite."
         ),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
         ("\"path\": \"embedding.bin\"", "\"path\": \"../embedding.bin\"", "embedding.bin"),

@@ -49,6 +49,9 @@ struct Fixture {
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
     }
 
+    /// The methods with exact gradients that can train the bundle.
+    var exactMethods: [GradientMethod] { bundle.architecture.hasExperts ? [.mesp] : [.mesp, .mebp] }
+
     var layers: Int { bundle.architecture.numHiddenLayers }
     var length: Int { metadata["seq_len"].flatMap(Int.init) ?? 0 }
 
