@@ -279,7 +279,7 @@ def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Pa
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
     bundle = tmp_path / "cpu.mesp"
-    size = ("--random-weights", "--seq-len", 8, "--device", "cpu")
+    size = ("--random-weights", "--seq-len", 8)
     assert invoke(export, "mesp-export", "--model", model, "--out", bundle, *size).returncode == 0
     done = bench("--table", "gpu", "--model", bundle, "--seq-len", 8, "--work", tmp_path)
     assert done.returncode == 2
