@@ -4,7 +4,7 @@ import MeSPFiles
 
 extension Manifest {
     /// The bundle format this build reads.
-    package static let format = 6
+    package static let format = 7
 
     /// The maximum size of a manifest in bytes. Decoding takes some 16 times as much.
     package static let largestSize = Bounds.jsonBytes

@@ -63,12 +63,7 @@ def run_python(
     """Runs `benchmarks.in_python` and returns its log. With `preload`, MLX uses the OpenBLAS that
     `find_openblas` finds, if any.
     """
-    size = {
-        "bundle": str(cell.bundle),
-        "device": cell.device,
-        "seq_len": cell.seq_len,
-        "rank": cell.rank,
-    }
+    size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
     environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
     path = (str(TOOLS), os.environ.get("PYTHONPATH"))
