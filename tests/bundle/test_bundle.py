@@ -159,10 +159,10 @@ def test_functions_give_the_logits_of_mlx_lm(family):
             given += shared.get(block.keys_of, ())
             if block.mlp.experts:  # a block with experts has no function
                 with pytest.raises(MespError, match="mixes experts and has no function"):
-                    bundle.function(length, i)
+                    bundle.function(length, i, plain=True)
                 x = to_source_model(bundle).block(i, x, SideInputs(tokens.tolist(), x0))
                 continue
-            function = bundle.function(length, i)
+            function = bundle.function(length, i, plain=True)
             x, *more = function(x, lora, mx.array(1.0), bundle.block_words(i), *given)
             if i in arch.owners:
                 shared[i] = reference.shared_keys_and_values(more, lora, ours.blocks[i], block)

@@ -33,7 +33,7 @@ def test_bundle_computes_what_mlx_lm_computes(tiny, text):
     arch = bundle.architecture
     rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
     x = reference.dequantize(rows, "", arch.hidden_size)[None]
-    function = bundle.function(24)
+    function = bundle.function(24, plain=True)
     lora = mx.zeros(arch.blocks[0].lora_size(4))
     for i in range(arch.num_hidden_layers):
         x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
