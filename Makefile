@@ -110,11 +110,10 @@ app-bundle: $(READY)
 	$(BIN)/mesp-export --from ios/MeSPTrainer/Demo.mesp --device gpu --dtype bfloat16 --overwrite --out ios/MeSPTrainer/Demo-GPU.mesp
 	$(BIN)/python tools/record_run.py
 
-# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling; with
-# DTYPE=float32 a GPU is held to the CPU's exactness.
+# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling.
 MINUTES := 0
 check-gpu: engine
-	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 $(if $(DTYPE),--dtype $(DTYPE)) --overwrite --out build/check-gpu/demo.mesp
+	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out build/check-gpu/demo.mesp
 	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
 
 first-hour: engine

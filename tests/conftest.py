@@ -18,6 +18,7 @@ from helpers.commands import call
 from helpers.damage import CASES
 from helpers.models import TEXT, TINY, write_model
 from helpers.phones import Phones
+from mesp.bundle import export
 from mesp.errors import MespError
 
 # Tests run with Python's default handlers of SIGINT and SIGHUP. A shell that starts the tests in
@@ -25,6 +26,10 @@ from mesp.errors import MespError
 # tests start would ignore these signals too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Exports in the tests' process store scales, biases and norms in float32, so that bundles can be
+# compared with their models exactly.
+export.DTYPE = "float32"
 
 settings.register_profile("mesp", CASES)
 settings.load_profile("mesp")

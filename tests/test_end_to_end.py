@@ -18,7 +18,7 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 from helpers.commands import HANG, call, command, invoke, run, wait_for
-from helpers.paths import DEMO_MODEL, ROOT
+from helpers.paths import DEMO_BUNDLE, DEMO_MODEL
 from mesp.bundle.reader import Bundle
 from mesp.commands.train import main
 from mesp.engine.build import find_engine
@@ -209,18 +209,18 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac may have no GPU that MLX can use")
-def test_a_bundle_for_the_gpu_has_a_plan_without_one(tmp_path: Path):
-    bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
-    settings = {"bundle": str(bundle), "output": str(tmp_path / "run"), "seq_len": 128}
+def test_a_gpu_has_a_plan_without_one(tmp_path: Path):
+    settings = {"bundle": str(DEMO_BUNDLE), "output": str(tmp_path / "run"), "seq_len": 128}
+    settings["device"] = "gpu"
     plan = find_plan(find_engine(), settings)
     assert plan["predicted_peak_bytes"] > plan["metal_bytes"] > 0
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
-def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
-    bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
-    done = train(bundle, tmp_path / "run", "--seq-len", 128, "--dry-run")
+def test_dry_run_counts_a_step_on_a_gpu(tmp_path: Path):
+    options = ("--seq-len", 128, "--device", "gpu", "--dry-run")
+    done = train(DEMO_BUNDLE, tmp_path / "run", *options)
     assert done.returncode == 0, done.stderr
     counted = "[0-9,]+ evals and [0-9,]+ kernels .*; MLX's arrays peak at ([0-9.]+) MB"
     assert float(re.search(counted, done.stdout.splitlines()[-1])[1]) > 0
@@ -231,8 +231,8 @@ def test_a_plan_stands_where_nothing_can_count_its_step(monkeypatch: pytest.Monk
         raise MespError("mesp-count has not been built.")
 
     monkeypatch.setattr("mesp.engine.process.find_counter", find_no_counter)
-    bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
-    done = invoke(main, "mesp-train", bundle, "--steps", 1, "--dry-run")
+    options = ("--steps", 1, "--device", "gpu", "--dry-run")
+    done = invoke(main, "mesp-train", DEMO_BUNDLE, *options)
     assert done.returncode == 0 and "MB" in done.stdout and "kernels" not in done.stdout
     assert done.stderr == "A phone's work is not counted: mesp-count has not been built.\n"
 

@@ -570,7 +570,7 @@ def test_a_bundle_that_is_read_only_is_used(bundle: Path, model: Path, tmp_path:
         ("evaluate", copy, data, "--out", out / "run" / "figures.json"),
         ("check", copy),
         ("fuse", copy, "--adapters", adapters, "--out", out / "fused"),
-        ("export", "--from", copy, "--device", "cpu", "--out", out / "new.mesp"),
+        ("export", "--from", copy, "--out", out / "new.mesp"),
         ("data", out / "new.mesp", "--data", data),
         ("report", adapters.parent, "--out", out / "report.html"),
     ):

@@ -67,18 +67,17 @@ def main(on_phone: bool, device: str | None, app: str, seconds: float, out: Path
 
 def measure_here(steps: Steps, out: Path, seconds: float) -> None:
     """Checks this machine, and trains on its CPU and, if there is one, its GPU."""
-    bundle, on_cpu = out / "demo.mesp", out / "demo-cpu.mesp"
+    bundle = out / "demo.mesp"
     lengths = ("--seq-len", 128, "--seq-len", 256, "--rank", 8)
     if not steps.program("mesp-export", "--model", "demo", *lengths, "--out", bundle):
         return
     check = ("--bundle", bundle, "--seconds", seconds, "--out", out / "self-check")
     steps.tool("check_gpu.py", *check)
-    steps.program("mesp-export", "--from", bundle, "--device", "cpu", "--out", on_cpu)
     runs = []
-    for name, trained in (("default", bundle), ("cpu", on_cpu)):
+    for name, device in (("default", ()), ("cpu", ("--device", "cpu"))):
         run = out / "runs" / name
         options = ("--steps", STEPS, "--seq-len", 128, "--val-batches", 0, "--out", run)
-        if steps.program("mesp-train", trained, *options):
+        if steps.program("mesp-train", bundle, *options, *device):
             runs.append(RunLog.load(run))
     if len(runs) == 2:
         first = [run.steps[0]["loss"] for run in runs]

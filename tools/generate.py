@@ -183,7 +183,7 @@ def write_settings() -> str:
     """Returns the text of RunSettings.swift."""
     properties = list_properties()
     choices = [each for each in properties if isinstance(each.setting.choices, Mapping)]
-    lines = write_header("exporter/mesp/settings") + ["import MeSPBundle", ""]
+    lines = [*write_header("exporter/mesp/settings"), "import MeSPBundle", ""]
     lines += write_struct(properties)
     lines += ["", "extension RunSettings {", *write_use(properties)]
     for each in choices:

@@ -2,7 +2,7 @@
 
 Models get their true geometry and random weights, in MLX's format as mlx-lm saves it: 4 bits in
 groups of 64, files of 5 GB. Each import is a separate process, which reads files that are not in
-the system's cache, and writes a bundle for a GPU, in bfloat16.
+the system's cache.
 
 \b
 Columns, an MB being 1,000,000 bytes:
@@ -97,8 +97,8 @@ def measure(engine: Path, config: dict[str, Any], scales: str, work: Path) -> di
         shutil.rmtree(folder, ignore_errors=True)
     try:
         write_model(model, config, SCALES[scales])
-        settings = {"model": str(model), "bundle": str(bundle), "device": "gpu"}
-        file.write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+        settings = {"model": str(model), "bundle": str(bundle)}
+        file.write_text(json.dumps(settings))
         with subprocess.Popen([engine, "import", file], stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             records = [json.loads(line) for line in process.stdout]

@@ -43,7 +43,7 @@ def main(model: str, learning_rate: float, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     bundle, run = out / "model.mesp", out / "run"
-    export = ["--model", model, "--out", bundle, "--device", "cpu", "--seq-len", SEQ_LEN]
+    export = ["--model", model, "--out", bundle, "--seq-len", SEQ_LEN]
     # The same quantization as mlx-lm's.
     export += ["--bits", BITS, "--group-size", GROUP_SIZE]
     export += ["--quantize", "nearest", "--head-bits", BITS]

@@ -37,11 +37,6 @@ def main(bundle: Path, device: str | None, app: str) -> None:
     seconds = time.monotonic() - began
     said = f"{bundle.name} is on {phone.name} ({megabytes(size)} MB, {seconds:.0f} s)."
     click.echo(printable(said))
-    if manifest.device == "cpu":
-        click.echo(
-            "It runs on the phone's CPU; for the GPU, export it with --device gpu.",
-            err=True,
-        )
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def test_a_gguf_file_gets_them_in_its_weights(name: str, tmp_path: Path):
     tensors = random_tensors(MODELS[name][1])
     file = write_gguf(tmp_path / "base.gguf", name, tensors, blocks_in_8_bits)
     bundle = tmp_path / "b.mesp"
-    call("export", "--model", file, "--out", bundle, "--seq-len", 8, "--device", "cpu")
+    call("export", "--model", file, "--out", bundle, "--seq-len", 8)
     adapters = write_adapters(tmp_path / "adapters", bundle, dora=True)
     options = ("--bits", "bfloat16", "--val-batches", 0, "--out", tmp_path / "fused")
     call("fuse", bundle, "--adapters", adapters, "--gguf-base", file, *options)

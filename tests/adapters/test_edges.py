@@ -50,7 +50,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mx.eval(arrays)
         mx.save_safetensors(str(file), arrays)
     size = ("--seq-len", 8, "--rank", 2, "--group-size", 32, "--data", "python-docs")
-    call("export", "--model", model, "--out", bundle, "--device", "cpu", *size)
+    call("export", "--model", model, "--out", bundle, *size)
     return bundle
 
 
@@ -217,7 +217,7 @@ def test_a_gguf_file_of_numbers_beyond_its_type_is_refused(tmp_path: Path):
         tmp_path / "base.gguf", "llama", random_tensors(MODELS["llama"][1]), in_8_bits
     )
     bundle, out = tmp_path / "b.mesp", tmp_path / "fused"
-    call("export", "--model", file, "--out", bundle, "--seq-len", 8, "--device", "cpu")
+    call("export", "--model", file, "--out", bundle, "--seq-len", 8)
     adapters = write_adapters(tmp_path / "adapters", bundle, size=1e5)
     options = ("--val-batches", 0, "--gguf-base", file, "--out", out)
     done = run("fuse", bundle, "--adapters", adapters, *options)

@@ -270,7 +270,7 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
     base = write_gguf(tmp_path / "base.gguf", name, tensors, vocabulary="numbers")
     plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, "numbers")
     bundle = tmp_path / "bundle.mesp"
-    call("export", "--model", quantized, "--out", bundle, "--seq-len", 8, "--device", "cpu")
+    call("export", "--model", quantized, "--out", bundle, "--seq-len", 8)
     prompt = [5, 17, 30, 2, 90, 44]
     steps = write(plain, prompt)
     model = Bundle(bundle).to_mlx_lm()
@@ -363,7 +363,7 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     except MespError as error:
         pytest.skip(error.message)
     bundle = tmp_path_factory.mktemp("real") / "bundle.mesp"
-    call("export", "--model", file, "--out", bundle, "--seq-len", 64, "--device", "cpu")
+    call("export", "--model", file, "--out", bundle, "--seq-len", 64)
     return RealModel(file, bundle)
 
 

@@ -32,7 +32,7 @@ from mesp.block_function.mamba2 import state_space
 from mesp.block_function.rope import fast_rope, rope
 from mesp.block_function.trace import export_block
 from mesp.models.architecture import Architecture, Block
-from mesp.models.layout import Layout, block_layout
+from mesp.models.layout import DTYPES, Layout, block_layout
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
 from mesp.models.quantization_formats import Quantization
 from mesp.models.tensor_names import name_there
@@ -193,8 +193,8 @@ class Case:
         )
         return mx.import_function(str(path))
 
-    def function(self, plain: bool = False, device: str = "cpu") -> BlockFunction:
-        return block_function(self.described, self.layout, device, plain=plain)
+    def function(self, plain: bool = True) -> BlockFunction:
+        return block_function(self.described, self.layout, None if plain else mx.fast)
 
 
 def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
@@ -334,8 +334,8 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
 
 
 # "fused" has fused attention. "tiled" has sizes that cut these small shapes into many tiles. "one
-# tile" has the default sizes. "plain" is the GPU's function of plain operations.
-@pytest.mark.parametrize("how", ["fused", "tiled", "one tile", "plain"])
+# tile" has the default sizes.
+@pytest.mark.parametrize("how", ["fused", "tiled", "one tile"])
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
 def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
     """The operations of the GPU's function also exist on the CPU, so this test needs no GPU."""
@@ -356,7 +356,7 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
         monkeypatch.setattr(tiles, "FEWEST_HEADS", 1)
         monkeypatch.setattr(tiles, "HEADS_BY_TOKENS", 1)
     x = mx.random.normal((1, 20, case.arch.hidden_size))
-    function = case.function(how == "plain", device="gpu")
+    function = case.function(plain=False)
     outputs = function(x, case.lora, mx.array(SCALE), case.weights, *case.more(x.shape[1]))
     takes_fused = has_scores and case.mixer.attn_logit_softcapping is None
     assert bool(calls) == (how == "fused" and takes_fused)
@@ -373,7 +373,7 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
     if how == "tiled":
         monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
     monkeypatch.setattr(chunks, "CHUNK", 8)
-    function = case.function(how == "plain", "gpu")
+    function = case.function(how == "plain")
     x, ends = mx.random.normal((1, 30, case.arch.hidden_size)), [1, 3, 15, 16, 30]
     records = list(pairwise([0, *ends]))
     starts = mx.array([start for start, end in records for _ in range(start, end)])
@@ -425,7 +425,7 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     mx.eval(inputs)
 
     def graph() -> Counter:
-        return primitives(*block_function(case.described, layout, "gpu")(*inputs))
+        return primitives(*block_function(case.described, layout, mx.fast)(*inputs))
 
     on_cpu = graph()
     for call in ("rms_norm", "rope", "scaled_dot_product_attention"):
@@ -456,12 +456,12 @@ GPU_BLOCKS |= {"gate of a head": {**FAMILIES["lfm3"], "layer_types": ["full_atte
 GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval": 1}}
 
 
-def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
+def gpu_block(name: str, dtype: str, fast: ModuleType) -> tuple:
     """Returns the GPU's function for the first block, the block, and the layout of its file."""
     arch = Architecture.from_config(GPU_BLOCKS[name])
     block = arch.blocks[0]
     layout = block_layout(block, dict.fromkeys(block.modules, Quantization(4, 32)), dtype)
-    return block_function(block, layout, "gpu", plain, fast), block, layout
+    return block_function(block, layout, fast), block, layout
 
 
 def gpu_inputs(
@@ -497,15 +497,14 @@ def flat(arguments: Iterable) -> list:
     return numbers
 
 
-@pytest.mark.parametrize("kind", ["", "plain", "packed"])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
-def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, kind):
+def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, packed):
     """A file for the GPU that is converted for the CPU and back has equal bytes. Its primitives are
     those of the trace.
     """
-    plain, packed = kind == "plain", kind == "packed"
-    function, block, layout = gpu_block(name, dtype, plain, fused)
+    function, block, layout = gpu_block(name, dtype, fused)
     lengths = [5, 12]
     path = tmp_path / "block.mlxfn"
     sizes = (lengths, [4], packed)
@@ -528,7 +527,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, k
     if isinstance(block.mixer, AttentionMixer):
         fused_ones |= {"RoPE"}
         fused_ones |= {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
-    assert used == (set() if plain else fused_ones)
+    assert used == fused_ones
     path.write_bytes(cpu)
     assert len(mx.import_function(str(path))(*gpu_inputs(block, layout, dtype, 5, packed))) >= 9
 
@@ -540,7 +539,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, k
 def test_fused_primitives_are_those_of_a_trace_on_the_gpu(name, dtype, length):
     traces = []
     for device, fast in ((mx.gpu, mx.fast), (mx.cpu, fused)):
-        function, block, layout = gpu_block(name, dtype, False, fast)
+        function, block, layout = gpu_block(name, dtype, fast)
         with mx.stream(device):
             traces.append(trace(function, *gpu_inputs(block, layout, dtype, length)))
     assert traces[0] == traces[1]
@@ -605,30 +604,35 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
         from_file(x[:, :5], lora, mx.array(SCALE), case.weights)
 
 
-@pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4", "qwen3_5", "lfm2"])
-def test_bfloat16(tmp_path, name):
-    """The input x and the outputs are bfloat16. The outputs are near those of the float32
-    function."""
-    case = Case(name)
-    wide = case.layout.unpack(case.weights)
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_a_function_converts_what_is_stored(tmp_path, name, layer, stored):
+    """The plain function on stored arrays of any dtype equals the function of the same numbers in
+    float32. The function in bfloat16 is near it, and reads and returns bfloat16.
+    """
+    case = Case(name, layer)
     quantizations = {module: MODELS[name][1](module) for module in case.described.modules}
-    layout = block_layout(case.described, quantizations, "bfloat16")
-    words = mx.zeros(layout.words, mx.uint32)
-    rounded = {}
-    for spec in layout.arrays:
-        array = wide[spec.name]
-        if spec.dtype == "bfloat16":
-            array = array.astype(mx.bfloat16)
-            rounded[spec.name] = array.astype(mx.float32)
-        words[spec.offset : spec.offset + spec.words] = array.flatten().view(mx.uint32)
-    path = str(tmp_path / "block.mlxfn")
-    function = block_function(case.described, layout, "cpu")
-    export_block(path, function, case.described, layout, mx.bfloat16, "cpu", [20], [4])
-    x = mx.random.normal((1, 20, case.arch.hidden_size)).astype(mx.bfloat16)
-    outputs = mx.import_function(str(path))(x, case.lora, mx.array(SCALE), words)
+    layout = block_layout(case.described, quantizations, stored)
+    words, rounded = mx.zeros(layout.words, mx.uint32), {}
+    for spec, wide in zip(layout.arrays, case.layout.arrays, strict=True):
+        array = case.layout.unpack(case.weights)[wide.name].astype(DTYPES[spec.dtype])
+        rounded[spec.name] = array.astype(DTYPES[wide.dtype])
+        flat = mx.pad(array.flatten(), (0, -array.nbytes % 4 // array.itemsize)).view(mx.uint32)
+        words[spec.offset : spec.offset + spec.words] = flat
+    weights = pack(case.layout, rounded)
+    x = mx.random.normal((1, 20, case.arch.hidden_size))
+    inputs, more = (case.lora, mx.array(SCALE)), case.more(20)
+    expected = case.function()(x, *inputs, weights, *more)
 
-    weights = pack(case.layout, {**wide, **rounded})
-    expected = case.function()(x.astype(mx.float32), case.lora, mx.array(SCALE), weights)
-    for name, a, b in zip(output_names(case.described), outputs, expected, strict=False):
-        assert a.dtype == mx.bfloat16
-        assert relative_error(a.astype(mx.float32), b) <= 1e-2, name
+    def outputs(fast: ModuleType | None, dtype: mx.Dtype) -> list[mx.array]:
+        path, sizes = str(tmp_path / "block.mlxfn"), ([20], [4])
+        function = block_function(case.described, layout, fast)
+        export_block(path, function, case.described, layout, dtype, "cpu", *sizes)
+        given = [each.astype(dtype) for each in more]
+        return mx.import_function(path)(x.astype(dtype), *inputs, words, *given)
+
+    for kind, found in (("plain", outputs(None, mx.float32)), ("", outputs(mx.fast, mx.bfloat16))):
+        for output, a, b in zip(output_names(case.described), found, expected, strict=True):
+            assert a.dtype == (mx.float32 if kind else mx.bfloat16)
+            most = TOLERANCE if kind else 1e-2
+            assert relative_error(a.astype(mx.float32), b) <= most, (kind, output)

@@ -184,12 +184,12 @@ def test_indices_that_are_computed_are_refused_unless_masked(tmp_path):
 
 
 def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
-    call("export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--out", tmp_path / "b")
+    call("export", "--model", tiny, "--seq-len", 8, "--out", tmp_path / "b")
     bundle = Bundle(tmp_path / "b")
-    path = bundle.path / bundle.manifest.blocks[0].functions["8"]
+    path = bundle.path / bundle.manifest.blocks[0].plain_functions["8"]
     path.write_bytes(exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20)))
     with pytest.raises(MespError, match="AsStrided"):
-        bundle.function(8)
+        bundle.function(8, plain=True)
 
 
 def exchanged(outputs: list[mx.array]) -> list[mx.array]:
@@ -205,11 +205,11 @@ def rounded(outputs: list[mx.array]) -> list[mx.array]:
 def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
     out, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
-    options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
+    options = ("--seq-len", 8, "--data", record)
     call("export", "--model", tiny, *options, "--out", out)
-    bundle, name = Bundle(out), "block.8.mlxfn"
+    bundle, name = Bundle(out), "block.plain.8.mlxfn"
     block = bundle.architecture.blocks[0]
-    original = block_function(block, bundle.group(0).layout, "cpu", plain=True)
+    original = block_function(block, bundle.group(0).layout)
     x, lora = mx.zeros((1, 8, bundle.architecture.hidden_size)), mx.zeros(block.lora_size(8))
     inputs = x, lora, mx.array(1.0), bundle.block_words(0)
     file = exported(tmp_path, lambda *arrays: change(original(*arrays)), *inputs)
@@ -248,10 +248,10 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
     call(
-        *("export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--data", record),
+        *("export", "--model", tiny, "--seq-len", 8, "--data", record),
         *("--out", bundle),
     )
-    name = "block.8.mlxfn"
+    name = "block.plain.8.mlxfn"
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     replace_file(bundle, name, file)
     done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")

@@ -102,7 +102,7 @@ def test_quantization_alone_tells_a_bundle_from_its_source(family: str, tmp_path
 
 def test_a_source_that_is_quantized_loses_nothing(tmp_path: Path):
     model = write_mixed_model(tmp_path / "model", FAMILIES["qwen3"])
-    bundle = export(model, "--dtype", "float32")
+    bundle = export(model)
     assert "0.0000 nats" in call("check", bundle, "--source", model).stdout
 
 

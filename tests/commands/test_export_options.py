@@ -42,7 +42,6 @@ pytestmark = pytest.mark.usefixtures("working_folder")
         (["--model", "TINY", "--bits", "3"], "--bits"),
         (["--model", "TINY", "--group-size", "48"], "--group-size"),
         (["--model", "TINY", "--group-size", "128"], "rows of 320"),
-        (["--model", "TINY", "--dtype", "float16"], "--dtype"),
         (["--model", "TINY", "--data", "nothing.txt"], "nothing.txt"),
         (["--model", "TINY", "stray"], "stray"),
         (["--model", "Qwen2.5-0.5B", "--random-weights", "--data", "python-docs"], "tokenizer"),

@@ -720,23 +720,6 @@ def test_export_takes_the_same_options(exported, tmp_path):
     assert without.exit_code == 2 and "name it too" in without.stderr
 
 
-def test_several_records_a_sequence_are_not_for_a_gpu(bundle, tmp_path):
-    path = bundle / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "device": "gpu"}))
-    chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
-    before = files(bundle)
-    result = mesp_data(bundle, "--data", chat, "--pack")
-    assert result.exit_code == 2 and "leave out --pack" in result.stderr
-    assert files(bundle) == before
-
-
-def test_data_of_a_bundle_for_another_machine(bundle, text):
-    path = bundle / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "device": "gpu"}))
-    assert mesp_data(bundle, "--data", text).exit_code == 0
-    assert json.loads(path.read_text())["device"] == "gpu"
-
-
 def test_data_that_is_refused_changes_nothing(bundle, tmp_path):
     before = files(bundle)
     (tmp_path / "bad.jsonl").write_text("not json")

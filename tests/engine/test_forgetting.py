@@ -33,7 +33,7 @@ GENERAL_SEQUENCES = 16  # sequences of the general text that an evaluation reads
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("forgetting") / "demo.mesp"
-    call("export", "--model", "demo", "--out", out, "--seq-len", SEQ_LEN, "--device", "cpu")
+    call("export", "--model", "demo", "--out", out, "--seq-len", SEQ_LEN)
     return out
 
 

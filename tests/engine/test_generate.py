@@ -134,15 +134,14 @@ def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path, k
     assert tokens != ours(bundle, [5, 6, 7], 100)
 
 
-def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
-    """bfloat16 rounds to 8 significant bits between operations, so the texts begin alike and may
-    differ later.
-    """
+def test_scales_in_bfloat16_follow_float32(bundle: Path, tmp_path: Path, monkeypatch):
+    """Scales in bfloat16 have 8 significant bits, so the texts begin alike and may differ later."""
     # By default, codes are fitted to the stored scales, so the two bundles would have different
     # codes.
     options = ("--quantize", "nearest", "--head-bits", 4)
     whole = export("demo", tmp_path / "whole.mesp", *options)
-    half = export("demo", tmp_path / "half.mesp", "--dtype", "bfloat16", *options)
+    monkeypatch.setattr("mesp.bundle.export.DTYPE", "bfloat16")
+    half = export("demo", tmp_path / "half.mesp", *options)
     prompt = load_bundle_tokenizer(bundle).encode(PROMPT)
     assert ours(half, prompt, 8) == ours(whole, prompt, 8)
 

@@ -39,7 +39,7 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     varies.
     """
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
-    options = ("--random-weights", "--layers", 4, "--device", "cpu", "--quantize", "nearest")
+    options = ("--random-weights", "--layers", 4, "--quantize", "nearest")
     bundle = exported(tmp_path, "--model", model, *options, "--seq-len", f"{LENGTH},1024")
     kinds = [("--seq-len", LENGTH, "--offload", "all" if model == "Gemma-3-270m" else "none")]
     if model == "Gemma-3-270m":
@@ -73,7 +73,7 @@ def test_a_long_sequence_takes_no_more_than_predicted(family: str, tmp_path: Pat
     source = write_model(tmp_path / "model", config)
     (tmp_path / "text.txt").write_text(TEXT * (1 + 16 * long // len(TEXT)))
     data = ("--data", tmp_path / "text.txt")
-    bundle = exported(tmp_path, "--model", source, *data, "--seq-len", long, "--device", "cpu")
+    bundle = exported(tmp_path, "--model", source, *data, "--seq-len", long)
     output = tmp_path / "run"
     options = ("--seq-len", long, "--steps", 1, "--val-batches", 0, "--offload", "all")
     call("train", bundle, *options, "--out", output)
@@ -103,7 +103,7 @@ def test_a_mixture_takes_no_more_than_predicted(family: str, tmp_path: Path, mon
             tensors[name] = mx.zeros(tensors[name].shape)
     source = write_model(tmp_path / "model", *published(config, tensors))
     (tmp_path / "text.txt").write_text(TEXT * (1 + 16 * length // len(TEXT)))
-    data = ("--data", tmp_path / "text.txt", "--quantize", "nearest", "--device", "cpu")
+    data = ("--data", tmp_path / "text.txt", "--quantize", "nearest")
     bundle = tmp_path / "bundle.mesp"
     call("export", "--out", bundle, "--model", source, "--seq-len", length, *data)
     for offload in ("none", "all"):
@@ -123,7 +123,7 @@ def test_a_gpu_takes_as_many_kernels_for_any_bits(tmp_path: Path):
     for name, write in (("four", write_model), ("five", write_model_in_5_bits)):
         source = write(tmp_path / name / "model", TINY)
         options = ("--group-size", 32) if name == "four" else ()
-        bundle = exported(tmp_path / name, "--model", source, "--device", "gpu", *options)
+        bundle = exported(tmp_path / name, "--model", source, *options)
         settings = {"bundle": str(bundle), "seq_len": LENGTH, "rank": 8}
         counts.append(find_count(settings))
     for figure in ("evals", "kernels", "tflop"):

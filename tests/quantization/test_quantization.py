@@ -348,7 +348,7 @@ def test_what_quantizes_otherwise_is_refused(tiny):
 
 
 def test_measuring_equals_mlx_lm(tiny):
-    said = export("--model", tiny, "--measure", "python-docs", "--dtype", "float32")
+    said = export("--model", tiny, "--measure", "python-docs")
     assert " KL " in said and "of python-docs" in said
     source = source_model(TINY)
     bundle = Bundle("out.mesp")

@@ -41,7 +41,7 @@ def test_an_export_keeps_the_model(name, request, tmp_path):
     bars = BARS[name]
     request.getfixturevalue("smollm2_gguf" if name == SMOLLM2 else "gemma_gguf")
     model = hugging_face_folder(name)
-    study = Study(model, tmp_path, ROOT / "docs" / "guide.md", "float32")
+    study = Study(model, tmp_path, ROOT / "docs" / "guide.md", "bfloat16")
     text = tmp_path / "text.txt"
     text.write_text(quantizers.python_docs_text())
     source, _ = study.open(model)

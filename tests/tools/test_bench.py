@@ -14,7 +14,6 @@ from bench import main
 from helpers.commands import invoke, run
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import FAKE_ENGINE
-from mesp.commands.export import main as export
 from mesp.engine.build import CHECKOUT, built_program
 from studies.benchmarks import bits, paper_page, tables
 
@@ -272,19 +271,6 @@ def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Pa
     assert (alone["lengths"], packed["lengths"]) == ("64, 128", "packed into 512")
     assert alone["records_per_second"] == pytest.approx(1 / alone["modelled_seconds"])
     assert packed["to_alone"] > 1 == alone["to_alone"]
-
-
-@pytest.mark.slow
-@needs_engine
-@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
-def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
-    bundle = tmp_path / "cpu.mesp"
-    size = ("--random-weights", "--seq-len", 8, "--device", "cpu")
-    assert invoke(export, "mesp-export", "--model", model, "--out", bundle, *size).returncode == 0
-    done = bench("--table", "gpu", "--model", bundle, "--seq-len", 8, "--work", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == f"Error: {bundle} is for the CPU: export it with --device gpu to count.\n"
-    assert done.stdout == ""
 
 
 @pytest.mark.slow

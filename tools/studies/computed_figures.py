@@ -38,6 +38,7 @@ from mesp.data.load import make_random_data
 from mesp.engine.build import find_engine
 from mesp.engine.process import find_plan
 from mesp.errors import MespError
+from mesp.models.layout import DTYPE_OF
 from mesp.models.short_names import KNOWN
 from studies.benchmarks.cells import Cell, Row, quantized_models
 from studies.benchmarks.preferences import write_pairs
@@ -62,7 +63,7 @@ class Size(NamedTuple):
     seq_len: int = 256
     rank: int = 8
     layers: int | None = None
-    device: str = "cpu"
+    is_read: bool = False  # whether the manifest has the digests of the weight files
 
 
 class Bundles:
@@ -81,19 +82,17 @@ class Bundles:
         job = prepare_export(
             size.model, folder, data=None, data_options=None, seq_len=size.seq_len, rank=size.rank,
             mode=None, bits=None, group_size=None, head_bits=None, quantize="nearest",
-            calibrate=None, dtype=None, device=size.device, random_weights=True,
-            layers=size.layers, seed=0, overwrite=False,
+            calibrate=None, random_weights=True, layers=size.layers, seed=0, overwrite=False,
         )  # fmt: skip
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(job.source.config), encoding="utf-8")
         arch, options = job.architecture, job.options
-        is_read = size.device == "gpu"  # rewrite_bundle checks the digests of such a bundle
         files = weight_files(None, arch, options)
         manifest = write_model(folder, job.source, arch, files, options, lambda size: None)
         data = write_data(folder, "data", make_random_data(arch.vocab_size, size.seq_len, 0))
         listed = tuple(
             File(str(file.relative_to(folder)), file.stat().st_size,
-                 sha256(file) if is_read or file.suffix != ".bin" else "0" * 64)
+                 sha256(file) if size.is_read or file.suffix != ".bin" else "0" * 64)
             for file in sorted(folder.rglob("*")) if file.is_file()
         )  # fmt: skip
         manifest = replace(manifest, data=data, files=listed)
@@ -116,7 +115,7 @@ class Bundles:
         """Returns a folder with pairs of answers or, if not `labelled`, with ordinary examples."""
         folder, manifest = self.find(size)
         blocks = manifest.architecture.num_hidden_layers
-        cell = Cell(size.model, folder, blocks, size.seq_len, size.rank, "cpu", manifest.dtype)
+        cell = Cell(size.model, folder, blocks, size.seq_len, size.rank, "cpu", DTYPE_OF["cpu"])
         return str(write_pairs(cell, 8, folder / ("pairs" if labelled else "records"), labelled))
 
     def peak(self, size: Size, threads: int = 2, **settings: Any) -> float:
@@ -143,10 +142,10 @@ class HollowBench(Bench):
     def cells(self, whole: bool = False) -> list[Cell]:
         cells = []
         for model, length in itertools.product(self.options["models"], self.options["seq_lens"]):
-            size = Size(model, length, device="gpu")
+            size = Size(model, length, is_read=True)
             folder, manifest = self.bundles.find(size)
             blocks = manifest.architecture.num_hidden_layers
-            cells.append(Cell(model, folder, blocks, length, size.rank, "gpu", manifest.dtype))
+            cells.append(Cell(model, folder, blocks, length, size.rank, "gpu", DTYPE_OF["gpu"]))
         return cells
 
 

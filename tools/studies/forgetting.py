@@ -146,7 +146,7 @@ def export(model: str, name: str, steps: int) -> Bundle:
     data = OUT / name
     write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
     return mesp.export(
-        model, OUT / f"{name}.mesp", data=str(data), seq_len=SEQ_LENS, device="cpu", overwrite=True
+        model, OUT / f"{name}.mesp", data=str(data), seq_len=SEQ_LENS, overwrite=True
     )
 
 

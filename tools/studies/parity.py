@@ -201,19 +201,16 @@ def main(
         seeds = 1
     equivalent = True
     for task in tasks:
-        for dtype in ("float32", "bfloat16") if of_plans else ("float32",):
-            place = out / dtype
-            place.mkdir(exist_ok=True)
-            longer = [PACKED * task.seq_len] if packed else []
-            bundle = export(task, model, place, dtype=dtype, gsm8k=gsm8k, more_lengths=longer)
-            if of_plans:
-                trainers = by_plan(bundle, task, dtype)
-            if packed:
-                trainers = by_packing(bundle, task)
-            for optimizer in optimizers:
-                chosen = choose(trainers, optimizer, only)
-                if len(chosen) > 1:
-                    equivalent &= compare(bundle, task, optimizer, chosen, seeds, text)
+        longer = [PACKED * task.seq_len] if packed else []
+        bundle = export(task, model, out, gsm8k=gsm8k, more_lengths=longer)
+        if of_plans:
+            trainers = by_plan(bundle, task)
+        if packed:
+            trainers = by_packing(bundle, task)
+        for optimizer in optimizers:
+            chosen = choose(trainers, optimizer, only)
+            if len(chosen) > 1:
+                equivalent &= compare(bundle, task, optimizer, chosen, seeds, text)
     if not equivalent:
         raise click.ClickException("Two trainers that should be equivalent are not: see above.")
 
@@ -279,18 +276,16 @@ def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
     return found | {"QLoRA, NF4": Trainer(train, is_exact=False, every_seed=True)}
 
 
-def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
-    is_exact = dtype == "float32"
+def by_plan(bundle: Path, task: Task) -> dict[str, Trainer]:
     found = {
         f"MeSP, {name}": Trainer(
             partial(with_mesp, options=options),
-            is_exact=is_exact,
             every_seed=True,
             apart=PLAN_MARGIN,
         )
         for name, options in plans(bundle, task, "adamw").items()
     }
-    return found | {"mlx-lm": Trainer(with_mlx_lm, is_exact=is_exact, every_seed=True)}
+    return found | {"mlx-lm": Trainer(with_mlx_lm, every_seed=True)}
 
 
 def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
@@ -411,7 +406,7 @@ def report(
             row.append("yes" if same else "no")
         rows.append(row)
     steps = f"{task.steps} steps of {task.batch_size} sequences"
-    click.echo(f"\n{task.name}, {optimizer}, {bundle.manifest.dtype}, {steps}\n")
+    click.echo(f"\n{task.name}, {optimizer}, {steps}\n")
     for row in [columns, ["---"] * len(columns), *rows]:
         click.echo(f"| {' | '.join(row + [''] * (len(columns) - len(row)))} |")
     if len(scores[first]) > 1:

@@ -68,7 +68,7 @@ def main(models: tuple[str, ...], seq_lens: tuple[int, ...], layers: int) -> Non
             with tempfile.TemporaryDirectory() as folder:
                 bundle = mesp.export(
                     model, out=Path(folder) / "bundle.mesp", random_weights=True, layers=layers,
-                    seq_len=seq_len, device="cpu",
+                    seq_len=seq_len,
                 )  # fmt: skip
                 architecture = bundle.manifest.architecture
                 kinds = dict(KINDS)

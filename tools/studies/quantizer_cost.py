@@ -64,7 +64,7 @@ def write_model(folder: Path, config: dict[str, Any], rows: int) -> None:
 def export(source: Path, blocks: int, *options: object) -> float:
     """Returns the CPU time in seconds of an export of the first blocks."""
     line = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
-    line += ["--model", source, "--layers", blocks, "--seq-len", 8, "--device", "cpu", *options]
+    line += ["--model", source, "--layers", blocks, "--seq-len", 8, *options]
     line += ["--out", source.with_suffix(".mesp"), "--overwrite"]
     with tempfile.TemporaryFile("w+") as said:
         started = subprocess.Popen(list(map(str, line)), stdout=said, stderr=subprocess.STDOUT)

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 from helpers import openblas  # noqa: F401, before MLX
@@ -28,6 +29,7 @@ import mlx.core as mx
 import numpy as np
 from click.testing import CliRunner
 
+from mesp.bundle.export import DTYPE
 from mesp.bundle.reader import Bundle
 from mesp.bundle.to_source_model import to_source_model
 from mesp.commands.command import Command
@@ -94,10 +96,11 @@ def mesp(*options: object) -> Way:
     def way(study: Study) -> tuple[SourceModel, int]:
         out = study.folder / "model.mesp"
         arguments = ["--model", study.model, "--out", out, "--overwrite", "--seq-len", 8]
-        arguments += ["--dtype", study.dtype, *options]
+        arguments += options
         if "--calibrate" in options:
             arguments.append(study.calibrate)
-        result = CliRunner().invoke(export, list(map(str, arguments)), catch_exceptions=False)
+        with mock.patch("mesp.bundle.export.DTYPE", study.dtype):
+            result = CliRunner().invoke(export, list(map(str, arguments)), catch_exceptions=False)
         if result.exit_code:
             raise SystemExit(result.output)
         bundle = Bundle(out)
@@ -157,7 +160,7 @@ class Q4KM:
     replaces Q6_K.
     """
 
-    has_float16_scales = False
+    dtype = None
 
     def __init__(self, weights: Weights, arch: Architecture):
         import gguf
@@ -260,7 +263,10 @@ def python_docs_text() -> str:
 @click.option("--ways", multiple=True, help="Those whose names begin so; all where none is named.")
 @click.option("--sequences", default=8, help="How many, spread over the text.")
 @click.option("--length", default=512, help="Tokens of each, after the one that begins a text.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default=DTYPE,
+    show_default=True, help="Of the scales, biases and norms of mesp-export's bundles.",
+)  # fmt: skip
 def main(
     model: Path,
     text: Path | None,

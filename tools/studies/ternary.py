@@ -193,9 +193,7 @@ def export(model: str, name: str, steps: int, out: Path) -> Bundle:
                 replace(task, steps=steps, batch_size=1, held_out=HELD_OUT), OUT / name
             )
         )
-    return mesp.export(
-        model, out, data=data, seq_len=task.seq_len, rank=RANK, device="cpu", overwrite=True
-    )
+    return mesp.export(model, out, data=data, seq_len=task.seq_len, rank=RANK, overwrite=True)
 
 
 if __name__ == "__main__":

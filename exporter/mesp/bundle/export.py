@@ -37,7 +37,6 @@ QUANTIZERS = ("least-squares", "nearest")
 MEASURE_SEQUENCES = 8  # sequences that `ExportJob.measure` reads
 MEASURE_LENGTH = 256
 # The dtype of the scales, biases and norms of a model that was not quantized before.
-# docs/quality.md compares it with others.
 DTYPE = "bfloat16"
 
 

@@ -54,7 +54,8 @@ log = logging.getLogger(__name__)
 )  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True,
-    help="Print the plan, its predicted memory and what a step counts on a phone's GPU, and end.",
+    help="Print the plan, its predicted memory and, with --device gpu, what a step counts on a "
+    "phone's GPU, and end.",
 )  # fmt: skip
 @fine_tune_type_option
 @click.pass_context
@@ -106,15 +107,15 @@ def resume_command(job: TrainingJob) -> str:
 
 
 def show_plan(job: TrainingJob, plan: dict[str, Any]) -> None:
-    """Prints a run's plan and its memory with each optimizer. If mesp-count can count the run, also
-    prints a step's work on a phone's GPU.
+    """Prints a run's plan and its memory with each optimizer. With the device gpu, also prints a
+    step's work on a phone's GPU if mesp-count can count it.
     """
     engine, settings = find_engine(), job.to_json()
     click.echo(describe_plan(plan))
     click.echo(describe_optimizers(engine, settings))
     # mesp-count runs only on Linux, and cannot count experts.
     can_count = sys.platform != "darwin" and not job.manifest.architecture.has_experts
-    if can_count:
+    if job.settings.device == "gpu" and can_count:
         try:
             click.echo(describe_count(find_count(settings)))
         except MespError as error:  # only the counts are left out

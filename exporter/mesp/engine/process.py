@@ -269,7 +269,7 @@ def find_count(settings: Settings) -> Record:
     Raises MespError if mesp-count cannot be built, if it fails, or if this system
     is not Linux.
     """
-    return _answer(find_counter(), settings, "mesp-count")
+    return _answer(find_counter(), {**settings, "device": "gpu"}, "mesp-count")
 
 
 def _answer(program: Path, settings: Settings, name: str = "mesp-engine") -> Record:

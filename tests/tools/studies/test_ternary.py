@@ -60,7 +60,7 @@ def test_codes_are_three_and_lose_less_than_the_nearest_ones():
 @pytest.mark.slow
 def test_an_export_keeps_the_ternary_weights(tmp_path: Path):
     folder = write_ternary(find_source("demo", random_weights=False), tmp_path / "t", "python-docs")
-    bundle = mesp.export(str(folder), tmp_path / "t.mesp", seq_len=32, device="cpu")
+    bundle = mesp.export(str(folder), tmp_path / "t.mesp", seq_len=32)
     model, arrays = to_source_model(bundle), mx.load(str(folder / "model.safetensors"))
     for i, block in enumerate(bundle.architecture.blocks):
         for module, shape in block.sizes().items():

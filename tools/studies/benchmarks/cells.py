@@ -21,11 +21,12 @@ from mesp.bundle.manifest import BlockGroup, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import link
 from mesp.errors import MespError
+from mesp.models.layout import DTYPE_OF
 from mesp.models.short_names import KNOWN
 from mesp.source_model.find import find_source
 from studies.benchmarks.machine import cpu
 
-DEVICE = "cpu"  # the device of bundles, unless a table names another
+DEVICE = "cpu"  # unless a table names another
 Row = dict[str, Any]
 
 
@@ -60,10 +61,11 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
             bundle = export(model, options, layers, work)
         elif layers or options.get("data"):
             raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
-        manifest = read_manifest(bundle, to_run="device" not in options)
+        manifest = read_manifest(bundle)
         name = manifest.name.removesuffix("-random")
         blocks = manifest.architecture.num_hidden_layers
-        kind = (manifest.device, manifest.dtype)
+        device = options.get("device", DEVICE)
+        kind = (device, DTYPE_OF[device])
         sizes = itertools.product(options["seq_lens"], options["ranks"])
         cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]
     return cells
@@ -101,14 +103,12 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
     seq_lens, ranks = {*options["seq_lens"]}, {*options["ranks"]}
     learns = "data" in options
     data = options["data"] or "python-docs" if learns else None
-    device = options.get("device", DEVICE)
     name = Path(model).name if "quantizations" in options else model.strip("/").replace("/", "-")
     parts = [name, layers and f"{layers}-blocks", data and "data"]
-    parts += [device] if device != DEVICE else []
     path = work / ("-".join(part for part in parts if part) + ".mesp")
     if model in KNOWN or "quantizations" in options:
         with suppress(MespError):
-            manifest = read_manifest(path, to_run=device == DEVICE)
+            manifest = read_manifest(path)
             seq_lens, ranks = seq_lens | {*manifest.seq_lens}, ranks | {*manifest.ranks}
             written = (path / "manifest.json").stat().st_mtime
             sources = [*Path(mesp.__file__).parent.rglob("*.py"), *Path(model).glob("config.json")]
@@ -119,7 +119,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
             )
             if current and covered:
                 return path
-    command = ["--model", model, "--out", path, "--overwrite", "--device", device]
+    command = ["--model", model, "--out", path, "--overwrite"]
     sizes = {"--seq-len": seq_lens, "--rank": ranks}
     for option, numbers in sizes.items():
         command += [option, ",".join(map(str, sorted(numbers)))]

@@ -199,7 +199,12 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
 
 def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
     """Returns the settings of a run of the engine."""
-    what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
+    what = {
+        "bundle": str(cell.bundle.resolve()),
+        "device": cell.device,
+        "seq_len": cell.seq_len,
+        "rank": cell.rank,
+    }
     how = {"method": variant.method, "offload": variant.offload}
     return {**what, **how, "val_batches": 0, "save_every": 0}
 

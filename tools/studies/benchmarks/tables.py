@@ -389,8 +389,8 @@ def with_records(
     """
     these = "-".join(map(str, lengths))
     out = work / f"{cell.bundle.stem}-records-{these}{'-packed' * pack}.mesp"
-    size = (lengths, [cell.rank], cell.dtype, cell.device)
-    manifest = rewrite_bundle(cell.bundle, BundleOptions(out, *size, overwrite=True, pack=pack))
+    options = BundleOptions(out, lengths, [cell.rank], overwrite=True, pack=pack)
+    manifest = rewrite_bundle(cell.bundle, options)
     random = np.random.default_rng(0)
     starts = np.cumsum(sizes) - sizes
     mask = np.ones(sizes.sum(), np.uint8)

@@ -81,6 +81,7 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
     """Trains with mlx-lm's trainer on the bundle's quantized weights."""
     opened = Bundle(bundle)
     model = opened.to_mlx_lm()
+    model.set_dtype(mx.float32)
     model.freeze()
     arch = opened.architecture
     lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": arch.modules}

@@ -53,7 +53,6 @@ def export(
     model: str,
     folder: Path,
     more_ranks: Iterable[int] = (),
-    dtype: str = "float32",
     gsm8k: str = GSM8K_DATA,
     more_lengths: Iterable[int] = (),
 ) -> Path:
@@ -71,7 +70,7 @@ def export(
         data = ("python-docs" if task.name == TEXT.name else write_data(task, folder / task.name),)
     command(
         "mesp.commands.export",
-        *("--model", model, "--out", bundle, "--overwrite", "--device", "cpu", "--dtype", dtype),
+        *("--model", model, "--out", bundle, "--overwrite"),
         *(
             "--seq-len",
             ",".join(map(str, (task.seq_len, *more_lengths))),

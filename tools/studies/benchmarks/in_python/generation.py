@@ -21,6 +21,7 @@ def main() -> None:
     mx.set_default_device(mx.cpu)
     peak = Peak()
     model = Bundle(settings["bundle"]).to_mlx_lm()
+    model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     for line in sys.stdin:
         request = json.loads(line)

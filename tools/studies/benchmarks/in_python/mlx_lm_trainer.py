@@ -24,6 +24,7 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
 
     report_baseline()
     model = bundle.to_mlx_lm()
+    model.set_dtype(mx.float32)
     model.freeze()
     lora = {"rank": settings["rank"], "scale": settings["scale"], "dropout": 0.0}
     arch = bundle.architecture

@@ -12,6 +12,7 @@ import numpy as np
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.models.architecture import Block
+from mesp.models.layout import DTYPES
 from mesp.reference.block import MIXERS
 from mesp.reference.model import Parts, Weights
 from mesp.reference.pieces import gated
@@ -19,8 +20,8 @@ from studies.benchmarks.in_python.steps import Steps, report_baseline, windows
 
 HEAD_ROWS = 8192  # rows of the head's matrix that are dequantized at a time
 
-# NumPy's dtypes for the dtypes in a bundle.
-STORED = {"uint32": "<u4", "uint8": "u1", "float32": "<f4"}
+# NumPy's dtypes for the dtypes in a bundle. NumPy has no bfloat16.
+STORED = {"uint32": "<u4", "uint8": "u1", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 
 def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
@@ -98,7 +99,7 @@ class Table:
         table = getattr(bundle.manifest, which)
         words = np.memmap(bundle.path / table.file, dtype="<u4", mode="r")
         self.arrays = {
-            spec.name: words[spec.offset : spec.offset + spec.words]
+            spec: words[spec.offset : spec.offset + spec.words]
             .view(STORED[spec.dtype])[: math.prod(spec.shape)]
             .reshape(spec.shape)
             for spec in table.layout.arrays
@@ -108,7 +109,9 @@ class Table:
     def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
         """Returns the dequantized rows as float32 [rows, hidden]."""
         packed = {
-            part: mx.array(array[rows]) for part, array in self.arrays.items() if part != "norm"
+            spec.name: mx.array(array[rows]).view(DTYPES[spec.dtype])
+            for spec, array in self.arrays.items()
+            if spec.name != "norm"
         }
         return reference.dequantize(packed, "", self.columns)
 
