@@ -49,7 +49,7 @@ TYPES = {
 # Settings whose enums are declared outside of `RunSettings`.
 OUTER = ("method", "objective")
 # Settings that the app's views use. Views are outside of the package, so the properties are public.
-SHOWN = ("method", "optimizer", "rank", "schedule", "seq_len")
+SHOWN = ("device", "method", "optimizer", "rank", "schedule", "seq_len")
 KINDS = {int: "Int", float: "Float", bool: "Bool", list: "[String]", str: "String", Path: "String"}
 
 # Settings that mesp-engine does not read.

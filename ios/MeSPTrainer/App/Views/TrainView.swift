@@ -193,6 +193,11 @@ private struct MoreView: View {
                 Picker("Rank", selection: $form.settings.rank) {
                     ForEach(manifest.ranks, id: \.self) { Text($0.formatted()).tag($0) }
                 }
+                Picker("Processor", selection: $form.settings.device) {
+                    Text("Automatic").tag(Backend?.none)
+                    Text("GPU").tag(Backend?.some(.gpu))
+                    Text("CPU").tag(Backend?.some(.cpu))
+                }
             }
         }
     }

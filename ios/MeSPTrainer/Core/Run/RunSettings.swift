@@ -112,7 +112,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// The arrays kept in a file on disk: block inputs, or the optimizer's state too; nil: what the limit asks for.
     package var offload: Offload?
     /// The processor that computes: in bfloat16 on a GPU, in float32 on a CPU; nil: a GPU if MLX can use one.
-    package var device: Backend?
+    public var device: Backend?
     /// Whether to resume from the state in the output folder.
     package var resume: Bool = false
     /// Whether to report the plan and end.
