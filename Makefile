@@ -104,10 +104,9 @@ demo-federate: engine
 	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[federate,report]'
 	$(VENV)/federate/bin/python tools/demo_federate.py
 
-# The app comes with these bundles, which are checked in.
+# The app comes with this bundle, which is checked in.
 app-bundle: $(READY)
-	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --device cpu --overwrite --out ios/MeSPTrainer/Demo.mesp
-	$(BIN)/mesp-export --from ios/MeSPTrainer/Demo.mesp --device gpu --dtype bfloat16 --overwrite --out ios/MeSPTrainer/Demo-GPU.mesp
+	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --overwrite --out ios/MeSPTrainer/Demo.mesp
 	$(BIN)/python tools/record_run.py
 
 # On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling.
