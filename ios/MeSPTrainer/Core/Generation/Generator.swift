@@ -328,7 +328,9 @@ public struct Generator {
     }
 
     /// Returns the numbers of the tokens `[n]` that were chosen from `logits` `[n, vocabulary]`. Evaluates `states` with them.
-    private static func read(_ tokens: MLXArray, of logits: MLXArray, evaluating states: [MLXArray] = []) throws -> [Int] {
+    private static func read(
+        _ tokens: MLXArray, of logits: MLXArray, evaluating states: [MLXArray] = []
+    ) throws -> [Int] {
         // One wait serves the tokens and the question whether the logits are finite: 0 times another number is NaN.
         let tokens = which((logits * 0).sum(axis: -1) .== 0, tokens.asType(Int.dtype), -1)
         eval([tokens] + states)

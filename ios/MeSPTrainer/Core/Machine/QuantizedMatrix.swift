@@ -33,7 +33,9 @@ package struct QuantizedMatrix: Arrays {
         (biases == nil ? scales : scales.asType(dtype), biases?.asType(dtype))
     }
 
-    package func affine(in dtype: DType) -> (scales: MLXArray, biases: MLXArray?) { Self.affine(scales, biases, in: dtype) }
+    package func affine(in dtype: DType) -> (scales: MLXArray, biases: MLXArray?) {
+        Self.affine(scales, biases, in: dtype)
+    }
 
     package var rows: Int { scales.dim(0) }
 
