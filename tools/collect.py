@@ -120,6 +120,7 @@ def collect(source: Path, out: Path) -> list[Path]:
         if out.resolve() in run.resolve().parents:
             continue  # `out` may lie in `source`, so these runs were collected before
         with plain_os_errors(f"Cannot copy {run} to {out}"):
+            out.mkdir(parents=True, exist_ok=True)
             try:
                 collected.append(collect_run(run, out))
             except (MespError, OSError) as error:

@@ -65,7 +65,7 @@ def test_interrupted_export_leaves_nothing(tiny, monkeypatch):
 def test_disk_without_room(tiny, monkeypatch):
     usage = shutil.disk_usage(".")._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert "it takes 0 MB" in refused("--model", tiny)
+    assert "it takes 1 MB, and its disk has 0 MB free" in refused("--model", tiny)
 
 
 @pytest.mark.parametrize("limit", [50_000, 8_000])

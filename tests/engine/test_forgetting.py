@@ -296,10 +296,13 @@ def test_a_resumed_run_needs_the_texts_that_it_replays(bundle: Path, tmp_path: P
 
 def test_an_opening_that_fills_a_sequence_is_refused(bundle: Path):
     class Tokenizer:
-        has_chat_template = True
+        has_chat_template, _chat_template = True, ""
 
-        def apply_chat_template(self, messages: list[dict], return_dict: bool) -> list[int]:
-            return [1] * SEQ_LEN + [2, ord(messages[0]["content"])]
+        def apply_chat_template(self, messages: list[dict], **_: object) -> str:
+            return messages[0]["content"]
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [1] * SEQ_LEN + [2, ord(text)]
 
     with pytest.raises(MespError, match="`replay_data`"):
         sample_replay_texts(bundle, None, Tokenizer(), 4, SEQ_LEN, seed=0)

@@ -100,7 +100,7 @@ import Testing
         #expect(!small.asksToImport)
         small.answerImport(false)
         await work.value
-        #expect(small.problem?.english.hasPrefix("tiny-4bit takes \(size.megabytes), and the phone has ") == true)
+        #expect(small.problem?.english.hasPrefix("tiny-4bit takes \(size.megabytes(.up)), and the phone has ") == true)
         #expect(try contents() == [])
         let large = model(freeBytes: size + DocumentsFolder.spareBytes)
         let other = try await begin(large)

@@ -445,7 +445,7 @@ enum Way: CaseIterable { case foreground, background }
         model.downloads.repository = "someone/tied-mesp"
         await model.lookUp()
         await model.download()
-        #expect(model.problem?.english.hasSuffix("and the phone has 0 MB free; make room for it first.") == true)
+        #expect(model.problem?.english.hasSuffix("and the phone has 0.0 MB free; make room for it first.") == true)
         #expect(hub.end() == ["manifest.json whole"])
     }
 }

@@ -26,9 +26,8 @@ import Testing
         return options
     }
 
-    private func until(_ condition: () -> Bool, at place: SourceLocation = #_sourceLocation) async throws {
-        for _ in 0..<1500 where !condition() { try await Task.sleep(for: .milliseconds(5)) }
-        try #require(condition(), sourceLocation: place)
+    private func until(_ condition: () -> Bool) async throws {
+        while !condition() { try await Task.sleep(for: .milliseconds(5)) }
     }
 
     private func weights() throws -> Data {
