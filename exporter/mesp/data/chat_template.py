@@ -17,7 +17,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,17 +78,6 @@ class Place(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of a chat template, without the texts of a conversation. They are equal if
-    their `key` is.
-    """
-
-    key: str
-    messages: list[Message] = field(compare=False)
-    arguments: Mapping[str, Any] = field(compare=False)
-
-
 def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) -> str:
     """Returns the text of transformers' `apply_chat_template`, or of mlx-lm's own renderer if the
     tokenizer has one. Unlike mlx-lm, sets no `enable_thinking`.
@@ -99,8 +88,10 @@ def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) ->
 
 # Conversations of the same form have the same rendering with marks.
 @lru_cache(maxsize=512)
-def _apply_to_marks(tokenizer: Any, _template: str, inputs: Inputs) -> str:
-    return apply_template(tokenizer, inputs.messages, **inputs.arguments)
+def _apply_to_marks(tokenizer: Any, _template: str, inputs: str) -> str:
+    """Renders `inputs`, the messages and the arguments as JSON."""
+    messages, arguments = json.loads(inputs)
+    return apply_template(tokenizer, messages, **arguments)
 
 
 @dataclass(frozen=True)
@@ -136,11 +127,11 @@ class Rendering:
     def render(self, messages: list[Message], asks: bool = False) -> str:
         """Returns the rendered messages. With `asks`, the generation prompt follows."""
         taken = template_messages(messages, self.with_text)
-        return apply_template(self.tokenizer, taken, **self._arguments(asks))
+        return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **self._arguments)
 
-    def _arguments(self, asks: bool, tools: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        tools = tools or self.conversation.tools
-        return {"tools": tools, "add_generation_prompt": asks, **self.conversation.options}
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {"tools": self.conversation.tools, **self.conversation.options}
 
     @cached_property
     def with_text(self) -> bool:
@@ -149,7 +140,7 @@ class Rendering:
         if not any(CALLS in message for message in messages):
             return False
         try:
-            apply_template(self.tokenizer, template_messages(messages), **self._arguments(False))
+            apply_template(self.tokenizer, template_messages(messages), **self._arguments)
         except TypeError:
             return True
         return False
@@ -158,12 +149,12 @@ class Rendering:
         self,
         messages: list[Message],
         asks: bool = False,
-        tools: list[dict[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """Returns rendered messages with marks in place of texts."""
+        given = self._arguments if arguments is None else arguments
         taken = template_messages(messages, self.with_text)
-        arguments = self._arguments(asks, tools)
-        inputs = Inputs(repr((taken, arguments)), taken, arguments)
+        inputs = json.dumps([taken, {"add_generation_prompt": asks, **given}], default=str)
         return _apply_to_marks(self.tokenizer, str(self.tokenizer.chat_template), inputs)
 
     def render_marked(self, count: int, asks: bool = False) -> str:
@@ -224,64 +215,55 @@ class Rendering:
                 f"the chat template leaves out the {kind} of message {index + 1}, of the role "
                 f"{role} ({_short(text)}): {remedy}"
             )
-        self._check_tools()
-        self._check_options()
-        return notes, self._unread
+        return notes, self._check_inputs()
 
-    def _check_tools(self) -> None:
-        """Raises MespError if the template leaves out a tool, its description, or a value in a tool
-        call.
+    def _check_inputs(self) -> list[str]:
+        """Returns the names of the messages' keys that nothing reads and that have values. The name
+        of a tool that is called is read in the call.
+
+        Raises MespError if the template leaves out a tool, its description, a value in a tool call,
+        or an option.
         """
-        tools, marked = self.conversation.tools or [], self._marks[0]
-        for key in ("name", "description") if tools else ():
-            # Each tool gets a mark as its name or description. Texts may have the same mark, so the
-            # marks are counted without and with the new ones.
-            changed = [_with(tool, key, MARK.format(at)) for at, tool in enumerate(tools)]
-            rendered = self._render(marked, False, changed)
-            for number, tool in enumerate(tools):
-                mark, function = MARK.format(number), tool.get("function", tool)
-                if function.get(key) and rendered.count(mark) == self.marked.count(mark):
+        messages, tools = self._marks[0], self.conversation.tools or []
+        for number, tool in enumerate(tools):
+            for key in ("name", "description"):
+                said, changed = tool.get("function", tool).get(key), copy.deepcopy(tools)
+                changed[number].get("function", changed[number])[key] = f"{PROBE}{said}"
+                if said and self._is_same(messages, self._arguments | {"tools": changed}):
                     raise MespError(
-                        f"the chat template leaves out the tools, such as "
-                        f"{_short(str(function[key]))}: take a model whose template has them, or "
-                        "leave them out with --ignore tools."
+                        f"the chat template leaves out the tools, such as {_short(str(said))}: "
+                        "take a model whose template has them, or leave them out with --ignore "
+                        "tools."
                     )
-        for index, message in enumerate(marked):
+        for index, message in enumerate(messages):
             for number, call in enumerate(message.get(CALLS, [])):
                 for value, arguments in _changes(call["function"]["arguments"]):
-                    changed = copy.deepcopy(marked)
+                    changed = copy.deepcopy(messages)
                     changed[index][CALLS][number]["function"]["arguments"] = arguments
-                    if self._render(changed) == self.marked:
+                    if self._is_same(changed):
                         raise MespError(
                             f"the chat template leaves out {json.dumps(value)} in a tool call of "
                             f"message {index + 1}: take a model whose template has tool calls."
                         )
-
-    @property
-    def _unread(self) -> list[str]:
-        """The names of the messages' keys that nothing reads and that have values. The name of a
-        tool that is called is read in the call.
-        """
-        messages, unread = self._marks[0], []
+        for key in self.conversation.options:
+            others = {k: v for k, v in self._arguments.items() if k != key}
+            if key not in str(self.tokenizer.chat_template) and self._is_same(messages, others):
+                raise MespError(
+                    f'"{OPTIONS}" has "{key}", which the chat template does not read: remove it.'
+                )
+        unread = []
         called = {each.text for each in self.texts if each.kind == "tool call"}
         for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
             values = [m[key] for m in messages if key in m and not is_empty(m[key])]
             if not values or (key == "name" and called.issuperset(map(str, values))):
                 continue
-            without = [{k: v for k, v in each.items() if k != key} for each in messages]
-            if self._render(without) == self.marked:
+            if self._is_same([{k: v for k, v in m.items() if k != key} for m in messages]):
                 unread.append(key)
         return unread
 
-    def _check_options(self) -> None:
-        options = self.conversation.options
-        for key in options:
-            others = {k: v for k, v in options.items() if k != key}
-            without = Rendering(self.tokenizer, replace(self.conversation, options=others))
-            if key not in str(self.tokenizer.chat_template) and without.text == self.text:
-                raise MespError(
-                    f'"{OPTIONS}" has "{key}", which the chat template does not read: remove it.'
-                )
+    def _is_same(self, messages: list[Message], arguments: Mapping[str, Any] | None = None) -> bool:
+        """Returns whether the rendering with marks stays the same with other inputs."""
+        return self._render(messages, arguments=arguments) == self.marked
 
     @cached_property
     def places(self) -> list[Place]:
@@ -368,11 +350,6 @@ class Rendering:
                 break
             shift = place.stop - place.marked_stop
         return position + shift
-
-
-def _with(tool: dict[str, Any], key: str, value: str) -> dict[str, Any]:
-    function = tool.get("function", tool) | {key: value}
-    return tool | {"function": function} if "function" in tool else function
 
 
 def without_tags(message: Message) -> str:
