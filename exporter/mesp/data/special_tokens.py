@@ -97,7 +97,7 @@ def piece(
 
 
 def _encode(tokenizer: Any, text: str, is_written: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    # transformers calls this backend, in twice the time.
+    # transformers calls this backend too, and converts the result.
     backend = tokenizer._tokenizer.backend_tokenizer
     backend.encode_special_tokens = is_written or tokenizer.split_special_tokens
     encoded = backend.encode(text, add_special_tokens=False)
