@@ -817,6 +817,12 @@ def test_a_large_manifest_takes_little_memory(bundle: Path):
         {"head_dim": 10**10},
         {"num_attention_heads": 1, "hidden_size": 2**31 - 1},
         {"partial_rotary_factor": 1e10},
+        # Llama's class reads no share of a default RoPE.
+        {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1e10}},
+        {
+            "model_type": "phi3",
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e10},
+        },
         {"num_hidden_layers": float("inf")},
         {"num_hidden_layers": -1},
     ],

@@ -133,7 +133,7 @@ def test_columns_of_a_jsonl_file(tmp_path):
         (Selection("x"), "has no subset x; take one with `subset`: main, socratic."),
         (Selection("main", {"train": "training"}), "has no split training; it has train, test."),
         (Selection("main", {"train": "train[:a]"}), "The datasets library cannot read .*gsm8k: "),
-        (Selection("main", {"valid": "test"}), "say which to train on with `splits` train=NAME."),
+        (Selection("main", {"valid": "test"}), "say with `splits` train=NAME which are read."),
         (
             Selection("main"),
             r"Record 1 of .*train-00000-of-00002\.parquet has question, answer; records have",

@@ -300,6 +300,16 @@ def assistant(content: str, **others: Any) -> dict:
         ({"instruction": "A.", "input": "b", "output": "c"}, "A.\n\nb", ["c"]),
         ({"instruction": "A.", "input": " ", "output": "c"}, "A.", ["c"]),
         ({"instruction": "A.", "output": "c", "id": 1}, "A.", ["c"]),
+        (
+            {
+                "instruction": "A.",
+                "input": "b",
+                "output": "c",
+                "text": "Do: A.\nAnd: b\nSay: c",
+            },
+            "A.\n\nb",
+            ["c"],
+        ),
         ({"instruction": "A.", "context": "b", "response": "c"}, "A.\n\nb", ["c"]),
     ],
 )
@@ -322,6 +332,7 @@ def test_public_forms_are_read_by_their_columns(tmp_path, record, asked, answers
             "system,plan,mood",
         ),
         ({"text": "a", "label": "b"}, {}, "label"),
+        ({"instruction": "A.", "input": "b", "output": "c", "text": "A. c"}, {}, "text"),
     ],
 )
 def test_all_that_nothing_reads_is_refused_in_one_sentence(tmp_path, record, options, named):

@@ -2,8 +2,9 @@
 or moved.
 
 `configurations.json` has a tiny configuration of each class, and the answers to some of its
-changes. A change maps a key's path to its new value, or to DELETED. An answer is "refused", or the
-fields of the manifest's architecture that differ from those of the unchanged configuration.
+changes. A change maps a key's path to its new value, or to DELETED. An answer is "refused", "not a
+model" if transformers refuses the configuration too, or the fields of the manifest's architecture
+that differ from those of the unchanged configuration.
 `tests/models/test_transformers.py` compares each answer with transformers.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -159,18 +161,20 @@ def read_table() -> dict[str, Any]:
     return json.loads(FILE.read_text())
 
 
-def write_table(bases: dict[str, dict[str, Any]]) -> None:
-    """Writes the answers to some changes of each configuration."""
-    table = {
-        name: {
-            "config": config,
-            "answers": [
-                [change, answer(changed(config, change), config)]
-                for change in changes(name, config)[:KEPT]
-            ],
-        }
-        for name, config in bases.items()
-    }
+def write_table(
+    bases: dict[str, dict[str, Any]], is_model: Callable[[str, dict[str, Any]], bool]
+) -> None:
+    """Writes the answers to some changes of each configuration. `is_model` tells from a name and a
+    change whether transformers makes a model.
+    """
+    table: dict[str, Any] = {}
+    for name, config in bases.items():
+        answers = []
+        for change in changes(name, config)[:KEPT]:
+            found = answer(changed(config, change), config)
+            is_none = found == "refused" and not is_model(name, change)
+            answers.append([change, "not a model" if is_none else found])
+        table[name] = {"config": config, "answers": answers}
     lines = [
         f'  "{name}": {{"config": {json.dumps(its["config"], sort_keys=True)}, "answers": [\n    '
         + ",\n    ".join(json.dumps(each, sort_keys=True) for each in its["answers"])

@@ -25,7 +25,7 @@ from mesp.bundle.manifest import (
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import _plain, for_mlx_lm
+from mesp.models.config_json import for_mlx_lm, plain_json
 from mesp.models.families import FAMILIES
 from mesp.models.layout import (
     DTYPE_OF,
@@ -285,7 +285,7 @@ class Bundle:
         if not any(entry.path == "config.json" for entry in self.manifest.files):
             raise damaged(self.path)
         try:
-            config: dict[str, Any] = _plain(read_object(self.path / "config.json"))
+            config: dict[str, Any] = plain_json(read_object(self.path / "config.json"))
         except (OSError, ValueError) as error:
             raise self._other_model() from error
         text = config.get("text_config", {})

@@ -17,7 +17,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,17 +78,6 @@ class Place(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of a chat template, without the texts of a conversation. They are equal if
-    their `key` is.
-    """
-
-    key: str
-    messages: list[Message] = field(compare=False)
-    arguments: Mapping[str, Any] = field(compare=False)
-
-
 def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) -> str:
     """Returns the text of transformers' `apply_chat_template`, or of mlx-lm's own renderer if the
     tokenizer has one. Unlike mlx-lm, sets no `enable_thinking`.
@@ -97,10 +86,112 @@ def apply_template(tokenizer: Any, messages: list[Message], **arguments: Any) ->
     return str(own.apply_chat_template(messages, tokenize=False, **arguments))
 
 
-# Conversations of the same form have the same rendering with marks.
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A conversation with marks in place of its texts. `arguments` are the template's, and `owners`
+    has the index of the message of each mark.
+    """
+
+    tokenizer: Any
+    messages: list[Message]
+    arguments: dict[str, Any]
+    owners: list[int]
+
+    @cached_property
+    def marked(self) -> str:
+        """The rendered conversation."""
+        return self._render(self.messages)
+
+    @cached_property
+    def with_text(self) -> bool:
+        """Whether the template needs tool calls' arguments as a JSON string, not as objects."""
+        if not any(CALLS in message for message in self.messages):
+            return False
+        try:
+            apply_template(self.tokenizer, template_messages(self.messages), **self.arguments)
+        except TypeError:
+            return True
+        return False
+
+    def _render(
+        self,
+        messages: list[Message],
+        asks: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        given = self.arguments if arguments is None else arguments
+        taken = template_messages(messages, self.with_text)
+        return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **given)
+
+    def render(self, count: int, asks: bool = False) -> str:
+        """Returns the first `count` messages rendered. With `asks`, the generation prompt follows.
+
+        If the template fails without a user message, a question is inserted at the beginning, after
+        any system message.
+        """
+        messages = self.messages[:count]
+        try:
+            return self._render(messages, asks)
+        except Exception:  # a template can raise anything
+            if any(message["role"] == "user" for message in messages):
+                raise
+            first = sum(message["role"] in ("system", "developer") for message in messages[:1])
+            return self._render([*messages[:first], QUESTION, *messages[first:]], asks)
+
+    def marks_of(self, message: int) -> list[re.Match[str]]:
+        """Returns the marks of a message, in the order of the rendering."""
+        marks = MARKS.finditer(self.marked)
+        return [mark for mark in marks if self.owners[int(mark[1])] == message]
+
+    @cached_property
+    def unread(self) -> list[str]:
+        """The names of the messages' keys that nothing reads and that have values.
+
+        Raises MespError if the template leaves out a tool, its description, a value in a tool call,
+        or an option.
+        """
+        messages, tools = self.messages, self.arguments["tools"] or []
+        for number, tool in enumerate(tools):
+            for key in ("name", "description"):
+                said, changed = tool.get("function", tool).get(key), copy.deepcopy(tools)
+                changed[number].get("function", changed[number])[key] = f"{PROBE}{said}"
+                if said and self._is_same(messages, self.arguments | {"tools": changed}):
+                    raise MespError(
+                        f"the chat template leaves out the tools, such as {_short(str(said))}: "
+                        "take a model whose template has them, or leave them out with --ignore "
+                        "tools."
+                    )
+        for index, message in enumerate(messages):
+            for number, call in enumerate(message.get(CALLS, [])):
+                for value, arguments in _changes(call["function"]["arguments"]):
+                    changed = copy.deepcopy(messages)
+                    changed[index][CALLS][number]["function"]["arguments"] = arguments
+                    if self._is_same(changed):
+                        raise MespError(
+                            f"the chat template leaves out {json.dumps(value)} in a tool call of "
+                            f"message {index + 1}: take a model whose template has tool calls."
+                        )
+        for key in self.arguments.keys() - {"tools"}:
+            others = {k: v for k, v in self.arguments.items() if k != key}
+            if key not in str(self.tokenizer.chat_template) and self._is_same(messages, others):
+                raise MespError(
+                    f'"{OPTIONS}" has "{key}", which the chat template does not read: remove it.'
+                )
+        unread = []
+        for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
+            without = [{k: v for k, v in m.items() if k != key} for m in messages]
+            if not all(is_empty(m.get(key)) for m in messages) and self._is_same(without):
+                unread.append(key)
+        return unread
+
+    def _is_same(self, messages: list[Message], arguments: Mapping[str, Any] | None = None) -> bool:
+        """Returns whether the rendering with marks stays the same with other inputs."""
+        return self._render(messages, arguments=arguments) == self.marked
+
+
 @lru_cache(maxsize=512)
-def _apply_to_marks(tokenizer: Any, _template: str, inputs: Inputs) -> str:
-    return apply_template(tokenizer, inputs.messages, **inputs.arguments)
+def _form(tokenizer: Any, _template: str, inputs: str) -> Form:
+    return Form(tokenizer, *json.loads(inputs))
 
 
 @dataclass(frozen=True)
@@ -123,11 +214,6 @@ class Rendering:
         """The rendered conversation."""
         return self.render(self.conversation.messages)
 
-    @cached_property
-    def marked(self) -> str:
-        """The rendered conversation, with marks in place of its texts."""
-        return self._render(self._marks[0])
-
     @property
     def texts(self) -> list[Text]:
         """The texts. A text's index is the number in its mark."""
@@ -135,51 +221,19 @@ class Rendering:
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
         """Returns the rendered messages. With `asks`, the generation prompt follows."""
-        taken = template_messages(messages, self.with_text)
-        return apply_template(self.tokenizer, taken, **self._arguments(asks))
+        taken = template_messages(messages, self.form.with_text)
+        return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **self._arguments)
 
-    def _arguments(self, asks: bool, tools: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        tools = tools or self.conversation.tools
-        return {"tools": tools, "add_generation_prompt": asks, **self.conversation.options}
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return {"tools": self.conversation.tools, **self.conversation.options}
 
     @cached_property
-    def with_text(self) -> bool:
-        """Whether the template needs tool calls' arguments as a JSON string, not as objects."""
-        messages = self.conversation.messages
-        if not any(CALLS in message for message in messages):
-            return False
-        try:
-            apply_template(self.tokenizer, template_messages(messages), **self._arguments(False))
-        except TypeError:
-            return True
-        return False
-
-    def _render(
-        self,
-        messages: list[Message],
-        asks: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> str:
-        """Returns rendered messages with marks in place of texts."""
-        taken = template_messages(messages, self.with_text)
-        arguments = self._arguments(asks, tools)
-        inputs = Inputs(repr((taken, arguments)), taken, arguments)
-        return _apply_to_marks(self.tokenizer, str(self.tokenizer.chat_template), inputs)
-
-    def render_marked(self, count: int, asks: bool = False) -> str:
-        """Returns the first `count` messages rendered, with marks in place of texts.
-
-        If the template fails without a user message, a question is inserted at the beginning, after
-        any system message.
-        """
-        messages = self._marks[0][:count]
-        try:
-            return self._render(messages, asks)
-        except Exception:  # a template can raise anything
-            if any(message["role"] == "user" for message in messages):
-                raise
-            first = sum(message["role"] in ("system", "developer") for message in messages[:1])
-            return self._render([*messages[:first], QUESTION, *messages[first:]], asks)
+    def form(self) -> Form:
+        """The conversation with marks. Conversations often have the same form."""
+        messages, texts = self._marks
+        inputs = json.dumps([messages, self._arguments, [t.message for t in texts]], default=str)
+        return _form(self.tokenizer, str(self.tokenizer.chat_template), inputs)
 
     @cached_property
     def _marks(self) -> tuple[list[Message], list[Text]]:
@@ -204,7 +258,7 @@ class Rendering:
         the template leaves out another text, a tool, a value in a tool call, or an option for the
         template.
         """
-        seen = {int(number) for number in MARKS.findall(self.marked)}
+        seen = {int(number) for number in MARKS.findall(self.form.marked)}
         messages, notes = self.conversation.messages, []
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         trained = self.conversation.answers
@@ -224,64 +278,10 @@ class Rendering:
                 f"the chat template leaves out the {kind} of message {index + 1}, of the role "
                 f"{role} ({_short(text)}): {remedy}"
             )
-        self._check_tools()
-        self._check_options()
-        return notes, self._unread
-
-    def _check_tools(self) -> None:
-        """Raises MespError if the template leaves out a tool, its description, or a value in a tool
-        call.
-        """
-        tools, marked = self.conversation.tools or [], self._marks[0]
-        for key in ("name", "description") if tools else ():
-            # Each tool gets a mark as its name or description. Texts may have the same mark, so the
-            # marks are counted without and with the new ones.
-            changed = [_with(tool, key, MARK.format(at)) for at, tool in enumerate(tools)]
-            rendered = self._render(marked, False, changed)
-            for number, tool in enumerate(tools):
-                mark, function = MARK.format(number), tool.get("function", tool)
-                if function.get(key) and rendered.count(mark) == self.marked.count(mark):
-                    raise MespError(
-                        f"the chat template leaves out the tools, such as "
-                        f"{_short(str(function[key]))}: take a model whose template has them, or "
-                        "leave them out with --ignore tools."
-                    )
-        for index, message in enumerate(marked):
-            for number, call in enumerate(message.get(CALLS, [])):
-                for value, arguments in _changes(call["function"]["arguments"]):
-                    changed = copy.deepcopy(marked)
-                    changed[index][CALLS][number]["function"]["arguments"] = arguments
-                    if self._render(changed) == self.marked:
-                        raise MespError(
-                            f"the chat template leaves out {json.dumps(value)} in a tool call of "
-                            f"message {index + 1}: take a model whose template has tool calls."
-                        )
-
-    @property
-    def _unread(self) -> list[str]:
-        """The names of the messages' keys that nothing reads and that have values. The name of a
-        tool that is called is read in the call.
-        """
-        messages, unread = self._marks[0], []
+        # The name of a tool that is called is read in the call.
         called = {each.text for each in self.texts if each.kind == "tool call"}
-        for key in dict.fromkeys(key for m in messages for key in m if key not in KNOWN):
-            values = [m[key] for m in messages if key in m and not is_empty(m[key])]
-            if not values or (key == "name" and called.issuperset(map(str, values))):
-                continue
-            without = [{k: v for k, v in each.items() if k != key} for each in messages]
-            if self._render(without) == self.marked:
-                unread.append(key)
-        return unread
-
-    def _check_options(self) -> None:
-        options = self.conversation.options
-        for key in options:
-            others = {k: v for k, v in options.items() if k != key}
-            without = Rendering(self.tokenizer, replace(self.conversation, options=others))
-            if key not in str(self.tokenizer.chat_template) and without.text == self.text:
-                raise MespError(
-                    f'"{OPTIONS}" has "{key}", which the chat template does not read: remove it.'
-                )
+        names = {str(m["name"]) for m in messages if not is_empty(m.get("name"))}
+        return notes, [k for k in self.form.unread if k != "name" or not names <= called]
 
     @cached_property
     def places(self) -> list[Place]:
@@ -289,7 +289,7 @@ class Rendering:
 
         Raises MespError if the two renderings differ in more than marks and texts.
         """
-        return self._places(self.marked, self.text)
+        return self._places(self.form.marked, self.text)
 
     def _places(self, marked: str, text: str) -> list[Place]:
         """Returns the places of the texts in `text`.
@@ -368,11 +368,6 @@ class Rendering:
                 break
             shift = place.stop - place.marked_stop
         return position + shift
-
-
-def _with(tool: dict[str, Any], key: str, value: str) -> dict[str, Any]:
-    function = tool.get("function", tool) | {key: value}
-    return tool | {"function": function} if "function" in tool else function
 
 
 def without_tags(message: Message) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mesp.data.source_files import SPLIT_OF, FileName, Row, of_table, read_file
+from mesp.data.source_files import SPLIT_OF, FileName, Row, read_cell, read_file
 from mesp.errors import MespError
 from mesp.files import read_object, root_of
 from mesp.hub_download import download
@@ -134,7 +134,8 @@ def _saved(datasets: ModuleType, data: str) -> dict[str, Callable[[], Iterator[R
 
     def read(split: str) -> Iterator[Row]:
         for number, row in enumerate(parts[split], 1):
-            yield f"Record {number} of {split} of {data}", of_table(row)
+            where = f"Record {number} of {split} of {data}"
+            yield where, {key: read_cell(where, value) for key, value in row.items()}
 
     return {split: partial(read, split) for split in parts}
 
@@ -198,26 +199,21 @@ def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapp
         for name in _names_in(expression):
             if name not in there:
                 raise MespError(f"{data} has no split {name}; it has {', '.join(there)}.")
-    found = dict(splits)
+    found: dict[str | None, str] = {**splits}
     for name in there if not splits else ():
         ours = SPLIT_OF.get(name.lower())
-        if ours is None:
-            raise MespError(
-                f"{data} has the splits {', '.join(there)}; say with --splits train=NAME which are "
-                "read."
-            )
-        if ours in found:
+        if ours and ours in found:
             raise MespError(
                 f"{data} has both {found[ours]} and {name}; say with --splits {ours}=NAME which is "
                 "read."
             )
         found[ours] = name
-    if "train" not in found:
+    if None in found or "train" not in found:
         raise MespError(
-            f"{data} has the splits {', '.join(there)}; say which to train on with --splits "
-            "train=NAME."
+            f"{data} has the splits {', '.join(there)}; say with --splits train=NAME which are "
+            "read."
         )
-    return found
+    return {ours: name for ours, name in found.items() if ours}
 
 
 def _names_in(expression: str) -> list[str]:

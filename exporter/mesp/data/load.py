@@ -229,7 +229,7 @@ def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[
             except MespError as error:
                 refused.append(error)
                 continue
-            encoded[split] += [replace(one, unread=record.unread + one.unread) for one in found]
+            encoded[split] += found
     if refused:
         first, others = refused[0].message, len(refused) - 1
         total = sum(map(len, records.values()))

@@ -17,7 +17,7 @@ from mesp.data.chat_template import (
     MARKS,
     PROBE,
     QUESTION,
-    Place,
+    Form,
     Rendering,
     apply_template,
     template_messages,
@@ -83,21 +83,19 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
     except MespError:
         if loss_on != "all" or conversation.untrained:
             raise
-    written = rendering.written(rendering.marked, rendering.text)
+    written = rendering.written(rendering.form.marked, rendering.text)
     text, spans, written, added = _with_ends(rendering, spans, written, notes)
-    encoded = _tokens(rendering, text, written, rendering.marked + added)
-    ids, offsets = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
-    mask = np.full(len(offsets), loss_on == "all")
-    ends = np.isin(ids, [*end_tokens(tokenizer)])
+    encoded = _tokens(rendering, text, written, rendering.form.marked + added)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    ends, mask = end_tokens(tokenizer), np.full(len(ids), loss_on == "all")
     for index, span in spans.items():
-        inside = (offsets[:, 0] < span.stop) & (offsets[:, 1] > span.start)
+        inside = [at for at, (a, b) in enumerate(offsets) if a < span.stop and b > span.start]
         mask[inside] = index in trained
-        within = np.flatnonzero(ends & inside & (offsets[:, 0] < span.said))
-        if index in trained and within.size:
+        within = [ids[at] for at in inside if ids[at] in ends and offsets[at][0] < span.said]
+        if index in trained and within:
             raise MespError(
                 f"message {index + 1} is an answer with the end token "
-                f"{tokenizer.decode([ids[within[0]]])} in it, which the chat template adds: leave "
-                "it out."
+                f"{tokenizer.decode(within[:1])} in it, which the chat template adds: leave it out."
             )
     if trained and loss_on != "all" and (loss_on == "last" or conversation.prompt):
         _check_asked(rendering, trained[0], ids[: int(np.argmax(mask))])
@@ -119,7 +117,7 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
     text = rendering.render(rendering.conversation.messages[:count], asks)
     if not rendering.split_special:
         return list(rendering.tokenizer.encode(text, add_special_tokens=False))
-    marked = rendering.render_marked(count, asks)
+    marked = rendering.form.render(count, asks)
     return list(_tokens(rendering, text, rendering.written(marked, text), marked)["input_ids"])
 
 
@@ -156,7 +154,9 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> li
         if not said:
             raise _not_found(index)
         if marks is None:
-            start, stop = _start(rendering, index, said[0], notes), _stop(rendering, index)
+            *bounds, note = _bounds(rendering.form, index)
+            start, stop = map(rendering.to_rendered, bounds)
+            notes += [note] if note else []
         else:
             first = said[0].start
             start, stop = next((b for b in marks if b[0] <= first < b[1]), (-1, -1))
@@ -190,7 +190,7 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _, (marked,) = render_jinja_template(
-        [template_messages(conversation.messages, rendering.with_text)],
+        [template_messages(conversation.messages, rendering.form.with_text)],
         tools=conversation.tools,
         chat_template=template,
         return_assistant_tokens_mask=True,
@@ -213,70 +213,73 @@ def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
     return found
 
 
-def _start(rendering: Rendering, index: int, first: Place, notes: list[str]) -> int:
-    """Returns where the answer in message `index` begins. The answer's first text is at `first`.
+@lru_cache(maxsize=4096)
+def _bounds(form: Form, index: int) -> tuple[int, int, str]:
+    """Returns the bounds of the answer in message `index` in the rendering with marks, and a note
+    for the user, which may be empty.
 
-    The full rendering is compared with a rendering of the messages before the answer, followed by
-    the generation prompt.
+    The rendering is compared with a rendering of the messages before the answer, followed by the
+    generation prompt.
     """
-    marked = rendering.marked
-    asked = _asked(rendering, index)
-    anchor, after = _last_mark(rendering, asked)
+    marked, first = form.marked, form.marks_of(index)[0].start()
+    is_last = index == len(form.messages) - 1
+    stop = len(marked) if is_last else _stop(form, index)
+    asked = _asked(form, index)
+    anchor, after = _last_mark(form, asked)
     if asked:
-        gap = marked[anchor : first.marked_start]
-        agreed = _agreed(rendering.tokenizer, asked[after:], gap)
-        if after + agreed == len(asked):
-            return rendering.to_rendered(anchor + agreed)
-        told = rendering.render_marked(index)
-        same = _agreed(rendering.tokenizer, told[after:], asked[after:])
-        if agreed >= same:
-            opening = asked[after + agreed :]
-            is_last = index == len(rendering.conversation.messages) - 1
-            if is_last and opening.strip() not in marked[anchor + agreed : first.marked_start]:
-                notes.append(
+        gap = marked[anchor:first]
+        agreed = _agreed(form.tokenizer, asked[after:], gap)
+        opening = asked[after + agreed :]
+        told = form.render(index) if opening else asked
+        same = _agreed(form.tokenizer, told[after:], asked[after:])
+        if not opening or agreed >= same:
+            note = ""
+            if is_last and opening.strip() not in gap[agreed:]:
+                note = (
                     f"Answers that begin without {opening!r}, with which the chat template asks "
                     "for them"
                 )
-            return rendering.to_rendered(anchor + agreed)
+            return anchor + agreed, stop, note
         header = asked[max(after + same, 0) :]
     else:
-        asked = rendering.render([QUESTION], asks=True)
-        header = asked[_agreed(rendering.tokenizer, rendering.render([QUESTION]), asked) :]
-        before = [found.end() for found in MARKS.finditer(marked, 0, first.marked_start)]
+        asked, told = (_render_question(form, asks) for asks in (True, False))
+        header = asked[_agreed(form.tokenizer, told, asked) :]
+        before = [found.end() for found in MARKS.finditer(marked, 0, first)]
         anchor = before[-1] if before else 0
-        gap = marked[anchor : first.marked_start]
+        gap = marked[anchor:first]
     # The two renderings differ before the answer, or there is only one rendering. So `header`, the
     # end of the generation prompt, is looked for. A beginning of the header is enough if it has a
     # special token.
-    opened = tokens(rendering.tokenizer, header)
-    special = special_tokens(rendering.tokenizer)
+    opened = tokens(form.tokenizer, header)
+    special = special_tokens(form.tokenizer)
     for count in range(len(opened["input_ids"]), 0, -1):
         is_whole = count == len(opened["input_ids"])
         length = opened["offset_mapping"][count - 1][1]
         at = gap.rfind(header[:length])
         if at >= 0 and (is_whole or special.intersection(opened["input_ids"][:count])):
-            return rendering.to_rendered(anchor + at + length)
+            return anchor + at + length, stop, ""
     raise _not_found(index)
 
 
-def _asked(rendering: Rendering, index: int) -> str:
+def _asked(form: Form, index: int) -> str:
     """Returns the marked messages before `index`, rendered with the generation prompt.
 
     Returns an empty string for the first message, or if the template fails.
     """
     try:
-        return rendering.render_marked(index, asks=True) if index else ""
+        return form.render(index, asks=True) if index else ""
     except Exception:  # a template can raise anything
         return ""
 
 
-def _stop(rendering: Rendering, index: int) -> int:
-    if index == len(rendering.conversation.messages) - 1:
-        return len(rendering.text)
-    until = rendering.render_marked(index + 1)
-    anchor, after = _last_mark(rendering, until)
-    rest = rendering.marked[anchor:]
-    return rendering.to_rendered(anchor + _agreed(rendering.tokenizer, until[after:], rest))
+def _render_question(form: Form, asks: bool) -> str:
+    return apply_template(form.tokenizer, [QUESTION], add_generation_prompt=asks, **form.arguments)
+
+
+def _stop(form: Form, index: int) -> int:
+    until = form.render(index + 1)
+    anchor, after = _last_mark(form, until)
+    return anchor + _agreed(form.tokenizer, until[after:], form.marked[anchor:])
 
 
 def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -284,7 +287,7 @@ def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
     return sum(1 for _ in takewhile(bool, map(eq, a, b)))
 
 
-def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
+def _last_mark(form: Form, beginning: str) -> tuple[int, int]:
     """Finds the last text that is in both the full rendering and `beginning`, a rendering of the
     first messages.
 
@@ -294,7 +297,7 @@ def _last_mark(rendering: Rendering, beginning: str) -> tuple[int, int]:
     for found in reversed(list(MARKS.finditer(beginning))):
         # A template may repeat a text, such as a tool's name. So occurrences of a mark are counted.
         before = beginning.count(found[0], 0, found.start())
-        there = [each.end() for each in re.finditer(found[0], rendering.marked)]
+        there = [each.end() for each in re.finditer(found[0], form.marked)]
         if len(there) > before:
             return there[before], found.end()
     return 0, 0
@@ -336,7 +339,7 @@ def _with_ends(
             # if it also opens the next turn.
             if after := is_end[1].match(text, stop, following):
                 stop = after.end()
-            elif not _goes_on(rendering, index):
+            elif not _goes_on(rendering.form, index):
                 added = tokenizer.eos_token or ""
                 if not added:
                     raise MespError(
@@ -368,19 +371,20 @@ def _end_patterns(
     return re.compile(rf"(?:{token or '(?!)'})\s*\Z"), re.compile(rf"\s*(?:{token or '(?!)'})")
 
 
-def _goes_on(rendering: Rendering, index: int) -> bool:
+@lru_cache(maxsize=4096)
+def _goes_on(form: Form, index: int) -> bool:
     """Returns whether the model's turn goes on after the answer in message `index`: the template
     writes no header before the next answer, or after the results of tools.
     """
-    messages = rendering.conversation.messages
+    messages = form.messages
     results = [*takewhile(lambda m: m["role"] in ("tool", "function"), messages[index + 1 :])]
     count = index + 1 + len(results)
     is_answered = count < len(messages) and messages[count]["role"] == "assistant"
     if not is_answered and (count < len(messages) or not (results or CALLS in messages[index])):
         return False
-    asked = rendering.render([QUESTION], asks=True)
-    if asked != rendering.render([QUESTION]):
-        asked, told = _asked(rendering, count), rendering.render_marked(count)
+    asked = _render_question(form, True)
+    if asked != _render_question(form, False):
+        asked, told = _asked(form, count), form.render(count)
         header = asked[alike(told, asked) :].strip()
         if not is_answered:
             return not header
@@ -388,14 +392,12 @@ def _goes_on(rendering: Rendering, index: int) -> bool:
         header = asked.partition(PROBE)[2].strip()
         if not is_answered and not results:
             return False
-    start = max(place.stop for place in rendering.places_of(index))
-    stop = min((p.start for p in rendering.places_of(count)), default=len(rendering.text))
+    start = max(mark.end() for mark in form.marks_of(index))
+    stop = min((mark.start() for mark in form.marks_of(count)), default=len(form.marked))
     # A special token at the header's beginning may also open the turn of a tool, which is no reason
     # to leave an end out either.
-    first = special_pattern(rendering.tokenizer).match(header)
-    return (
-        not header or (first[0] if first else header.split()[0]) not in rendering.text[start:stop]
-    )
+    first = special_pattern(form.tokenizer).match(header)
+    return not header or (first[0] if first else header.split()[0]) not in form.marked[start:stop]
 
 
 def end_tokens(tokenizer: Any) -> set[int]:

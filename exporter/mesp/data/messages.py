@@ -214,8 +214,8 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     whose message begins with `where`, for a value that means neither yes nor no.
     """
     found: int | None = None
-    for key, trained in WEIGHTS.items():
-        value = as_truth(entries.pop(key, None))
+    for key in [key for key in WEIGHTS if key in entries]:
+        value, trained = as_truth(entries.pop(key)), WEIGHTS[key]
         if value is None:
             continue
         if value not in (0, 1):  # True equals 1

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mesp.data.loss_mask import Encoded, alike, empty_answer, end_tokens
-from mesp.data.special_tokens import encode_split
+from mesp.data.special_tokens import encode_split, piece
 from mesp.errors import MespError
 
 PIECE = 1 << 14  # a text is cut at a start of a line after this many characters
@@ -50,21 +49,14 @@ class Joined:
         """
         tokenizer, prompt, answer = self.tokenizer, self.prompt, self.answer
         end = tokenizer.eos_token or ""
-        ends: list[int] = []
-        encode: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False)
-        if self.split_special:
-            encode, ends = partial(encode_split, tokenizer), [tokenizer.eos_token_id] if end else []
-        elif not answer.rstrip().endswith(end):
+        ends = [tokenizer.eos_token_id] if end and self.split_special else []
+        if not self.split_special and not answer.rstrip().endswith(end):
             answer += end
         asked = encode_plain_prompt(tokenizer, prompt, self.split_special)
-        # SentencePiece puts a space before the beginning of a text, so the answer is encoded after
-        # a line feed. If that fails, the answer is encoded after a colon, and then alone.
-        for feed in ("\n", ":", ""):
-            before, after = (encode(text) for text in (feed, feed + answer))
-            if after[: len(before)] == before:
-                ids = [*asked, *after[len(before) :]]
-                if _normal(tokenizer.decode(ids)).endswith(_normal(prompt + answer)):
-                    return [*ids, *ends], len(asked)
+        answered, _ = piece(tokenizer, answer, False, self.split_special)
+        ids = [*asked, *answered]
+        if _normal(tokenizer.decode(ids)).endswith(_normal(prompt + answer)):
+            return [*ids, *ends], len(asked)
         whole = encode_plain_prompt(tokenizer, prompt + answer, self.split_special) + ends
         return whole, alike(asked, whole)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -107,10 +108,10 @@ class Conversation(Record):
             prompt = fields.take_text("instruction")
             source, to = ("input", "output") if fields.has("output") else ("context", "response")
             given = fields.take_text(source) if fields.has(source) else ""
-            prompt, answer = (
-                f"{prompt}\n\n{given}" if given.strip() else prompt,
-                fields.take_text(to),
-            )
+            answer, whole = fields.take_text(to), str(fields.values.get("text"))
+            if all(part.strip() in whole for part in (prompt, given, answer)):
+                fields.take("text")  # Alpaca's text repeats the other columns
+            prompt = f"{prompt}\n\n{given}" if given.strip() else prompt
         return cls.of(prompt, answer, **inputs)
 
     @classmethod
@@ -121,7 +122,7 @@ class Conversation(Record):
         texts = (prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
         return cls([*asked, *answered], len(asked), **inputs, texts=texts)
 
-    @property
+    @cached_property
     def answers(self) -> list[int]:
         """The indices of the messages that are trained."""
         return [
@@ -167,8 +168,8 @@ class Conversation(Record):
                 "the model's tokenizer has no chat template, which its messages need; take an "
                 "-Instruct model, or write the records as prompts and answers."
             )
-        options = self.options or encoder.options
-        return Rendering(tokenizer, replace(self, options=options), encoder.split_special)
+        conversation = self if self.options else replace(self, options=encoder.options)
+        return Rendering(tokenizer, conversation, encoder.split_special)
 
     def mask(self, encoder: Encoder) -> list[Encoded]:
         return [self.encode(self.render(encoder), encoder)]
@@ -318,7 +319,9 @@ def mask_record(record: AnyRecord, encoder: Encoder) -> list[Encoded]:
     """Returns a record's `mask`. Any error becomes a MespError that begins with its place."""
     with plain_errors(f"{record.where} cannot be tokenized"):
         try:
-            return [replace(each, where=record.where) for each in record.mask(encoder)]
+            unread, where = record.unread, record.where
+            found = record.mask(encoder)
+            return [replace(each, unread=unread + each.unread, where=where) for each in found]
         except MespError as error:
             raise MespError(f"{record.where}: {error.message}") from error
 

@@ -204,18 +204,19 @@ def as_object(where: str, record: Any) -> dict[str, Any]:
     return record
 
 
-def of_table(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a table's row without the null entries within its cells.
+def read_cell(where: str, value: Any, type: Any = None) -> Any:
+    """Returns the value of a table's cell. `type` is its type in Arrow, which may be JSON.
 
-    A table has null where an object lacks a key.
+    The result lacks null entries, because a table has null where an object lacks a key.
     """
-    return {key: _without_null(value) for key, value in row.items()}
-
-
-def _without_null(value: Any) -> Any:
+    if value is not None and getattr(type, "extension_name", None) == "arrow.json":
+        return read_value(where, value)
     if isinstance(value, dict):
-        return {key: _without_null(each) for key, each in value.items() if each is not None}
-    return [_without_null(each) for each in value] if isinstance(value, list) else value
+        types = {each.name: each.type for each in getattr(type, "fields", ())}
+        return {k: read_cell(where, v, types.get(k)) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [read_cell(where, each, getattr(type, "value_type", None)) for each in value]
+    return value
 
 
 # The readers. Their arguments are a file, its name, and the maximum size in bytes.
@@ -327,12 +328,11 @@ def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
             left -= sum(map(_decoded_size, batch.columns))
             if left < 0:
                 raise _too_large(name, most)
-            with_json = {f.name: f.type for f in batch.schema if "arrow.json" in str(f.type)}
-            for row in map(of_table, batch.to_pylist()):
+            types = dict(zip(batch.schema.names, batch.schema.types, strict=True))
+            for row in batch.to_pylist():
                 number += 1
                 where = f"Record {number} of {name}"
-                parsed = {key: _parsed(where, row[key], type) for key, type in with_json.items()}
-                yield where, row | parsed
+                yield where, {key: read_cell(where, row[key], types[key]) for key in row}
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise MespError(f"{name} is not a parquet file that can be read: {reason}.") from error
@@ -355,20 +355,6 @@ def _decoded_size(array: Any) -> int:
         parts = parts if isinstance(array, StructArray) else [parts]
         return size + sum(map(_decoded_size, parts))
     return size + array.nbytes
-
-
-def _parsed(where: str, value: Any, type: Any) -> Any:
-    from pyarrow import types
-
-    if value is None:
-        return None
-    if getattr(type, "extension_name", None) == "arrow.json":
-        return read_value(where, value)
-    if types.is_struct(type):
-        return {key: _parsed(where, each, type.field(key).type) for key, each in value.items()}
-    if types.is_list(type) or types.is_large_list(type) or types.is_fixed_size_list(type):
-        return [_parsed(where, each, type.value_type) for each in value]
-    return value
 
 
 READERS: dict[str, Callable[[BinaryIO, str, int], Iterator[Row]]] = {

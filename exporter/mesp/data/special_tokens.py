@@ -72,18 +72,17 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
     bounds: list[tuple[int, int]] = []
     for number, (start, stop) in enumerate(pairwise([0, *chain(*written), len(text)])):
         is_written = number % 2 == 1
-        found, places = _piece(tokenizer, text[start:stop], number == 0, is_written)
-        if is_written:
-            check_special(tokenizer, found, [])
+        found, places = piece(tokenizer, text[start:stop], number == 0, is_written)
         ids += found
-        bounds += [(start + first, start + last) for first, last in places]
+        bounds += [(start + first, start + last) for first, last in places] if start else places
     return {"input_ids": ids, "offset_mapping": bounds}
 
 
-def _piece(
+def piece(
     tokenizer: Any, text: str, is_first: bool, is_written: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the ids of a piece of a text and their bounds.
+    """Returns the ids of a piece of a text and their bounds. With `is_written`, the special tokens
+    in the piece are encoded as ordinary text. Raises MespError if that fails.
 
     SentencePiece puts a space before the beginning of a text. So a piece that is not the first is
     encoded after a line feed. If the piece shares a token with the line feed, a colon takes its
@@ -98,11 +97,13 @@ def _piece(
 
 
 def _encode(tokenizer: Any, text: str, is_written: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    split = {"split_special_tokens": True} if is_written else {}
-    encoded = tokenizer._tokenizer(
-        text, add_special_tokens=False, return_offsets_mapping=True, **split
-    )
-    ids, bounds = encoded["input_ids"], encoded["offset_mapping"]
+    # transformers calls this backend too, and converts the result.
+    backend = tokenizer._tokenizer.backend_tokenizer
+    backend.encode_special_tokens = is_written or tokenizer.split_special_tokens
+    encoded = backend.encode(text, add_special_tokens=False)
+    ids, bounds = encoded.ids, encoded.offsets
+    if is_written:
+        check_special(tokenizer, ids, [])
     if taking := _tokens_that_take_space(tokenizer):
         bounds = [
             _own(text, taking[id], *place) if id in taking else place

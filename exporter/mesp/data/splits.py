@@ -80,7 +80,7 @@ def as_examples(
             continue
         too_long += len(ids) > longest
         examples += pieces
-        parts.append(replace(each, ids=ids[:stop], mask=mask[:stop]))
+        parts.append(each if stop == len(ids) else replace(each, ids=ids[:stop], mask=mask[:stop]))
         start += stop
     if not examples:
         raise MespError(

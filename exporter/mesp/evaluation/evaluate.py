@@ -22,7 +22,7 @@ from mesp.evaluation.metrics import Metric
 from mesp.evaluation.records import AnswerRecord, TextRecord, read_records
 from mesp.evaluation.results import Row, format_table, make_rows
 from mesp.evaluation.score_records import ScoringOptions, score_records
-from mesp.files import read_object
+from mesp.models.config_json import complete, find_positions
 from mesp.progress import ProgressCallback, Task
 
 if TYPE_CHECKING:
@@ -151,13 +151,13 @@ def evaluate(
         one, total = partial(score_records, records=records, options=options), len(records)
 
     tokenizer = load_bundle_tokenizer(path)
-    limit = _longrope_limit(path)
+    positions, limit = _limits(path)
     if limit and max_length and max_length > limit:
         raise MespError(
             f"Beyond {limit:,} tokens the model scales positions differently from the bundle; take "
             f"a --max-length up to {limit}, or export a bundle with a longer --seq-len."
         )
-    max_length = max_length or min(read_context_length(path), MAX_LENGTH, limit or MAX_LENGTH)
+    max_length = max_length or min(positions, MAX_LENGTH, limit or MAX_LENGTH)
     # All models but the first are loaded once here, so that an error in adapters appears before
     # hours of work.
     for weighted in models[1:]:
@@ -192,20 +192,14 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise MespError(f"--extract {text} is not a regular expression: {error}.") from error
 
 
-def _longrope_limit(bundle: Path) -> int | None:
-    """Returns the largest number of tokens for which a bundle's LongRoPE has the right factors, or
-    None if there is no limit."""
-    rope = read_object(bundle / "config.json").get("rope_scaling") or {}
-    limit = rope.get("original_max_position_embeddings") if rope.get("type") == "longrope" else None
-    return limit if limit and max(Bundle(bundle).manifest.seq_lens) <= limit else None
-
-
-def read_context_length(bundle: Path) -> int:
-    """Returns the model's `max_position_embeddings`, or `MAX_LENGTH` if config.json has no integer
-    above 1 there.
+def _limits(bundle: Path) -> tuple[int, int | None]:
+    """Returns the number of positions that the model was trained for, or `MAX_LENGTH` if
+    config.json lacks it, and the largest number of tokens for which the bundle's LongRoPE has the
+    right factors, or None if there is no limit.
     """
-    try:
-        length = read_object(bundle / "config.json").get("max_position_embeddings")
-    except (OSError, ValueError) as error:
-        raise MespError(f"{bundle / 'config.json'} cannot be read ({error}).") from error
-    return length if type(length) is int and length > 1 else MAX_LENGTH
+    opened = Bundle(bundle)
+    config = complete(opened.config())
+    rope = config.get("rope_scaling") or {}
+    limit = rope["original_max_position_embeddings"] if rope.get("type") == "longrope" else None
+    is_short = limit and max(opened.manifest.seq_lens) <= limit
+    return find_positions(config) or MAX_LENGTH, limit if is_short else None

@@ -129,7 +129,7 @@ def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: b
 
     Special tokens in the user's message and the choice are encoded as ordinary text.
     """
-    written = rendering.written(rendering.render_marked(1, asks=True), prompt)
+    written = rendering.written(rendering.form.render(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
     bounds = [*written, *(found.span() for found in choice)]
     return list(tokens(rendering.tokenizer, text, bounds)["input_ids"])

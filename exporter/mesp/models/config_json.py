@@ -41,7 +41,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     Raises MespError if the architecture, or a value of a key, is not supported. Raises KeyError,
     ValueError or other errors if the config.json is invalid.
     """
-    config = _plain(config)
+    config = plain_json(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         model_type = ""
@@ -183,13 +183,13 @@ def _complete_rope_of(
     return complete_scaling(rope, config)
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """Returns a JSON value with {"__float__": "Infinity"} and the like replaced by numbers."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _NUMBERS:
             return _NUMBERS[value["__float__"]]
-        return {key: _plain(each) for key, each in value.items()}
-    return [*map(_plain, value)] if isinstance(value, list) else value
+        return {key: plain_json(each) for key, each in value.items()}
+    return [*map(plain_json, value)] if isinstance(value, list) else value
 
 
 def check_numbers(config: dict[str, Any]) -> None:

@@ -79,6 +79,12 @@ extension Conversation: Record {
             let prompt = given.isBlank ? instruction : "\(instruction)\n\n\(given)"
             conversation = try Conversation(
                 ([.user(prompt)], true), answer: fields.takeSaid(answer, by: "assistant"))
+            let parts = [instruction, given] + conversation.messages.dropFirst().map(\.content)
+            if let whole = fields.values["text"]?.string,
+                parts.allSatisfy({ $0.isBlank || whole.contains($0.trimmingCharacters(in: .whitespacesAndNewlines)) })
+            {
+                _ = fields.take("text")  // Alpaca's text repeats the other columns
+            }
         }
         (conversation.tools, conversation.options) = (tools, options)
         return conversation

@@ -114,6 +114,7 @@ private struct WholeTemplate: TextTokenizer {
         (#"{"instruction": "Sing.", "input": null, "output": "La."}"#, "Sing.", "La."),
         (#"{"instruction": "Who?", "context": "Tom.", "response": "Tom", "category": "qa"}"#, "Who?\n\nTom.", "Tom"),
         (#"{"instruction": "Who?", "response": "Tom"}"#, "Who?", "Tom"),
+        (#"{"instruction": "Who?", "output": "Tom", "text": "Do: Who?\nAnswer: Tom"}"#, "Who?", "Tom"),
     ]) func instructionsAreRead(_ record: String, _ prompt: String, _ answer: String) throws {
         let found = try read(record)
         #expect(found.text == "<|im_start|>user\n\(prompt)<|im_end|>\n<|im_start|>assistant\n\(answer)<|im_end|>\n")
