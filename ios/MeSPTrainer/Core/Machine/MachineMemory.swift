@@ -92,7 +92,8 @@ extension Planner {
             return 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
         }
         let mixer = 51 * plan.tileBytes + tenMixers + 17 * normed
-        let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * normed
+        // With DoRA the products with g are arrays too.
+        let mlp = (settings.dora ? 39 : 34) * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * normed
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 

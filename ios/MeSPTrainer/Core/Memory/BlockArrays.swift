@@ -73,6 +73,7 @@ final class ArrayFile {
         guard let pages = mapped else {
             throw MeSPError("Cannot map the training state: \(lastError()).")
         }
+        try MLXErrors.check()
         if !keepsMaps { maps = [:] }
         maps[index] = pages
         return pages[0..<shape.reduce(1, *)].reshaped(shape)
@@ -122,7 +123,7 @@ package struct BlockArrays {
             // fragment the memory.
             try array.withBytes { bytes in
                 arrays[block] = nil
-                arrays[block] = MLXArray(bytes, array.shape, dtype: array.dtype)
+                arrays[block] = .of(bytes, array.shape, array.dtype)
             }
         }
     }
