@@ -92,7 +92,6 @@ package struct ModelBundle {
     package func withWeights<R>(_ file: Manifest.PackedFile, _ body: (PackedWeights) throws -> R) throws -> R {
         let known = maps.words[file.file]
         let words = try map(file, known)
-        try MLXErrors.check()
         if known == nil {
             maps.words[file.file] = words
             maps.mapped[file.file, default: 0] += 1

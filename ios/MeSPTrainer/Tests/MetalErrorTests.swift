@@ -46,7 +46,7 @@ import MeSPSentences
         ///   - samples: the number of buffers, and of allocations, that are tested; nil for all.
         ///   - work: receives the function `failing`, which runs its argument with a failing buffer or allocation.
         private func compare<R: Equatable>(
-            samples: Int? = 10, _ name: String = "",
+            samples: Int? = 6, _ name: String = "",
             _ work: (_ failing: (() throws -> Void) throws -> Void) throws -> R
         ) throws {
             func result(_ rules: MetalRules) throws -> (R, count: Int) {
@@ -73,7 +73,7 @@ import MeSPSentences
                         Issue.record("\(name) \(kind) \(number) of \(count): \(error.plainSentence.english)")
                     }
                 }
-                for number in stride(from: 1, through: count, by: 1 + count / 4) {
+                for number in stride(from: 1, through: count, by: 1 + count / 3) {
                     let error = message { _ = try result(rules(number, .max)) }
                     #expect(
                         error.contains("failed three times") || error.contains("no plan takes less memory"),
@@ -94,7 +94,7 @@ import MeSPSentences
         }
 
         private func steps(
-            _ folder: URL, _ method: GradientMethod = .mesp, plan: Plan = Plan(tileBytes: 1 << 20), samples: Int? = 10,
+            _ folder: URL, _ method: GradientMethod = .mesp, plan: Plan = Plan(tileBytes: 1 << 20), samples: Int? = 6,
             _ change: @escaping (inout RunSettings) -> Void = { _ in },
             step: @escaping (Trainer, Fixture) throws -> StepResult
         ) throws {
@@ -122,7 +122,10 @@ import MeSPSentences
         }
 
         @Test(arguments: families) func aStepIsTheSame(_ folder: URL) throws {
-            try steps(folder, samples: folder == Self.plain.first ? nil : 10) { trainer, fixture in
+            let isSmall = folder == Self.plain.first
+            try steps(folder, samples: isSmall ? nil : 6) {
+                if isSmall { $0.numLayers = 1 }
+            } step: { trainer, fixture in
                 try takeStep(trainer, [SequenceLoss([fixture.example()])], number: 0)
             }
         }
@@ -230,7 +233,7 @@ import MeSPSentences
         }
 
         @Test func aRunIsTheSame() throws {
-            try compare(samples: 40) { failing in
+            try compare(samples: 20) { failing in
                 try inFolder { output in
                     var saved = Saved()
                     try failing { saved = try run(output) { $0.optimizer = .adamw8bit } }
@@ -279,7 +282,7 @@ import MeSPSentences
                 try withMetal(failure(buffers / 2, 2)) { try run(output) }.result.get()
             }
             #expect(twice == whole)
-            for buffer in stride(from: 1, through: buffers, by: 7) {
+            for buffer in stride(from: 1, through: buffers, by: buffers / 10) {
                 try inFolder { output in
                     let error = message {
                         _ = try withMetal(failure(buffer, .max)) { try run(output) }.result.get()
@@ -332,7 +335,7 @@ import MeSPSentences
 
         @Test(arguments: families, [Float(0), 1]) func aTextIsTheSame(_ folder: URL, _ temperature: Float) throws {
             let fixture = try Fixture(folder, "gradients")
-            try compare(samples: folder == Self.plain.first ? 40 : 10, folder.lastPathComponent) { failing in
+            try compare(samples: folder == Self.plain.first ? 40 : 6, folder.lastPathComponent) { failing in
                 let generator = try Generator(fixture.bundle)
                 var tokens = [Int]()
                 try failing {
@@ -372,7 +375,7 @@ import MeSPSentences
 
         @Test(arguments: families) func likelihoodsAreTheSame(_ folder: URL) throws {
             let fixture = try Fixture(folder, "gradients")
-            try compare(samples: folder == Self.plain.first ? 40 : 10, folder.lastPathComponent) { failing in
+            try compare(samples: folder == Self.plain.first ? 40 : 6, folder.lastPathComponent) { failing in
                 let evaluator = try Evaluator(fixture.bundle)
                 var found = [Double]()
                 try failing {
@@ -393,7 +396,7 @@ import MeSPSentences
                         of: Array(1...9), window: 4)
                 }
                 let (expected, report) = withMetal(.init()) { try evaluate() }
-                for buffer in stride(from: 1, through: report.commandBuffers, by: 3) {
+                for buffer in stride(from: 1, through: report.commandBuffers, by: 5) {
                     for count in [1, .max] {
                         let result = withMetal(failure(buffer, count)) { try evaluate() }.result
                         let error = message { _ = try result.get() }
@@ -507,7 +510,7 @@ import MeSPSentences
 
         /// If memory is short for some time, the run continues with plans that take less and less memory. It ends with the remedy only after the
         /// cheapest plan.
-        @Test(arguments: [Backend.gpu, .cpu], [1, 5, 8, 14, 20, 30])
+        @Test(arguments: [Backend.gpu, .cpu], [5, 8, 14, 20, 30])
         func aRunOutOfMemoryGoesOnWithACheaperPlan(_ backend: Backend, _ count: Int) throws {
             func saved(_ output: URL) throws -> Saved {
                 try run(output, on: backend) { ($0.steps, $0.saveEvery) = (3, 1) }
@@ -527,7 +530,7 @@ import MeSPSentences
                     _ = try result.get()
                     return (try losses(output), report.commandBuffers)
                 }
-                for number in stride(from: 1, through: total, by: total / 8 | 1) {
+                for number in stride(from: 1, through: total, by: total / 5 | 1) {
                     var rules = rules(number, count)
                     rules.failingBuffers?.message = FailingCommandBuffers.outOfMemory
                     try inFolder { output in
@@ -556,7 +559,7 @@ import MeSPSentences
                     }
                 }
             }
-            #expect(cheaper > 0 || count == 1)
+            #expect(cheaper > 0)
         }
 
         private final class Locked<Value>: @unchecked Sendable {

@@ -71,16 +71,11 @@ final class TrainingLoop {
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         trainer.clock.atBlock = { [unowned self] in try self.hooks.atBlock { try append(.event($0)) } }
         if let saved { try SavedState.restore(trainer) { saved.vectors[$0] } }
-        if log.isEmpty {
-            try append(.start(.init(settings, bundle, hooks.battery())))
-            try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
-        }
+        if log.isEmpty { try append(.start(.init(settings, bundle, hooks.battery()))) }
+        if let cut { try note("cheaper_plan", "\(cut.reason); the run continues with a plan that takes less memory") }
+        if log.isEmpty || cut != nil { try append(.plan(plan, .init(settings, bundle, planner, plan, data))) }
         if log.lostLines {
             try note("log_cut_off", "lines of the log were lost, as in a power failure; the run resumes from its state")
-        }
-        if let cut {
-            try note("cheaper_plan", "\(cut.reason); the run continues with a plan that takes less memory")
-            try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
         }
         guard let before = saved?.state.settings else { return }
         try note("resumed", "after step \(state.step)")
