@@ -29,7 +29,9 @@ def test_arrays_are_made_only_where_they_keep_their_shape_without_memory():
         call
         for path, text in sources().items()
         if path != WAYS
-        for call in re.findall(r"(?<![\w.])MLXArray\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", text)
+        for call in re.findall(
+            r"(?<![\w.])MLXArray\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", text
+        )
     }
     numbers = {"$0", "0 as Float", "-Float.infinity", "Float(0)", "Float(1)", "eps", "least"}
     numbers |= {"scale", "loss", "expectedLoss", "isIt * a", "isIt * (1 - a)"}

@@ -42,7 +42,8 @@ public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
                 tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
                 first_failing: failing?.first ?? 0, failing_count: failing?.count ?? 0,
                 period: failing?.period ?? 1, delay: failing?.delay ?? 0,
-                leaves_zeros: failing?.garbage == .zeros, of_allocations: failing?.areAllocations ?? false, message: message))
+                leaves_zeros: failing?.garbage == .zeros, of_allocations: failing?.areAllocations ?? false,
+                message: message))
     }
     precondition(begun, "HostMLX behaves like Metal already")
     let result = Result {

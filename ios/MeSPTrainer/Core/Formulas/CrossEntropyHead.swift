@@ -160,7 +160,8 @@ package struct CrossEntropyHead {
             // The targets' indices in the tile. They are not computed on a GPU, where an error would leave garbage, and an address outside of z.
             let (isHere, places) = (
                 MLXArray.of(targets.map { rows.contains(Int($0)) }, [t.count, 1]),
-                MLXArray.of(targets.map { Int32(min(max(Int($0) - rows.lowerBound, 0), rows.count - 1)) }, [t.count, 1])
+                MLXArray.of(
+                    targets.map { Int32(min(max(Int($0) - rows.lowerBound, 0), rows.count - 1)) }, [t.count, 1])
             )
             sums.zTarget = which(isHere, takeAlong(z, places, axis: 1), sums.zTarget)
             let m = Self.largest([sums.m, z])
