@@ -111,7 +111,7 @@ package struct Safetensors {
     package subscript(name: String) -> MLXArray? {
         guard let tensor = tensors[name], let dtype = Self.dtypes[tensor.dtype] else { return nil }
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
-        return MLXArray(Data(data[(data.startIndex + start)..<(data.startIndex + end)]), tensor.shape, dtype: dtype)
+        return .of(Data(data[(data.startIndex + start)..<(data.startIndex + end)]), tensor.shape, dtype)
     }
 }
 
@@ -173,6 +173,7 @@ func safetensors(
         try write(start)
         for tensor in tensors {
             let array = try tensor.make()
+            try MLXErrors.check()
             precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)
             try array.withBytes(write)
         }

@@ -58,12 +58,24 @@ package enum MLXErrors {
         }
     }
 
+    /// Calls `body`, whose errors of MLX do not count for later work. On a CPU, other errors do: work cannot go on after them.
+    package static func separate<R>(_ body: () throws -> R) throws -> R {
+        guard let work else { return try body() }
+        return try withError { errors in
+            let own = Work(errors: errors, stream: work.stream, isRepeated: work.isRepeated, failures: work.failures)
+            return try $work.withValue(own, operation: body)
+        }
+    }
+
     /// Calls `body` and checks for errors. An error of MLX takes precedence over another error that `body` throws.
-    private static func checked<R>(_ body: () throws -> R) throws -> R {
+    ///
+    /// - Throws: `MLXFailure` if MLX has failed since `collect`, `separate` or `repeating` began, or else the error of `body`.
+    package static func checked<R>(_ body: () throws -> R) throws -> R {
         let result = Result { try body() }
         if case .failure(let error) = result, error is MLXFailure { throw error }
         try check()
-        return try result.get()
+        // Imported functions throw MLX's error themselves.
+        do { return try result.get() } catch let error as MLXError { throw MLXFailure(error) }
     }
 
     /// Waits for the GPU to complete its work, and checks for errors.
@@ -190,6 +202,23 @@ package struct MLXFailure: SentenceError {
 }
 
 extension MLXArray {
+    /// Makes an array of numbers in memory.
+    ///
+    /// If MLX lacks the memory, it reports an error, and the array has no shape. Then the functions that use the shape would end the process before the
+    /// error is found, so this function returns zeros in place of the array.
+    package static func of<T: HasDType>(_ values: [T], _ shape: [Int]? = nil) -> MLXArray {
+        MLXArray(values, shape).orZeros(shape ?? [values.count], T.dtype)
+    }
+
+    /// Makes an array of the bytes of its elements; see `of(_:_:)`.
+    package static func of(_ bytes: Data, _ shape: [Int], _ dtype: DType) -> MLXArray {
+        MLXArray(bytes, shape, dtype: dtype).orZeros(shape, dtype)
+    }
+
+    private func orZeros(_ shape: [Int], _ dtype: DType) -> MLXArray {
+        self.shape == shape ? self : MLXArray.zeros(shape, dtype: dtype)
+    }
+
     /// Returns the element of a one-element array.
     ///
     /// - Throws: `MLXFailure` if MLX cannot compute the array.
@@ -227,13 +256,13 @@ extension MLXArray {
     }
 }
 
-/// Calls `body`. If it throws an error, throws a `MeSPError` with the sentence that `sentence` returns for the reason. Rethrows `MLXFailure`
+/// Calls `body`. If it throws an error, throws a `MeSPError` with the sentence that `sentence` returns for the reason. Rethrows errors of MLX
 /// unchanged, because the failed work may be repeated.
 package func explaining<R>(_ body: () throws -> R, as sentence: (_ reason: Sentence) -> Sentence) throws -> R {
     do {
         return try body()
-    } catch let failure as MLXFailure {
-        throw failure
+    } catch let error where error is MLXFailure || error is MLXError {
+        throw error
     } catch {
         throw MeSPError(sentence(error.plainSentence))
     }

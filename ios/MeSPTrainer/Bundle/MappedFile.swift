@@ -22,7 +22,7 @@ package func mappedWords(_ url: URL, size: Int, modified: Duration?, known: MLXA
         throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")
     }
     if let known { return known }
-    guard let words = mapArray(file, offset: 0, [size / 4], .uint32) else {
+    guard let words = try mapArray(file, offset: 0, [size / 4], .uint32) else {
         throw MeSPError("Cannot map \(url.path): \(lastError()).")
     }
     return words
@@ -36,7 +36,7 @@ package enum Addresses {
 /// The unit of a mapping's size, in bytes. It is the page size of an iPhone. Metal wraps only whole pages without a copy.
 package let mappingUnit = 16384
 
-/// Memory-maps part of an open file as a read-only array. Returns nil and sets `errno` if the system refuses.
+/// Memory-maps part of an open file as a read-only array. Returns nil and sets `errno` if the system refuses. Tries again if MLX lacks the memory.
 ///
 /// The system can drop the pages and read them again, and they do not count in `phys_footprint`. The mapping ends when the last array that uses it is
 /// freed.
@@ -44,7 +44,7 @@ package let mappingUnit = 16384
 /// An anonymous page precedes the data. Its last word holds the data's size, because MLX's CPU allocator reads a buffer's size from there.
 ///
 /// - Parameter shape: the array's shape. Its size in bytes must be a multiple of `mappingUnit`, or else `errno` is `EINVAL`.
-package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
+package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) throws -> MLXArray? {
     let page = Int(getpagesize())
     let size = shape.reduce(dtype.size, *)
     guard size % mappingUnit == 0 else {
@@ -68,5 +68,15 @@ package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType
         return nil
     }
     (data - MemoryLayout<Int>.size).storeBytes(of: size, as: Int.self)
-    return MLXArray(rawPointer: data, shape, dtype: dtype) { munmap(start, page + size) }
+    do {
+        return try MLXErrors.repeating(confirms: false) {
+            let array = MLXArray(rawPointer: data, shape, dtype: dtype) { munmap(start, page + size) }
+            if array.ndim == 0 { try MLXErrors.check() }
+            return array
+        }
+    } catch {
+        // The array was not made, so it does not end the mapping.
+        munmap(start, page + size)
+        throw error
+    }
 }

@@ -148,7 +148,7 @@ package struct FederatedRun {
                 let size = matrix.shape.reduce(1, *)
                 let part = Array(numbers[index * size..<(index + 1) * size])
                 tensors.append(
-                    NewTensor(name: matrix.name, shape: matrix.shape, dtype: .float32) { MLXArray(part, matrix.shape) })
+                    NewTensor(name: matrix.name, shape: matrix.shape, dtype: .float32) { .of(part, matrix.shape) })
             }
         }
         try writeSafetensors(

@@ -75,7 +75,7 @@ extension CheckSuite {
         guard file >= 0 else { throw MeSPError("Cannot make a file in \(Self.temporaryFolder.path): \(lastError()).") }
         unlink(path)
         defer { close(file) }
-        guard ftruncate(file, off_t(size)) == 0, let mapped = mapArray(file, offset: 0, [size / 4], .uint32) else {
+        guard ftruncate(file, off_t(size)) == 0, let mapped = try mapArray(file, offset: 0, [size / 4], .uint32) else {
             throw MeSPError("Cannot map a file in \(Self.temporaryFolder.path): \(lastError()).")
         }
         let words = tamper("map.no_copy", mapped)

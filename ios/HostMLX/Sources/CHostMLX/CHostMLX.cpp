@@ -262,6 +262,8 @@ HostArray host_array_adopt(
         }
         const bool aligned = reinterpret_cast<uintptr_t>(data) % getpagesize() == 0;
         if (aligned && bytes > 0 && size_word_precedes_data() && word_before(data) == bytes) {
+            // Metal may refuse to wrap the memory, and then also the memory for a copy.
+            failing::allocate(bytes);
             mx::allocator::Buffer block(static_cast<size_t *>(data) - 1);
             if (host::ledger_hooks) {
                 host::ledger_hooks->adopted(block.ptr(), bytes);

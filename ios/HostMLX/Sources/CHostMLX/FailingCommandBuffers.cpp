@@ -3,8 +3,15 @@
 // A command buffer's completion handler stores its error (metal/device.cpp:521). The error is thrown and cleared when the stream is synchronized
 // (device.cpp:571) or the next kernels are encoded (device.cpp:578). `Event::wait` may return before the handler runs. So `eval` can return with
 // arrays that count as evaluated.
+//
+// An allocation fails if Metal returns no buffer (metal/allocator.cpp:153). The call that needs the memory throws an error: the creation of an array,
+// or an evaluation, which may have computed other arrays before.
 
 #include "FailingCommandBuffers.h"
+
+#ifdef __linux__
+#include <dlfcn.h>
+#endif
 
 #include <atomic>
 #include <cstring>
@@ -30,9 +37,9 @@ std::mutex mutex;
 std::atomic<bool> is_on = false;
 HostMetalRules rules;
 std::string message;
-/// The number of command buffers: evaluations and, unless buffers fail at once, waits for a stream, which commit an empty one.
+/// The number of command buffers: evaluations, and waits for a stream, which commit an empty one. If allocations fail, their number.
 size_t buffers = 0;
-/// The number of failed buffers. `has_error` is true while an error is pending. A wait throws the error, as does the evaluation that follows
+/// The number of failed buffers or allocations. `has_error` is true while an error is pending. A wait throws the error, as does the evaluation that follows
 /// `evaluations_until_error` other ones.
 size_t failed_buffers = 0;
 bool has_error = false;
@@ -89,8 +96,8 @@ void throw_error() {
     throw std::runtime_error(rules.message);
 }
 
-/// Returns whether the buffer that was counted last fails.
-bool buffer_fails() {
+/// Returns whether the buffer or allocation that was counted last fails.
+bool fails() {
     if (rules.first_failing == 0 || buffers < rules.first_failing || failed_buffers == rules.failing_count ||
         (buffers - rules.first_failing) % rules.period != 0) {
         return false;
@@ -99,11 +106,15 @@ bool buffer_fails() {
     return true;
 }
 
-/// Counts a command buffer. Throws a pending error that is due, or the buffer's own error if it fails at once.
+/// Counts a command buffer, and throws a pending error that is due.
 ///
 /// \returns whether the buffer fails, so that its error is pending.
 bool next_buffer_fails(const std::vector<mx::array> &outputs) {
     const std::lock_guard lock(mutex);
+    if (rules.of_allocations) {
+        host::refuse_gpu_work(outputs);
+        return false;
+    }
     buffers += 1;
     if (has_error && evaluations_until_error == 0) {
         throw_error();
@@ -113,15 +124,9 @@ bool next_buffer_fails(const std::vector<mx::array> &outputs) {
         evaluations_until_error -= 1;
         return false;
     }
-    if (!buffer_fails()) {
-        return false;
-    }
-    if (rules.fails_at_once) {
-        throw_error();
-    }
-    has_error = true;
+    has_error = fails();
     evaluations_until_error = rules.delay;
-    return true;
+    return has_error;
 }
 
 }  // namespace
@@ -142,12 +147,28 @@ void evaluate(const std::vector<mx::array> &outputs, const std::function<void()>
 
 void wait() {
     const std::lock_guard lock(mutex);
-    if (!is_on || rules.fails_at_once) {
+    if (!is_on || rules.of_allocations) {
         return;
     }
     buffers += 1;
-    if (has_error || buffer_fails()) {
+    if (has_error || fails()) {
         throw_error();
+    }
+}
+
+void allocate(size_t bytes) {
+    // MLX takes arrays of less than 256 bytes from a heap that it has already (metal/allocator.h:60). Here only single numbers count as that small,
+    // because the tests' models are small.
+    if (!is_on || bytes <= 8 || !host::has_entered) {
+        return;
+    }
+    const std::lock_guard lock(mutex);
+    if (!rules.of_allocations) {
+        return;
+    }
+    buffers += 1;
+    if (fails()) {
+        throw std::runtime_error("[malloc] Unable to allocate " + std::to_string(bytes) + " bytes.");
     }
 }
 
@@ -161,6 +182,39 @@ const void *data_never_computed(const mx::array &a) {
 }
 
 }  // namespace failing
+
+// MARK: MLX's allocator
+
+#ifdef __linux__
+namespace {
+
+/// MLX's allocator, with allocations that fail.
+class FailingAllocator : public mx::allocator::Allocator {
+   public:
+    mx::allocator::Buffer malloc(size_t size) override {
+        failing::allocate(size);
+        return mlx_.malloc(size);
+    }
+    void free(mx::allocator::Buffer buffer) override { mlx_.free(buffer); }
+    size_t size(mx::allocator::Buffer buffer) const override { return mlx_.size(buffer); }
+    mx::allocator::Buffer make_buffer(void *data, size_t size) override { return mlx_.make_buffer(data, size); }
+    void release(mx::allocator::Buffer buffer) override { mlx_.release(buffer); }
+
+   private:
+    using Function = mx::allocator::Allocator &();
+    mx::allocator::Allocator &mlx_ =
+        reinterpret_cast<Function *>(dlsym(RTLD_NEXT, "_ZN3mlx4core9allocator9allocatorEv"))();
+};
+
+}  // namespace
+
+/// Replaces MLX's function of this name. On Linux, libmlx resolves the name in the executable first. A program with the ledger has the ledger's
+/// function instead.
+__attribute__((weak)) mx::allocator::Allocator &mx::allocator::allocator() {
+    static auto *allocator = new FailingAllocator;  // it frees arrays that live until the end
+    return *allocator;
+}
+#endif
 
 // MARK: The C interface
 

@@ -1,4 +1,4 @@
-// Command buffers that fail as on Metal. include/CHostMLX.h has the C interface.
+// Command buffers and allocations that fail as on Metal. include/CHostMLX.h has the C interface.
 
 #ifndef FAILING_COMMAND_BUFFERS_H
 #define FAILING_COMMAND_BUFFERS_H
@@ -17,6 +17,10 @@ void evaluate(const std::vector<mlx::core::array> &outputs, const std::function<
 /// Counts the empty command buffer that a wait for a stream commits. Throws its error if it fails, or the pending error of an earlier buffer. It is
 /// called after the stream was synchronized.
 void wait();
+
+/// Counts an allocation of the calling thread, and throws an error if it fails. Threads that do not call MLX, such as those that run kernels, allocate
+/// nothing on Metal.
+void allocate(size_t bytes);
 
 /// Counts a read of an array that was never computed, where mlx-swift would dereference a null pointer. Throws an error if no rules of Metal apply.
 ///

@@ -56,7 +56,10 @@ void make_gpu_stream() {
 #endif
 }
 
+thread_local bool has_entered = false;
+
 void enter() {
+    has_entered = true;
     // Without a GPU, switches off MLX's cache of up to 32 MB of freed memory.
     [[maybe_unused]] static const bool is_without_cache =
         !mx::is_available(mx::Device::gpu) && (mx::set_cache_limit(0), true);

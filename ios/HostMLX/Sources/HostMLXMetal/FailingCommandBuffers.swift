@@ -10,8 +10,10 @@ public struct FailingCommandBuffers: Sendable {
     /// stream throws the error earlier. The arrays of the failed buffer count as evaluated, and hold `garbage`.
     public var delay = Int.max
     public var garbage = Garbage.nan
-    /// Whether memory is refused: a failing evaluation computes nothing and throws the error itself. Reading an array that was not computed then counts as a fault, because it would end a process on Metal.
-    public var isAtOnce = false
+    /// Whether allocations are counted and fail, in place of command buffers. The creation of an array, or the evaluation, that needs the memory throws
+    /// the error. Reading an array that was not computed then counts as a fault, because it would end a process on Metal. This rule needs Linux.
+    public var areAllocations = false
+    /// The message of a command buffer's error.
     public var message = hang
 
     /// The contents of a failed buffer's arrays. Integer and Boolean arrays get zeros in both cases.

@@ -9,7 +9,7 @@ public struct MetalRules: Sendable {
     public var tf32 = false
     /// Whether the GPU is the default device. Work on the GPU fails.
     public var gpuByDefault = false
-    /// The command buffers that fail, or nil if none fail.
+    /// The command buffers or allocations that fail, or nil if none fail.
     public var failingBuffers: FailingCommandBuffers?
 
     public init(tf32: Bool = false, gpuByDefault: Bool = false, failingBuffers: FailingCommandBuffers? = nil) {
@@ -21,7 +21,7 @@ public struct MetalRules: Sendable {
 
 /// What happened during a call of `withMetal`.
 public struct MetalReport: Sendable, Equatable {
-    /// The number of command buffers: of evaluations that had something to compute and, except under rules that refuse memory, of waits for a stream.
+    /// The number of command buffers: of evaluations that had something to compute, and of waits for a stream. If allocations fail, their number.
     public var commandBuffers = 0
     /// The faults that would have ended a process on Metal, with their counts.
     public var faults = [String: Int]()
@@ -42,7 +42,8 @@ public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
                 tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
                 first_failing: failing?.first ?? 0, failing_count: failing?.count ?? 0,
                 period: failing?.period ?? 1, delay: failing?.delay ?? 0,
-                leaves_zeros: failing?.garbage == .zeros, fails_at_once: failing?.isAtOnce ?? false, message: message))
+                leaves_zeros: failing?.garbage == .zeros, of_allocations: failing?.areAllocations ?? false,
+                message: message))
     }
     precondition(begun, "HostMLX behaves like Metal already")
     let result = Result {

@@ -102,29 +102,52 @@ import Testing
         #expect(throws: Never.self) { try result.get() }
     }
 
-    @Test func memoryIsRefusedAtOnce() throws {
-        let (result, report) = withMetal(failure(2) { $0.isAtOnce = true }) {
-            try withError { errors in
-                let first = MLXArray(1) + 1
-                eval(first)
-                try errors.check()
-                let second = first + 1
-                eval(second)
-                #expect(throws: MLXError.self) { try errors.check() }
-                #expect(first.item(Int.self) == 2)
-                #expect(second.item(Int.self) == 3)
-            }
-        }
-        #expect(throws: MLXError.self) { try result.get() }
-        #expect(report.faults.isEmpty)
-    }
+    #if os(Linux)
+        private func refusal(_ allocation: Int) -> MetalRules { failure(allocation) { $0.areAllocations = true } }
 
-    @Test func readingTheDataOfAFailedArrayIsAFault() {
-        let (_, report) = withMetal(failure(1) { $0.isAtOnce = true }) {
-            try withError { (MLXArray(1) + 1).asData(access: .copy).data }
+        @Test func anAllocationFailsWhereAnArrayIsCreated() {
+            let (result, report) = withMetal(refusal(2)) {
+                try withError { errors in
+                    let (first, second) = (MLXArray([1, 2]), MLXArray([3, 4]))
+                    #expect(throws: MLXError.caught("[malloc] Unable to allocate 8 bytes.")) { try errors.check() }
+                    #expect(first.shape == [2] && second.shape == [] && (first + second).size == 0)
+                    #expect(MLXArray.zeros([2]).asArray(Float.self) == [0, 0])
+                }
+            }
+            #expect(throws: MLXError.self) { try result.get() }
+            #expect(report.faults.isEmpty)
         }
-        #expect(report.faults.values.reduce(0, +) == 1)
-    }
+
+        @Test func anAllocationFailsInAnEvaluation() {
+            let numbers = MLXArray([1, 2])
+            let (result, report) = withMetal(refusal(2)) {
+                try withError { errors in
+                    let first = numbers.square()
+                    let second = concatenated([first, first])
+                    eval(second)
+                    #expect(throws: MLXError.caught("[malloc] Unable to allocate 16 bytes.")) { try errors.check() }
+                    #expect(first.asArray(Int.self) == [1, 4])
+                    #expect(second.asArray(Int.self) == [1, 4, 1, 4])
+                }
+            }
+            #expect(throws: MLXError.self) { try result.get() }
+            #expect(report.faults.isEmpty)
+        }
+
+        @Test func readingTheDataOfAFailedArrayIsAFault() {
+            let numbers = MLXArray([1, 2])
+            var rules = refusal(1)
+            rules.failingBuffers?.count = 2
+            let (_, report) = withMetal(rules) {
+                try withError {
+                    let square = numbers.square()
+                    eval(square)
+                    return square.asData(access: .copy).data
+                }
+            }
+            #expect(report.faults.values.reduce(0, +) == 1)
+        }
+    #endif
 
     @Test func workForTheGPUFails() {
         let a = MLXArray([1, 2, 3])

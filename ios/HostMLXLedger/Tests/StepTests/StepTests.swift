@@ -52,7 +52,8 @@ final class StepTests {
 
     @Test(
         arguments: ["", "keepCache", "all", "mezo", "batch", "q and v", "B alone"].map { (128, $0) }
-            + [(256, ""), (256, "all")] + ["", "kept", "all", "mezo", "batch"].map { (256, "formulas \($0)") })
+            + [(256, ""), (256, "all")] + ["", "kept", "all", "mezo", "batch"].map { (256, "formulas \($0)") }
+            + [64, 128, 256].map { ($0, "formulas dora") })
     func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
         let settings = try settings(length) {
             if choice.hasPrefix("formulas") { $0.bundle = bare.path }
@@ -63,6 +64,7 @@ final class StepTests {
             case "batch": $0.batchSize = 2
             case "q and v": $0.projections = ["q", "v"]
             case "B alone": $0.freezeA = true
+            case "dora": $0.dora = true
             default: break
             }
         }

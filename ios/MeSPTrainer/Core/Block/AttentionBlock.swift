@@ -51,7 +51,7 @@ extension Block {
         let (qAndGate, k, v) = (
             heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
         )
-        let place = Positions.each(MLXArray(states.map { Int32($0.count) }))
+        let place = Positions.each(.of(states.map { Int32($0.count) }))
         let (q, kHat, vHat) = machine.part(
             attention.query(mixer.outputGate ? qAndGate[.ellipsis, ..<d] : qAndGate, at: place),
             attention.key(k, at: place).asType(dtype), attention.value(v).asType(dtype))

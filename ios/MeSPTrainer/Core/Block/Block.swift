@@ -128,7 +128,7 @@ package struct SideInputs {
     /// The arrays in the order of the block function's arguments, without dropout.
     var arrays: [MLXArray] {
         let starts = records.map { records in
-            MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
+            MLXArray.of(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
         }
         return [perLayer, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }
             + [starts].compactMap { $0 }

@@ -52,8 +52,10 @@ package final class BlockFunction {
         guard isFused else { return selection.of(try call(arguments)) }
         error = nil
         let result = kernels(selection)(arguments)
-        try MLXErrors.check()
-        if let error {
+        do {
+            try MLXErrors.check()
+            if let error { throw error }
+        } catch {
             // A trace that failed is removed, so that MLX traces the function again.
             fused[selection] = nil
             throw error

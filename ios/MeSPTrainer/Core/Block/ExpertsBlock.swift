@@ -102,7 +102,7 @@ private struct Routed {
         chosen =
             (try? weights.chosen(experts, all).numbers(Int32.self))
             ?? (0..<Int32(x.dim(0)) * perToken).map { $0 % Int32(experts.numExperts) }
-        let z = takeAlong(all, MLXArray(chosen, [x.dim(0), Int(perToken)]), axis: -1)
+        let z = takeAlong(all, .of(chosen, [x.dim(0), Int(perToken)]), axis: -1)
         (self.z, w) = machine.part(z, experts.weights(z))
         var places = [[Int32]](repeating: [], count: experts.numExperts)
         for (place, expert) in chosen.enumerated() { places[Int(expert)].append(Int32(place)) }
@@ -110,7 +110,7 @@ private struct Routed {
             tiles(of: places.count, size: most).map { some in
                 let tokens = places[some].map { $0 / perToken }
                 return Pairs(
-                    expert: expert, positions: tokens.map { Int($0) }, tokens: MLXArray(tokens),
+                    expert: expert, positions: tokens.map { Int($0) }, tokens: .of(tokens),
                     places: Array(places[some]))
             }
         }
@@ -118,16 +118,16 @@ private struct Routed {
 
     /// Returns the weights of an expert's pairs, `[count, 1]`.
     func weights(_ pairs: Pairs) -> MLXArray {
-        w.flattened().take(MLXArray(pairs.places), axis: 0).expandedDimensions(axis: -1)
+        w.flattened().take(.of(pairs.places), axis: 0).expandedDimensions(axis: -1)
     }
 
     /// Returns dz `[T, E]` from dw of all pairs in the order of `byExpert`. dz is 0 for experts that were not chosen.
     func backward(dw: MLXArray) -> MLXArray {
         var order = [Int32](repeating: 0, count: chosen.count)
         for (index, place) in byExpert.flatMap(\.places).enumerated() { order[Int(place)] = Int32(index) }
-        let dz = experts.weightsBackward(z, dw: dw.flattened().take(MLXArray(order), axis: 0).reshaped(z.shape))
+        let dz = experts.weightsBackward(z, dw: dw.flattened().take(.of(order), axis: 0).reshaped(z.shape))
         let (all, perToken) = (experts.numExperts, experts.numExpertsPerTok)
         let places = chosen.enumerated().map { Int32($0 / perToken * all) + $1 }
-        return MLXArray.zeros([z.dim(0) * all]).at[MLXArray(places)].add(dz.flattened()).reshaped([z.dim(0), all])
+        return MLXArray.zeros([z.dim(0) * all]).at[MLXArray.of(places)].add(dz.flattened()).reshaped([z.dim(0), all])
     }
 }

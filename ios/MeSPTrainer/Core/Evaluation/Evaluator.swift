@@ -97,7 +97,7 @@ package struct Evaluator {
 
     /// Calls `body` on the model's device, and calls it again after a GPU failure.
     private func repeating<R>(_ atBlock: () throws -> Void, _ body: () throws -> R) throws -> R {
-        try model.bundle.withDevice {
+        try model.withDevice {
             try MLXErrors.repeating(
                 beforeRetry: {
                     model.forget()

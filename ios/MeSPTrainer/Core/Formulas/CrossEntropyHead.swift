@@ -87,7 +87,7 @@ package struct CrossEntropyHead {
             // `rows` maps each position to its row of dy. Positions that are not counted map to an appended row of zeros.
             var rows = [Int32](repeating: Int32(counted.count), count: y.dim(1))
             for (row, position) in counted.enumerated() { rows[position] = Int32(row) }
-            dy = concatenated([dy, MLXArray.zeros([1, y.dim(2)], dtype: dy.dtype)])[MLXArray(rows)]
+            dy = concatenated([dy, MLXArray.zeros([1, y.dim(2)], dtype: dy.dtype)])[MLXArray.of(rows)]
         }
         return (loss, dy.expandedDimensions(axis: 0))
     }
@@ -95,7 +95,7 @@ package struct CrossEntropyHead {
     /// Returns the `counted` rows of y `[1, T, hidden]`, as `[n, hidden]`.
     private func rows(_ counted: [Int], of y: MLXArray) -> MLXArray {
         let all = y.reshaped([y.dim(1), y.dim(2)])
-        return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
+        return counted.count < y.dim(1) ? all[MLXArray.of(counted.map { Int32($0) })] : all
     }
 
     /// Returns the sum of the losses of y's rows `[n, hidden]`, and dy times the scale. Without a scale, dy is not computed and must not be used.
@@ -159,8 +159,9 @@ package struct CrossEntropyHead {
             let z = capped(wTile.apply(h[t]))
             // The targets' indices in the tile. They are not computed on a GPU, where an error would leave garbage, and an address outside of z.
             let (isHere, places) = (
-                MLXArray(targets.map { rows.contains(Int($0)) }, [t.count, 1]),
-                MLXArray(targets.map { Int32(min(max(Int($0) - rows.lowerBound, 0), rows.count - 1)) }, [t.count, 1])
+                MLXArray.of(targets.map { rows.contains(Int($0)) }, [t.count, 1]),
+                MLXArray.of(
+                    targets.map { Int32(min(max(Int($0) - rows.lowerBound, 0), rows.count - 1)) }, [t.count, 1])
             )
             sums.zTarget = which(isHere, takeAlong(z, places, axis: 1), sums.zTarget)
             let m = Self.largest([sums.m, z])
@@ -175,7 +176,7 @@ package struct CrossEntropyHead {
         // s ≥ 1, because the largest logit adds exp(0) = 1.
         var scores = Scores(losses: sums.m + log(sums.expSum) - sums.zTarget, isLargest: sums.zTarget .>= sums.m)
         guard let weighted = sums.weighted else { return scores }
-        let wTarget = machine.part(w.take(MLXArray(targets)), scores.losses).0
+        let wTarget = machine.part(w.take(.of(targets)), scores.losses).0
         let dh = weighted / sums.expSum - sloped(wTarget, sums.zTarget)
         h = machine.inputs(h, after: [dh])
         scores.dh = dh

@@ -110,7 +110,7 @@ package struct GatedDeltaNet {
             return Input(
                 features: features, dim: dim, convolution: CausalConvolution(weight: convolution.weight[features]),
                 norm: scale.map {
-                    RMSNorm(weight: MLXArray([Float](repeating: $0, count: dim)), eps: 1e-6 / Float(dim))
+                    RMSNorm(weight: .of([Float](repeating: $0, count: dim)), eps: 1e-6 / Float(dim))
                 })
         }
         let (keys, scale) = (keyHeads * keyDim, 1 / Float(keyDim))

@@ -16,7 +16,7 @@ package struct LayerEmbeddings {
 
     init(_ tokens: [Int32], x0: MLXArray, table: PackedWeights, _ architecture: Architecture, size: Int) {
         (self.x0, self.size) = (x0, size)
-        rows = readRows { table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(MLXArray(tokens)) }
+        rows = readRows { table.matrix("", inputs: architecture.numHiddenLayers * size).packedRows(.of(tokens)) }
     }
 
     /// Returns p `[T, size]` of a layer.

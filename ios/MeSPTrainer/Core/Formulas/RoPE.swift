@@ -35,7 +35,7 @@ extension AttentionMixer {
     /// Returns 1 / frequency of each pair of dimensions, with the given sign. The result is finite even for frequency 0, because 1 / infinity is
     /// undefined in a GPU's fast math.
     func periods(sign: Float) -> MLXArray {
-        MLXArray(frequencies.map { sign * min(1 / $0, .greatestFiniteMagnitude) })
+        .of(frequencies.map { sign * min(1 / $0, .greatestFiniteMagnitude) })
     }
 }
 

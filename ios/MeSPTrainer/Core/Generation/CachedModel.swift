@@ -155,6 +155,16 @@ package struct CachedModel {
     /// Frees the views and layers of the weights. They may be invalid after an MLX error.
     func forget() { kept.forget() }
 
+    /// Calls `body` on the bundle's device.
+    func withDevice<R>(_ body: () throws -> R) throws -> R {
+        do {
+            return try bundle.withDevice(body)
+        } catch {
+            forget()
+            throw error
+        }
+    }
+
     /// Returns the size of a cache after `tokens` tokens, in bytes.
     ///
     /// - Parameter cache: a cache of another text, from which the size of recurrent states is taken; nil to leave out recurrent states.

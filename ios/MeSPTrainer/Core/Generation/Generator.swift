@@ -102,7 +102,7 @@ public struct Generator {
         try request.check(vocabulary: model.bundle.architecture.vocabSize)
         cache.ready(for: model.selection)
         do {
-            return try model.bundle.withDevice {
+            return try model.withDevice {
                 defer { cache.end() }
                 var summary: Summary?
                 try write(
@@ -135,7 +135,7 @@ public struct Generator {
         try require(
             (1...CachedModel.mostTexts).contains(atOnce), "at_once", "at least 1 and at most \(CachedModel.mostTexts)")
         for request in requests { try request.check(vocabulary: model.bundle.architecture.vocabSize) }
-        try model.bundle.withDevice {
+        try model.withDevice {
             let texts = requests.enumerated().map { Text(index: $0, request: $1, cache: PromptCache()) }
             try write(
                 texts, atOnce: atOnce, cacheLimit: cacheLimit, atBlock, onToken: onToken,

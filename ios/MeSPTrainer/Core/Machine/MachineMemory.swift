@@ -90,7 +90,9 @@ extension Planner {
             return 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
         }
         let mixer = 51 * plan.tileBytes + tenMixers + 17 * normed
-        let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * normed
+        // With DoRA another vector of a block's parameters has the products of B with g.
+        let ofVectors = (settings.dora ? 48 : 38) * gradientBytes
+        let mlp = 34 * plan.tileBytes + 180 * hidden + ofVectors + 46 * normed
         return max(mixer, mlp, 10 * update(plan)) / 10
     }
 

@@ -7,7 +7,7 @@ import MLX
 ///   - r: a number for each row
 ///   - c: a number for each column
 func masked(_ x: MLXArray, rows r: [UInt32], columns c: [UInt32], least: UInt32) -> MLXArray {
-    guard Device.isCPU else { return fusedMask([x, MLXArray(r, [r.count, 1]), MLXArray(c), MLXArray(least)]) }
+    guard Device.isCPU else { return fusedMask([x, .of(r, [r.count, 1]), .of(c), MLXArray(least)]) }
     // On a CPU MLX does not fuse operations on integers, and would write an array of the products.
     let kept = [Bool](unsafeUninitializedCapacity: r.count * c.count) { kept, count in
         for (row, r) in r.enumerated() {
@@ -15,7 +15,7 @@ func masked(_ x: MLXArray, rows r: [UInt32], columns c: [UInt32], least: UInt32)
         }
         count = r.count * c.count
     }
-    return which(MLXArray(kept, [r.count, c.count]), x, Float(0))
+    return which(MLXArray.of(kept, [r.count, c.count]), x, Float(0))
 }
 
 private let fusedMask = Fused { which($0[1] * $0[2] .>= $0[3], $0[0], Float(0)) }

@@ -81,9 +81,9 @@ extension QuantizedMatrix {
         let eight = words.view(dtype: .uint8).reshaped([words.dim(0), -1, bits])
         let starts = (0..<8).map { $0 * bits }
         func bytes(_ places: [Int]) -> MLXArray {
-            eight.take(MLXArray(places.map { Int32($0 / 8) }), axis: -1).asType(.uint16)
+            eight.take(.of(places.map { Int32($0 / 8) }), axis: -1).asType(.uint16)
         }
         let pairs = bytes(starts) + 256 * bytes(starts.map { $0 + bits - 1 })
-        return (pairs >> MLXArray(starts.map { UInt16($0 % 8) })) & ((1 << bits) - 1)
+        return (pairs >> MLXArray.of(starts.map { UInt16($0 % 8) })) & ((1 << bits) - 1)
     }
 }

@@ -63,12 +63,12 @@ final class ArrayFile {
     /// Returns the array at `index`, mapped. Results that depend on it must be evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
         guard let shape = shapes[index] else { preconditionFailure("array \(index) was never written") }
-        func map() -> MLXArray? { mapArray(file, offset: index * stride, [stride / dtype.size], dtype) }
-        var mapped = maps[index] ?? map()
+        func map() throws -> MLXArray? { try mapArray(file, offset: index * stride, [stride / dtype.size], dtype) }
+        var mapped = try maps[index] ?? map()
         if mapped == nil {
             // The process may have address space for only one mapping at a time.
             maps = [:]
-            mapped = map()
+            mapped = try map()
         }
         guard let pages = mapped else {
             throw MeSPError("Cannot map the training state: \(lastError()).")
@@ -122,7 +122,7 @@ package struct BlockArrays {
             // fragment the memory.
             try array.withBytes { bytes in
                 arrays[block] = nil
-                arrays[block] = MLXArray(bytes, array.shape, dtype: array.dtype)
+                arrays[block] = .of(bytes, array.shape, array.dtype)
             }
         }
     }

@@ -28,9 +28,9 @@ final class ReferenceModel {
         guard !known.isEmpty else { return [:] }
         let known = known.sorted { $0.key < $1.key }
         return [
-            "reference.answers": MLXArray(
+            "reference.answers": .of(
                 known.flatMap { [$0.key.split, $0.key.prompt, $0.key.answer] }, [known.count, 3]),
-            "reference.log_probabilities": MLXArray(known.map(\.value)),
+            "reference.log_probabilities": .of(known.map(\.value)),
         ]
     }
 

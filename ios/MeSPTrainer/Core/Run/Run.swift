@@ -70,24 +70,26 @@ package enum Run {
         if lock == nil { lock = try FolderLock(output) }
         // The first work on a GPU begins after this call, in which `atBlock` may wait. A stop takes effect at the next boundary.
         try? hooks.atBlock { _ in }
-        var (isCutShort, start) = (false, SavedState?.none)
+        let progress = TrainingLoop.Progress()
+        var cut: TrainingLoop.CutShort?
         while true {
-            let loop: TrainingLoop
+            if let cut { plan = cut.plan }
             do {
-                loop = try TrainingLoop(
-                    settings, bundle, data, sources, planner, plan, from: saved, start: start, isCutShort: isCutShort,
-                    hooks: hooks)
-            } catch let failure as MLXFailure where failure.isOfMemory {
-                guard let cheaper = planner.cheaper(than: plan) else { throw failure }
-                (plan, isCutShort) = (cheaper, true)
-                continue
-            }
-            do {
-                return try loop.run()
-            } catch let cut as TrainingLoop.CutShort {
-                // The run continues from the last saved state, or from its start if there is none.
-                (settings.resume, plan, start, isCutShort) = (true, cut.plan, cut.start, true)
+                return try MLXErrors.separate {
+                    let loop = try MLXErrors.checked {
+                        try TrainingLoop(
+                            settings, bundle, data, sources, planner, plan, from: saved, progress, after: cut,
+                            hooks: hooks)
+                    }
+                    try loop.run()
+                }
+            } catch let end as TrainingLoop.CutShort {
+                (cut, settings.resume) = (end, true)
                 saved = try SavedState.load(from: output, settings)
+            } catch let failure as MLXFailure where failure.isOfMemory {
+                // The loop's arrays could not be made.
+                let reason: Sentence = "MLX ran short of memory"
+                cut = .init(reason: reason, plan: try planner.cheaper(than: plan, because: reason))
             }
         }
     }

@@ -10,16 +10,15 @@ final class TrainingLoop {
     private let data: Splits
     private let output: URL
     private let planner: Planner
-    private var trainer: Trainer
+    private let trainer: Trainer
     private var state: SavedState
     private let log: LogWriter
     private let secret: SecretKey?
     private let hooks: RunHooks
 
     private let sampler = FootprintSampler()
-    private var begin = ContinuousClock.now
-    /// The highest footprint so far, in bytes.
-    private var peak = 0
+    private let progress: Progress
+    private var hasTrained = false
     /// A message about the last step if it exceeded the memory limit; otherwise nil.
     private var overBudget: Sentence?
     private var saveAt: ContinuousClock.Instant
@@ -30,30 +29,34 @@ final class TrainingLoop {
     /// work that a crash can cost.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
-    /// A step ran out of memory after it had changed parameters.
+    /// The end of a loop that took too much memory. The run continues with `plan` from the last saved state.
     struct CutShort: Error {
-        /// The plan with which the run continues from the last saved state.
+        let reason: Sentence
         let plan: Plan
-        /// The state from which the run continues if none is saved: that of the first evaluation, without vectors.
-        let start: SavedState?
     }
 
-    private var start: SavedState?
+    /// What all loops of a run have in common.
+    final class Progress {
+        fileprivate let begin = ContinuousClock.now
+        /// The highest footprint so far, in bytes.
+        fileprivate var peak = 0
+        /// The state from which the run continues if none is saved: that of the first evaluation, without vectors.
+        fileprivate var start: SavedState?
+    }
 
     /// - Parameters:
     ///   - sources: the digests of the bundle and the data.
     ///   - plan: the plan to train with.
     ///   - saved: the state to continue from; nil at the beginning.
-    ///   - start: the state to continue from if none is saved; see `CutShort`.
-    ///   - isCutShort: whether the run continues with another plan after it ran out of memory.
+    ///   - cut: the end of the loop before; nil for the first loop.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ sources: SavedState.Sources,
-        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, start: SavedState?, isCutShort: Bool,
+        _ planner: Planner, _ plan: Plan, from saved: SavedState.Loaded?, _ progress: Progress, after cut: CutShort?,
         hooks: RunHooks
     ) throws {
         (self.settings, self.bundle, self.data, self.planner, self.hooks) = (settings, bundle, data, planner, hooks)
-        state = saved?.state ?? start ?? SavedState(plan: plan, settings: settings, sources: sources)
-        self.start = start
+        self.progress = progress
+        state = saved?.state ?? progress.start ?? SavedState(plan: plan, settings: settings, sources: sources)
         (state.plan, state.settings) = (plan, settings)
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
@@ -68,14 +71,12 @@ final class TrainingLoop {
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         trainer.clock.atBlock = { [unowned self] in try self.hooks.atBlock { try append(.event($0)) } }
         if let saved { try SavedState.restore(trainer) { saved.vectors[$0] } }
-        if log.isEmpty {
-            try append(.start(.init(settings, bundle, hooks.battery())))
-            try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
-        }
+        if log.isEmpty { try append(.start(.init(settings, bundle, hooks.battery()))) }
+        if let cut { try note("cheaper_plan", "\(cut.reason); the run continues with a plan that takes less memory") }
+        if log.isEmpty || cut != nil { try append(.plan(plan, .init(settings, bundle, planner, plan, data))) }
         if log.lostLines {
             try note("log_cut_off", "lines of the log were lost, as in a power failure; the run resumes from its state")
         }
-        if isCutShort { try appendCheaper(plan, "MLX ran short of memory") }
         guard let before = saved?.state.settings else { return }
         try note("resumed", "after step \(state.step)")
         if let was = before.device, was != bundle.device {
@@ -91,21 +92,14 @@ final class TrainingLoop {
     ///
     /// - Throws: `CutShort`, or the error that ends the run.
     func run() throws {
-        begin = .now
         _ = sampler.takePeak()
         defer { sampler.stop() }
-        var hasTrained = false
         do {
-            try train()
-            hasTrained = true
-            if let limit = settings.maxForgetting { try chooseStrength(limit) }
-            if let test = data.test { _ = try evaluate("test", test) }
-            if secret != nil { try SecretKey.remove(from: output) }
-            try end(.finished)
-        } catch is CancellationError {
-            // After training, the state is already saved. A resumed run repeats the remaining work.
-            if !hasTrained { try save() }
-            try end(.stopped)
+            do {
+                try MLXErrors.checked(train)
+            } catch let failure as MLXFailure where failure.isOfMemory {
+                throw try cutShort("MLX ran short of memory")
+            }
         } catch let cut as CutShort {
             throw cut
         } catch {
@@ -117,20 +111,28 @@ final class TrainingLoop {
     }
 
     private func train() throws {
-        var isDone = false
-        while !isDone {
-            do {
-                isDone = try advance()
-            } catch let failure as MLXFailure where failure.isOfMemory {
-                if !trainer.clock.hasChanged {
-                    try economize("MLX ran short of memory")
-                } else if let cheaper = planner.cheaper(than: state.plan) {
-                    throw CutShort(plan: cheaper, start: start)
-                } else {
-                    throw failure
-                }
-            }
+        do {
+            while try !advance() {}
+            hasTrained = true
+            if let limit = settings.maxForgetting { try chooseStrength(limit) }
+            if let test = data.test { _ = try evaluate("test", test) }
+            if secret != nil { try SecretKey.remove(from: output) }
+            try end(.finished)
+        } catch is CancellationError {
+            // After training, the state is already saved. A resumed run repeats the remaining work.
+            if !hasTrained { try save() }
+            try end(.stopped)
         }
+    }
+
+    /// Saves the state, unless MLX is out of memory or a step has changed parameters.
+    ///
+    /// - Throws: `MeSPError` if no plan takes less memory.
+    private func cutShort(_ reason: Sentence) throws -> CutShort {
+        if !hasTrained, !trainer.clock.hasChanged {
+            do { try save() } catch let failure as MLXFailure where failure.isOfMemory {}
+        }
+        return CutShort(reason: reason, plan: try planner.cheaper(than: state.plan, because: reason))
     }
 
     /// Evaluates and saves if it is time, and takes a step unless the training is done.
@@ -149,8 +151,7 @@ final class TrainingLoop {
         if last || early { return true }
 
         if let reason = hooks.memoryIsShort() ? "The system is short of memory" : overBudget {
-            overBudget = nil
-            try economize(reason)
+            throw try cutShort(reason)
         }
         try stepOrSkip()
         return false
@@ -161,7 +162,7 @@ final class TrainingLoop {
     /// Takes a step, and logs its record, or an event if the step drew no example. If a number is not finite, the step is logged as skipped with
     /// `skipBadSteps`, and an error is thrown without it.
     private func stepOrSkip() throws {
-        peak = max(peak, sampler.takePeak())
+        progress.peak = max(progress.peak, sampler.takePeak())
         var record: LogRecord.Step
         do {
             record = try recordedStep()
@@ -175,7 +176,7 @@ final class TrainingLoop {
             return try note("skipped_step", "\(bad.what) is not finite in step \(state.step), which was undone")
         }
         record.footprintPeakBytes = sampler.takePeak()
-        peak = max(peak, record.footprintPeakBytes)
+        progress.peak = max(progress.peak, record.footprintPeakBytes)
         if record.tokens == 0 {
             try note("empty_batch", "step \(record.step) drew no example, and added only noise")
         } else {
@@ -236,37 +237,6 @@ final class TrainingLoop {
             trainer, batches.map { PreferenceBatch($0, objective, share: 1 / Double(batches.count)) }, number: number)
     }
 
-    /// Continues with a plan that takes less memory, and saves the state.
-    ///
-    /// - Throws: `MeSPError` if there is no such plan; the state is saved then too.
-    private func economize(_ reason: Sentence) throws {
-        while let cheaper = planner.cheaper(than: state.plan) {
-            state.plan = cheaper
-            do {
-                trainer = try MLXErrors.repeating(beforeRetry: trainer.clock.boundary) {
-                    let vectors = try SavedState.vectors(of: trainer)
-                    let new = try Trainer(bundle: bundle, settings: settings, plan: cheaper, folder: output)
-                    try SavedState.restore(new) { vectors[$0] }
-                    new.clock.atBlock = trainer.clock.atBlock
-                    return new
-                }
-            } catch let failure as MLXFailure where failure.isOfMemory {
-                continue
-            }
-            try appendCheaper(cheaper, reason)
-            return try save()
-        }
-        try save()
-        throw MeSPError(
-            "\(reason), and no plan takes less memory. The state after step \(state.step) is saved; resume the run when there is more, or with a higher memory limit."
-        )
-    }
-
-    private func appendCheaper(_ plan: Plan, _ reason: Sentence) throws {
-        try note("cheaper_plan", "\(reason); the run continues with a plan that takes less memory")
-        try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
-    }
-
     // MARK: - Evaluations
 
     private func evaluate() throws {
@@ -279,7 +249,7 @@ final class TrainingLoop {
         (state.best, state.evaluationsSinceBest) = (loss, 0)
         guard state.step > 0 else {
             state.logBytes = try log.synchronize()
-            start = state
+            progress.start = state
             return
         }
         if settings.evalEvery > 0 { try trainer.model.saveAdapters(to: output.appendingPathComponent("best")) }
@@ -362,13 +332,23 @@ final class TrainingLoop {
     }
 
     private func end(_ reason: LogRecord.End.Reason) throws {
-        peak = max(peak, sampler.takePeak())
-        let seconds = (.now - begin) / .seconds(1)
+        progress.peak = max(progress.peak, sampler.takePeak())
+        let seconds = (.now - progress.begin) / .seconds(1)
         try append(
             .end(
                 .init(
-                    reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: peak,
+                    reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: progress.peak,
                     battery: hooks.battery(), thermalState: ThermalState.current.rawValue)))
         _ = try log.synchronize()
+    }
+}
+
+extension Planner {
+    /// - Throws: `MeSPError` if no plan takes less memory.
+    func cheaper(than plan: Plan, because reason: Sentence) throws -> Plan {
+        if let plan = cheaper(than: plan) { return plan }
+        throw MeSPError(
+            "\(reason), and no plan takes less memory. The last saved state is kept; resume the run when there is more, or with a higher memory limit."
+        )
     }
 }

@@ -42,8 +42,8 @@ struct DynamicQuantization {
             // The lowest of the negative numbers with a pattern has the largest magnitude.
             code(Float(bitPattern: upper << 16 | (upper >> 15 == 1 ? 0xFFFF : 0)))
         }
-        (self.fractions, self.middles) = (MLXArray(fractions), MLXArray(middles + [.infinity]))
-        self.lowest = MLXArray(lowest)
+        (self.fractions, self.middles) = (.of(fractions), .of(middles + [.infinity]))
+        self.lowest = .of(lowest)
     }
 
     /// Returns the shape of a quantized vector `[count]`. Bytes of 0 represent a vector of zeros.

@@ -245,14 +245,14 @@ typedef struct {
     size_t period;              // the number of buffers from one failing buffer to the next
     size_t delay;               // the number of evaluations that succeed before an evaluation throws the error
     bool leaves_zeros;          // arrays of a failed buffer hold zeros in place of NaN
-    bool fails_at_once;         // the evaluation throws and computes nothing, as when memory is refused
-    const char *message;        // the message of the error
+    bool of_allocations;        // allocations are counted and fail, in place of command buffers
+    const char *message;        // the message of a command buffer's error
 } HostMetalRules;
 
 /// Applies the rules. Returns false if rules already apply.
 bool host_metal_begin(HostMetalRules rules);
 /// Ends the rules. Calls `fault` with each fault that would have ended a process on Metal, and its count. Returns the number of command
-/// buffers.
+/// buffers or of allocations.
 size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count));
 
 #ifdef __cplusplus
