@@ -1014,7 +1014,7 @@ def wrong_shape(arrays: Arrays, config: dict) -> tuple[Arrays, dict]:
         (wrong_shape, "in a form that this model does not have"),
         (lambda arrays, config: ({}, config), ""),
         (lambda arrays, config: (arrays, {**config, "steps": -1}), "steps"),
-        (lambda arrays, config: (arrays, {**config, "seq_len": 7}), "sequences of 32 tokens, not of 7"),
+        (lambda arrays, config: (arrays, {**config, "seq_len": 0}), "seq_len"),
         (lambda arrays, config: (arrays, {**config, "timeout": -1.0}), "timeout"),
         (lambda arrays, config: (arrays, {**config, "exchange": "x"}), "exchanges adapters"),
         (lambda a, c: ({n: x * np.float32(np.nan) for n, x in a.items()}, c), "not finite"),
