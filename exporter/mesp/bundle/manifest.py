@@ -230,8 +230,11 @@ class Manifest:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the stored scales, biases, norms and other vectors."""
-        return self.head.layout["norm"].dtype
+        """The dtype of the stored scales and biases, and of vectors that are not always float32."""
+        layouts = [group.layout for group in self.blocks]
+        layouts += [t.layout for t in (self.embedding, self.head, *self.per_layer.values())]
+        found = {array.dtype for layout in layouts for array in layout.arrays}
+        return next((dtype for dtype in ("bfloat16", "float16") if dtype in found), "float32")
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:

@@ -65,8 +65,6 @@ class Bundle:
         self.manifest = read_manifest(self.path, formats)
         self.architecture = self.manifest.architecture
         try:
-            if not mx.issubdtype(DTYPES[self.manifest.dtype], mx.floating):
-                raise ValueError("its norms are no floating-point numbers")
             if not self.manifest.quantization.is_of_mlx:
                 raise ValueError("its quantization is unknown")
             self._check_groups()

@@ -148,9 +148,17 @@ class Layout:
         return {spec.name: spec.view(words) for spec in self.arrays}
 
 
+def norm_dtype(arch: Architecture, dtype: str) -> str:
+    """Returns the dtype of the norms' weights: a sum with the offset of the family may need more
+    digits than the weights of the source.
+    """
+    return "float32" if arch.norm_offset else dtype
+
+
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
     """Returns the layout of a block's weights. docs/formats.md lists the names of the arrays."""
-    arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
+    of_norms = norm_dtype(block.arch, dtype)
+    arrays: list = [(name, (size,), of_norms) for name, size in block.norms().items()]
     arrays += [
         (name, shape, "float32" if name in KEPT_WIDE else dtype)
         for name, shape in block.vectors().items()
@@ -175,7 +183,8 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
     """
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
-        arrays.append(("norm", (arch.hidden_size,), dtype))
+        final = "float32" if arch.logits_scaling != 1 else norm_dtype(arch, dtype)
+        arrays.append(("norm", (arch.hidden_size,), final))
     return Layout.of(arrays)
 
 
@@ -188,7 +197,7 @@ def per_layer_layout(
     """
     arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
     if arch.per_layer and name == PER_LAYER_PROJECTION:
-        arrays.append(("norm", (arch.per_layer.size,), dtype))
+        arrays.append(("norm", (arch.per_layer.size,), norm_dtype(arch, dtype)))
     return Layout.of(arrays)
 
 
