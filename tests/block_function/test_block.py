@@ -625,14 +625,17 @@ def test_a_function_converts_what_is_stored(tmp_path, name, layer, stored):
     expected = case.function()(x, *inputs, weights, *more)
 
     def outputs(fast: ModuleType | None, dtype: mx.Dtype) -> list[mx.array]:
-        path, sizes = str(tmp_path / "block.mlxfn"), ([20], [4])
+        path, sizes = str(tmp_path / f"{dtype}.mlxfn"), ([20], [4])
         function = block_function(case.described, layout, fast)
         export_block(path, function, case.described, layout, dtype, "cpu", *sizes)
         given = [each.astype(dtype) for each in more]
-        return mx.import_function(path)(x.astype(dtype), *inputs, words, *given)
+        found = mx.import_function(path)(x.astype(dtype), *inputs, words, *given)
+        mx.eval(found)  # before another trace
+        return found
 
     for kind, found in (("plain", outputs(None, mx.float32)), ("", outputs(mx.fast, mx.bfloat16))):
         for output, a, b in zip(output_names(case.described), found, expected, strict=True):
             assert a.dtype == (mx.float32 if kind else mx.bfloat16)
-            most = TOLERANCE if kind else 1e-2
+            # On a CPU, `quantized_matmul` sums some hundred terms in bfloat16.
+            most = TOLERANCE if kind else 0.05
             assert relative_error(a.astype(mx.float32), b) <= most, (kind, output)

@@ -18,7 +18,7 @@ from helpers.models import (
     write_tokenizer,
 )
 from mesp.bundle.reader import Bundle
-from mesp.evaluation.evaluate import read_context_length
+from mesp.evaluation.evaluate import read_limits
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
@@ -92,7 +92,7 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
     bundle = Bundle("out.mesp")
     arch = bundle.architecture
     assert (arch.mlx_prefix, arch.hf_prefix) == ("language_model.model", "model.language_model")
-    assert read_context_length(bundle.path) == config.get("max_position_embeddings", 32768)
+    assert read_limits(bundle.path)[0] == config.get("max_position_embeddings", 32768)
     model = mlx_lm_model(config)
     nn.quantize(model, 64, 4)
     assert_same_logits(bundle, model)

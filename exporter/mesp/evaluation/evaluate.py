@@ -151,7 +151,7 @@ def evaluate(
         one, total = partial(score_records, records=records, options=options), len(records)
 
     tokenizer = load_bundle_tokenizer(path)
-    positions, limit = _limits(path)
+    positions, limit = read_limits(path)
     if limit and max_length and max_length > limit:
         raise MespError(
             f"Beyond {limit:,} tokens the model scales positions differently from the bundle; take "
@@ -192,7 +192,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise MespError(f"--extract {text} is not a regular expression: {error}.") from error
 
 
-def _limits(bundle: Path) -> tuple[int, int | None]:
+def read_limits(bundle: Path) -> tuple[int, int | None]:
     """Returns the number of positions that the model was trained for, or `MAX_LENGTH` if
     config.json lacks it, and the largest number of tokens for which the bundle's LongRoPE has the
     right factors, or None if there is no limit.
