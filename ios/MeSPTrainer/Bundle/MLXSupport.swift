@@ -53,7 +53,7 @@ public enum MLXSupport {
     }
 
     /// The reason why MLX cannot use the GPU here, or nil if none is known.
-    public static let gpuRefusal: Sentence? = {
+    package static let gpuRefusal: Sentence? = {
         #if os(iOS) && !targetEnvironment(simulator)
             // MLX's kernels need SIMD-group reductions and matrices, which older GPU families lack.
             MTLCreateSystemDefaultDevice()?.supportsFamily(.apple7) == true ? nil : oldGPU

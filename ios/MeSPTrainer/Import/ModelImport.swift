@@ -100,7 +100,10 @@ package struct ModelImport: Sendable {
         let described = try Description(fields, id: id, source: id)
         let card = card.flatMap { String(data: $0, encoding: .utf8) }.map(ModelCard.init) ?? ModelCard()
         // The weight files, which are not there yet, may hold another type.
-        let made = try described.entry(isTied: described.isTied, card.fields(id: id, revision: revision), .bfloat16)
+        let type = described.config["torch_dtype"].string ?? described.config["dtype"].string ?? ""
+        let made = try described.entry(
+            isTied: described.isTied, card.fields(id: id, revision: revision),
+            type.hasSuffix("float16") ? .bfloat16 : .float32)
         return try Manifest.read(Data(JSONValue.object(made).json.utf8), of: id)
     }
 

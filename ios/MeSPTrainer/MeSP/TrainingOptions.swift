@@ -31,7 +31,7 @@ public struct TrainingOptions: Sendable, Equatable {
     /// The rank r of the adapters. nil: 8, or the bundle's first rank if it has no functions for 8.
     public var rank: Int?
     /// The processor that computes. A run keeps its processor when it is continued. nil: the GPU if MLX can use it, otherwise the CPU.
-    public var device: Device?
+    public var device: Backend?
     /// The learning rate of AdamW with 8-bit moments. nil: 0.007 / √d for hidden size d, and a tenth of this for choices.
     public var learningRate: Float?
     /// The number of sequences, or choices, in an update, at least 1. They are computed one after another.
@@ -51,9 +51,6 @@ public struct TrainingOptions: Sendable, Equatable {
     public var usesDoRA = false
     /// The seed for the order of sequences, the initial matrices A and dropout.
     public var seed: UInt64 = 0
-
-    /// A processor. The GPU computes in bfloat16, and the CPU in float32.
-    public enum Device: String, Sendable { case cpu, gpu }
 
     /// Creates options. Set the other options as properties.
     ///
@@ -85,7 +82,7 @@ extension TrainingOptions {
         settings.seqLen = sequenceLength ?? settings.seqLen
         settings.rank = rank ?? settings.rank
         settings.learningRate = learningRate
-        settings.device = device.flatMap { Backend(rawValue: $0.rawValue) }
+        settings.device = device
         settings.batchSize = batchSize
         settings.evalEvery = evaluationInterval
         settings.adapters = initialAdapters?.path

@@ -119,7 +119,8 @@ package struct SavedState: Codable {
         }
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
-            && saved.settings.order == settings.order && saved.settings.device == settings.device
+            && saved.settings.order == settings.order
+            && settings.device ?? saved.settings.device == saved.settings.device
         return (saved, samePlan ? saved.plan : nil, tensors)
     }
 }

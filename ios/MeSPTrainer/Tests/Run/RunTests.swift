@@ -197,6 +197,7 @@ import Testing
         let start = String(decoding: try #require(log.first), as: UTF8.self)
         let old = Data(start.replacingOccurrences(of: try part(#""freeze_a":false"#, of: start), with: "").utf8)
         guard case .start(let read) = try LogRecord.read(old).0 else { throw MeSPError("no start record") }
+        settings.device = .cpu
         #expect(read.settings == settings)
         let url = SavedState.url(in: output)
         var file = try StateFile(url)
@@ -539,9 +540,8 @@ import Testing
             ($0.dora, $0.maxForgetting, $0.general) = (true, 5, "/nowhere")
         },
         BadSetting("warmup must be less than steps") { $0.warmup = 6 },
-        BadSetting("--rank 3") { $0.rank = 3 },
-        BadSetting("have at most rank 128; choose a rank of 8") { $0.rank = 129 },
-        BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
+        BadSetting("have at most rank 128; choose a smaller rank") { $0.rank = 129 },
+        BadSetting("seq_len") { $0.seqLen = 0 }, BadSetting("learning_rate") { $0.learningRate = -1 },
         BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },
         BadSetting("/nowhere") { $0.bundle = "/nowhere" }, BadSetting("/dev/null/x") { $0.output = "/dev/null/x" },
     ]) func refuses(_ bad: BadSetting) throws {
