@@ -148,29 +148,41 @@ package struct ModelBundle {
             var type: String?
             var factor: Double?
             var originalMaxPositionEmbeddings: Double?
+            var llama4ScalingBeta: Double?
         }
         var maxPositionEmbeddings: Double?
         var ropeScaling: RoPE?
     }
 
-    /// The context length stated in config.json, extended by YaRN's factor if present, or nil if it is not stated.
-    private var positions: Int? {
-        guard let json = regularFile(url.appendingPathComponent("config.json")),
-            let config = try? JSONDecoder.snakeCase.decode(Config.self, from: json),
-            let most = config.maxPositionEmbeddings
-        else { return nil }
-        guard let rope = config.ropeScaling, rope.type == "yarn", let factor = rope.factor else {
-            return Int(exactly: most.rounded())
-        }
-        return Int(exactly: max(most, factor * (rope.originalMaxPositionEmbeddings ?? most)).rounded())
+    private var config: Config? {
+        regularFile(url.appendingPathComponent("config.json"))
+            .flatMap { try? JSONDecoder.snakeCase.decode(Config.self, from: $0) }
     }
 
-    /// Throws if `length` exceeds the model's context length.
+    /// Throws if `length` exceeds the model's context length, which YaRN's factor extends. Also throws if the model scales positions or queries
+    /// otherwise beyond its original context length, and the architecture in the manifest does not.
     package func checkPositions(_ length: Int) throws {
-        guard let positions, length > positions else { return }
-        throw MeSPError(
-            "\(manifest.name) was trained for \(positions) positions, and sequences of \(length) tokens have more; take a --seq-len up to \(positions)."
-        )
+        guard let config else { return }
+        let (rope, stated) = (config.ropeScaling, config.maxPositionEmbeddings)
+        let extended =
+            rope?.type == "yarn" ? rope?.factor.map { $0 * (rope?.originalMaxPositionEmbeddings ?? stated ?? 0) } : nil
+        if let stated, let positions = Int(exactly: max(stated, extended ?? 0).rounded()), length > positions {
+            throw MeSPError(
+                "\(manifest.name) was trained for \(positions) positions, and sequences of \(length) tokens have more; take a --seq-len up to \(positions)."
+            )
+        }
+        guard let limit = rope?.originalMaxPositionEmbeddings.flatMap({ Int(exactly: $0.rounded()) }) else { return }
+        let lengths = manifest.seqLens + [length]
+        if rope?.llama4ScalingBeta ?? 0 != 0, length > limit {
+            throw MeSPError(
+                "From \(limit) tokens on the model scales its queries, which is not supported; take a --seq-len up to that."
+            )
+        }
+        if rope?.type == "longrope", lengths.contains(where: { $0 <= limit }), lengths.contains(where: { $0 > limit }) {
+            throw MeSPError(
+                "Beyond \(limit) tokens the model scales positions differently; export shorter and longer sequences as two bundles."
+            )
+        }
     }
 
     // MARK: - What a run depends on

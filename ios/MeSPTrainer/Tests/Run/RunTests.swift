@@ -412,6 +412,19 @@ import Testing
         #expect(FileManager.default.fileExists(atPath: run.output.path) == !isRefused)
     }
 
+    /// The frequencies in the manifest are those of the lengths of the bundle's functions.
+    @Test(arguments: [
+        ("\"type\": \"longrope\"", 8, "Beyond 16 tokens "), ("\"llama_4_scaling_beta\": 0.1", 32, "From 16 tokens on "),
+    ]) func lengthsOfOtherFrequenciesAreRefused(_ scaling: String, _ length: Int, _ said: String) throws {
+        let run = try Changing()
+        try run.replace("config.json") {
+            $0 = Data("{\"rope_scaling\": {\(scaling), \"original_max_position_embeddings\": 16}}".utf8)
+        }
+        run.settings.seqLen = length
+        #expect(message { try Run.run(run.settings) }.hasPrefix(said))
+        #expect(!FileManager.default.fileExists(atPath: run.output.path))
+    }
+
     /// Data outside a bundle has no manifest, so its files are compared.
     @Test func aResumeOnAnotherTextIsRefused() throws {
         let run = try Changing()
