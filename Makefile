@@ -109,11 +109,12 @@ app-bundle: $(READY)
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --overwrite --out ios/MeSPTrainer/Demo.mesp
 	$(BIN)/python tools/record_run.py
 
-# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling.
+# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling; with
+# DTYPE=float32 a GPU is held to the CPU's exactness.
 MINUTES := 0
 check-gpu: engine
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out build/check-gpu/demo.mesp
-	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
+	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) $(if $(DTYPE),--dtype $(DTYPE)) --out build/check-gpu
 
 first-hour: engine
 	$(BIN)/python tools/first_hour.py

@@ -63,11 +63,16 @@ Check = dict[str, Any]
     default=0.0,
     help="Duration of the training at the end.",
 )
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]),
+    help="The type of activations.  [default: bfloat16 on a GPU]",
+)  # fmt: skip
 @click.option("--neural-accelerator", is_flag=True, help="Measure training with TF32 as well.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
 def main(
     bundle: str | None, on_phone: bool, device: str | None, app: str, existing: Path | None,
-    repeats: int, seconds: float, minutes: float, neural_accelerator: bool, out: Path,
+    repeats: int, seconds: float, minutes: float, dtype: str | None, neural_accelerator: bool,
+    out: Path,
 ) -> None:  # fmt: skip
     """Check properties that training depends on: mapped weights, costs, gradients, peaks."""
     if (existing is not None) + (bundle is not None or on_phone) != 1:
@@ -82,7 +87,7 @@ def main(
     elif on_phone:
         report = check_phone(connect(device, app, otherwise=""), bundle, console)
     else:
-        settings = {"repeats": repeats, "seconds": seconds, "minutes": minutes}
+        settings = {"repeats": repeats, "seconds": seconds, "minutes": minutes, "dtype": dtype}
         settings["bundle"] = str(Path(bundle).resolve())
         report = check_here(settings, console, {TF32: "0"} if neural_accelerator else {})
         if neural_accelerator and report.get("end"):
