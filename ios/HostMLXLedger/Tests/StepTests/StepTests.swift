@@ -199,7 +199,7 @@ final class StepTests {
             let ledger = try Ledger.record(device: .cpu, rules: rules) {
                 let trial = try TrialSteps(
                     settings(length) {
-                        $0.bundle = Self.demoForTheCPU.path
+                        $0.device = .cpu
                         $0.offload = offload
                     })
                 predicted = trial.planner.arrays(trial.plan)
