@@ -145,7 +145,7 @@ import Observation
         }
     }
 
-    /// Chooses a bundle if none is chosen or the chosen one no longer exists. Prefers a bundle for the GPU, which trains faster.
+    /// Chooses a bundle if none is chosen or the chosen one no longer exists.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }

@@ -263,7 +263,7 @@ public final class FineTuner: Sendable {
     ///
     /// - Parameters:
     ///   - isGranted: whether the app's background task (`BGContinuedProcessingTask`) is running.
-    ///   - hasGPU: whether the task may use the GPU. A bundle for the GPU needs it.
+    ///   - hasGPU: whether the task may use the GPU. A run on the GPU needs it.
     @MainActor public func setBackgroundTime(isGranted: Bool, hasGPU: Bool = false) {
         controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil
     }

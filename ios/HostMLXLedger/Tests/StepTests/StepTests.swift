@@ -190,7 +190,7 @@ final class StepTests {
         #expect(ledger.kernels == (rows < 4 ? 5 : 4))
     }
 
-    /// The planner's prediction for a CPU bundle also holds on Apple devices, whose allocator rounds up to whole pages and caches buffers.
+    /// The planner's prediction for a CPU also holds on Apple devices, whose allocator rounds up to whole pages and caches buffers.
     @Test(arguments: [128, 256], RunSettings.Offload.allCases)
     func thePredictionOnACPUCoversMetalsAllocator(_ length: Int, _ offload: RunSettings.Offload) throws {
         let rules = LedgerRules(isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 0)

@@ -27,7 +27,7 @@ extension BlockwiseModel {
             cotangents: [MLXArray], of outputs: @escaping (_ pass: any BlockForward, _ x: MLXArray) throws -> [MLXArray]
         ) throws -> [MLXArray] {
             var failure: (any Error)?
-            let (_, gradients) = Device.withGlobal(bundle.processorOfMLX) {
+            let (_, gradients) = Device.withGlobal(bundle.mlxDevice) {
                 vjp(
                     { primals in
                         do {
@@ -49,7 +49,7 @@ extension BlockwiseModel {
         if !isWarm, differentiated.insert(bundle.kinds[call.index]).inserted {
             let pass = plain(call)
             for index in try 1..<pass.outputs(x).list.count {
-                let output = try Device.withGlobal(bundle.processorOfMLX) { try pass.outputs(x).list[index] }
+                let output = try Device.withGlobal(bundle.mlxDevice) { try pass.outputs(x).list[index] }
                 eval(output)
                 clock.pause()
                 eval(try gradients(cotangents: [MLXArray.zeros(like: output)]) { [try $0.outputs($1).list[index]] })

@@ -2,7 +2,7 @@ import MLX
 import MeSPBundle
 
 /// The forward pass by MLX operations, without the bundle's block function. Generation uses it on every device, and training uses it on a CPU. On a
-/// GPU, training uses it if the run has dropout or DoRA, or if the block has no function. MeBP's gradients use a block function on every device.
+/// GPU, training uses it with dropout or DoRA, and without a function for the length and the rank. MeBP differentiates it without a plain function.
 extension Block: BlockForward {
     private var inForwardPass: Block {
         var block = self

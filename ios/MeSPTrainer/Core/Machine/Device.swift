@@ -5,7 +5,7 @@ import MeSPSentences
 
 extension ModelBundle {
     /// `device` as MLX names it.
-    package var processorOfMLX: Device { Device(device == .cpu ? .cpu : .gpu) }
+    package var mlxDevice: Device { Device(device == .cpu ? .cpu : .gpu) }
 
     /// Calls `body` with `device` as MLX's default device.
     ///
@@ -16,7 +16,7 @@ extension ModelBundle {
         guard device == .cpu || !Device.isCPU else {
             throw MeSPError("This machine has no GPU that MLX can use; choose the device cpu.")
         }
-        return try MLXWork.run(on: processorOfMLX, as: backend) {
+        return try MLXWork.run(on: mlxDevice, as: backend) {
             try device == .cpu ? MetalMemory.withSmallCache(body) : body()
         }
     }
