@@ -97,6 +97,8 @@ extension TrainingOptions {
     /// Throws an error if an option is out of range. The error names the property.
     private func check() throws {
         try require(steps > 0, "steps", "at least 1")
+        try require(sequenceLength ?? 1 > 0, "sequenceLength", "at least 1")
+        try require(rank ?? 1 > 0, "rank", "at least 1")
         try require(memory.megabytes.map { $0 > 0 } ?? true, "memory", "above 0 megabytes")
         try require(memory.megabytes.map(\.isFinite) ?? true, "memory", "a finite number")
         try require(learningRate.map { $0 > 0 && $0.isFinite } ?? true, "learningRate", "a finite number above 0")

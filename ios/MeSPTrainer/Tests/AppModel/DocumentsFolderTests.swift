@@ -307,7 +307,7 @@ import Testing
         #expect(fit.fits && fit.predictedPeak > 1_000_000)
         #expect(try MemoryFit(settings, manifest, available: fit.predictedPeak).fits)
         #expect(try !MemoryFit(settings, manifest, available: fit.predictedPeak - 1).fits)
-        settings.rank = 3
+        settings.rank = 1 << 20
         #expect(throws: MeSPError.self) { _ = try MemoryFit(settings, manifest, available: nil) }
     }
 

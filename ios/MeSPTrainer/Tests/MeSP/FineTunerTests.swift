@@ -83,7 +83,7 @@ import Testing
         var plain = RunSettings(bundle: settings.bundle, output: settings.output)
         #expect(settings.learningRate == plain.defaultLearningRate(for: manifest.architecture))
         (plain.seqLen, plain.steps, plain.data, plain.rank) = (32, 1, settings.data, settings.rank)
-        (plain.optimizer, plain.learningRate) = (settings.optimizer, settings.learningRate)
+        (plain.optimizer, plain.learningRate, plain.device) = (settings.optimizer, settings.learningRate, .standard)
         #expect(settings == plain, "an option has another default")
     }
 
@@ -350,7 +350,8 @@ import Testing
         #expect(try await refusal { $0.dropout = 1 } == "dropout must be below 1.")
         #expect(try await refusal { $0.memory = .megabytes(0) } == "memory must be above 0 megabytes.")
         #expect(try await refusal { $0.memory = .megabytes(.infinity) } == "memory must be a finite number.")
-        #expect(try await refusal { $0.sequenceLength = 33 }.contains("tokens, not of 33;"))
+        #expect(try await refusal { $0.sequenceLength = 0 } == "sequenceLength must be at least 1.")
+        #expect(try await refusal { $0.rank = 0 } == "rank must be at least 1.")
         let limit = try await refusal { $0.memory = .megabytes(1) }
         #expect(limit.hasPrefix("A memory limit of ") && limit.contains("MB is too low"))
         #expect(!tuner.canContinueTraining)
