@@ -83,7 +83,7 @@ def test_files_can_be_mapped(exported):
             assert array.offset % 16 == 0 and array.offset >= end
             end = array.offset + mx.zeros(array.shape, getattr(mx, array.dtype)).nbytes // 4
         assert end <= entry.layout.words
-    keys = "format name model device dtype architecture quantization seq_lens "
+    keys = "format name model architecture quantization seq_lens "
     keys += "ranks blocks embedding head data end_tokens files"
     assert list(json.loads((exported / "manifest.json").read_text())) == keys.split()
 

@@ -34,7 +34,9 @@ needs_counter = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundles]:
     threads = os.environ.get("OPENBLAS_NUM_THREADS")
-    yield Bundles(tmp_path_factory.mktemp("hollow"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mesp.bundle.export.DTYPE", "bfloat16")  # as in a user's process
+        yield Bundles(tmp_path_factory.mktemp("hollow"))
     if threads is None:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     else:

@@ -604,7 +604,6 @@ def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
         (("--min-clients", 3), "--min-clients 3 is more than --clients 2"),
         (("--clients", 33), "would get nothing"),
         (("--strategy-options", "eta"), "takes NAME=NUMBER"),
-        (("--seq-len", 7), "no sequence length 7"),
         (("--dora",), "no magnitudes of DoRA"),
         (("--fine-tune-type", "dora"), "no magnitudes of DoRA"),
         (("--fine-tune-type", "full"), "weights are frozen"),

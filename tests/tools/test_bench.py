@@ -140,7 +140,7 @@ def test_generation_is_measured_with_adapters(model: Path, tmp_path: Path):
 @needs_engine
 def test_weights_of_few_bits_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bits, "GROUPS", tmp_path)  # disables control groups
-    model = write_model(tmp_path / "tiny", TINY | {"intermediate_size": 384})
+    model = write_model(tmp_path / "tiny", TINY | {"intermediate_size": 1024})
     size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
     done = bench("--table", "bits", *size, "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
@@ -371,8 +371,11 @@ def test_convergence(tmp_path: Path):
 @pytest.mark.slow
 @needs_engine
 @pytest.mark.usefixtures("few_held_out")
-def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
+def test_convergence_is_of_the_models_own_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The table accepts a model's folder with a text, or a bundle."""
+    monkeypatch.setattr("mesp.bundle.export.DTYPE", "bfloat16")  # as in another process
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
     text.write_text(TEXT)
     size = ("--seq-len", 32, "--rank", 8)

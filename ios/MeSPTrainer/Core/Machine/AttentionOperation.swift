@@ -6,7 +6,11 @@ import MeSPBundle
 extension Machine {
     /// Returns attn_out `[n, heads·d]` in float32, of q̂ `[heads, n, d]` at the last n of N positions, over k̂ and v̂ `[kv_heads, N, d]`.
     func attention(_ attention: Attention, q: MLXArray, k: MLXArray, v: MLXArray) -> MLXArray {
-        guard processor.hasForwardOperation(for: attention.mixer), !TF32.isEmulated else {
+        // Where MLX has no kernel, its operation holds all scores of a GPU at once, so they must be few.
+        let isSmall = q.dim(0) * q.dim(1) * k.dim(1) <= 1 << 20
+        guard processor.hasForwardOperation(for: attention.mixer), !TF32.isEmulated,
+            isSmall || processor.hasOperation(for: attention.mixer)
+        else {
             return attention.byTiles(q: q, k: k, v: v, machine: self)
         }
         let start = k.dim(1) - q.dim(1)

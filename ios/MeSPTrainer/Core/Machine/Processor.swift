@@ -1,4 +1,5 @@
 import Foundation
+import MLX
 import MeSPBundle
 
 /// The kind of processor that MLX computes on: a GPU, the CPU of an Apple device, or the CPU of a Linux computer with HostMLX.
@@ -107,6 +108,14 @@ extension Processor {
     ) rethrows -> any BlockForward {
         if backend == .gpu, let function = try function() { return function }
         return formulas()
+    }
+
+    /// The dtype of activations.
+    var dtype: DType { backend.dtype }
+
+    /// Returns the functions that a run calls: in the forward pass on a GPU, and for MeBP's gradients on a CPU.
+    func functions(of method: GradientMethod) -> KeyPath<Manifest.Blocks, [String: String]>? {
+        backend == .gpu ? \.functions : method == .mebp ? \.plainFunctions : nil
     }
 
     /// Returns whether MLX fuses the operations of the functions in `files`. Plain functions are differentiated, so their operations are not fused.

@@ -4,8 +4,8 @@ import MeSPBundle
 extension Machine {
     /// Returns the possible sizes of temporary arrays in bytes, the largest first. On a GPU the sizes grow with the sequence length up to a limit, so
     /// that the number of kernels hardly depends on the length. Arrays larger than the limit are not faster.
-    static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
-        let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
+    static func choices(_ processor: Processor, hiddenSize: Int, length: Int) -> [Int] {
+        let largest = processor.backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]
     }
 

@@ -75,7 +75,7 @@ package struct Planner: Sendable {
 
     /// The possible tile sizes in bytes, the largest first.
     var tileSizes: [Int] {
-        Machine.choices(settings.processor.backend, hiddenSize: architecture.hiddenSize, length: length)
+        Machine.choices(settings.processor, hiddenSize: architecture.hiddenSize, length: length)
     }
 
     /// Returns the fastest plan within `memoryLimitMb` and the system's limit. Without `memoryLimitMb`, returns a plan that keeps no intermediates

@@ -197,7 +197,7 @@ extension Planner {
     // MARK: - Arrays
 
     /// The size in bytes of one element of the activations.
-    var itemSize: Int { settings.processor.backend.dtype.size }
+    var itemSize: Int { settings.processor.dtype.size }
     /// Returns the bytes of an array `[T, features]`.
     func activation(_ features: Int) -> Int { length * features * itemSize }
     var hidden: Int { activation(architecture.hiddenSize) }

@@ -83,13 +83,9 @@ extension Manifest {
     /// Returns the files of the functions that a run calls: in the forward pass on a GPU, and for MeBP's gradients on a CPU. There are none for other
     /// lengths and ranks than the bundle's, nor with dropout or DoRA, for which functions have no inputs.
     func functions(of settings: RunSettings) -> Set<String> {
-        guard ranks.contains(settings.rank), settings.dropout == 0, !settings.dora else { return [] }
-        let files: KeyPath<Blocks, [String: String]>
-        switch (settings.processor.backend, settings.method) {
-        case (.gpu, _): files = \.functions
-        case (.cpu, .mebp): files = \.plainFunctions
-        case (.cpu, _): return []
-        }
+        guard ranks.contains(settings.rank), !settings.needsFormulas,
+            let files = settings.processor.functions(of: settings.method)
+        else { return [] }
         return Set(lengths(settings).flatMap { length in blocks.compactMap { $0[keyPath: files]["\(length)"] } })
     }
 

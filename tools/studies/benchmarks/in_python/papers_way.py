@@ -106,6 +106,14 @@ class Table:
         }
         self.columns = bundle.architecture.hidden_size
 
+    @property
+    def norm(self) -> mx.array:
+        return next(
+            mx.array(array).view(DTYPES[spec.dtype])
+            for spec, array in self.arrays.items()
+            if spec.name == "norm"
+        )
+
     def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
         """Returns the dequantized rows as float32 [rows, hidden]."""
         packed = {
@@ -121,8 +129,7 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
     arch, head = bundle.architecture, Table(bundle, "head")
     cap = arch.final_logit_softcapping
     tiles = [slice(i, i + HEAD_ROWS) for i in range(0, arch.vocab_size, HEAD_ROWS)]
-    norm = mx.array(head.arrays["norm"])
-    normed = reference.rms_norm(x, norm, arch.rms_norm_eps)
+    normed = reference.rms_norm(x, head.norm, arch.rms_norm_eps)
     z = mx.zeros((1, targets.size, arch.vocab_size))
     for rows in tiles:
         z[..., rows] = reference.soft_cap(normed @ head[rows].T, cap)
@@ -144,6 +151,6 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
         d_normed = d_normed + dz[..., rows] @ head[rows]
         mx.eval(d_normed)
     del dz
-    dx = reference.rms_norm_backward(x, d_normed, norm, arch.rms_norm_eps)
+    dx = reference.rms_norm_backward(x, d_normed, head.norm, arch.rms_norm_eps)
     mx.eval(dx)
     return loss.item(), dx
