@@ -108,10 +108,10 @@ import Testing
         @Test func anAllocationFailsWhereAnArrayIsCreated() {
             let (result, report) = withMetal(refusal(2)) {
                 try withError { errors in
-                    let (first, second) = (MLXArray([1, 2]), MLXArray([3, 4]))
-                    #expect(throws: MLXError.caught("[malloc] Unable to allocate 8 bytes.")) { try errors.check() }
-                    #expect(first.shape == [2] && second.shape == [] && (first + second).size == 0)
-                    #expect(MLXArray.zeros([2]).asArray(Float.self) == [0, 0])
+                    let (first, second) = (MLXArray([1, 2, 3]), MLXArray([3, 4, 5]))
+                    #expect(throws: MLXError.caught("[malloc] Unable to allocate 12 bytes.")) { try errors.check() }
+                    #expect(first.shape == [3] && second.shape == [] && (first + second).size == 0)
+                    #expect(MLXArray.zeros([3]).asArray(Float.self) == [0, 0, 0])
                 }
             }
             #expect(throws: MLXError.self) { try result.get() }
@@ -119,15 +119,15 @@ import Testing
         }
 
         @Test func anAllocationFailsInAnEvaluation() {
-            let numbers = MLXArray([1, 2])
+            let numbers = MLXArray([1, 2, 3])
             let (result, report) = withMetal(refusal(2)) {
                 try withError { errors in
                     let first = numbers.square()
                     let second = concatenated([first, first])
                     eval(second)
-                    #expect(throws: MLXError.caught("[malloc] Unable to allocate 16 bytes.")) { try errors.check() }
-                    #expect(first.asArray(Int.self) == [1, 4])
-                    #expect(second.asArray(Int.self) == [1, 4, 1, 4])
+                    #expect(throws: MLXError.caught("[malloc] Unable to allocate 24 bytes.")) { try errors.check() }
+                    #expect(first.asArray(Int.self) == [1, 4, 9])
+                    #expect(second.asArray(Int.self) == [1, 4, 9, 1, 4, 9])
                 }
             }
             #expect(throws: MLXError.self) { try result.get() }
@@ -135,7 +135,7 @@ import Testing
         }
 
         @Test func readingTheDataOfAFailedArrayIsAFault() {
-            let numbers = MLXArray([1, 2])
+            let numbers = MLXArray([1, 2, 3])
             var rules = refusal(1)
             rules.failingBuffers?.count = 2
             let (_, report) = withMetal(rules) {
