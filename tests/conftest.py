@@ -103,6 +103,12 @@ def _real_model(name: str) -> Path:
 
 
 @pytest.fixture
+def stores_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes exports in the tests' process store bfloat16, as in a user's process."""
+    monkeypatch.setattr(export, "DTYPE", "bfloat16")
+
+
+@pytest.fixture
 def text(tmp_path: Path) -> Path:
     """Returns the path of a file with `TEXT`."""
     path = tmp_path / "text.txt"

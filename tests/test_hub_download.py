@@ -94,8 +94,8 @@ def hub(tiny):
         server.shutdown()
 
 
-def test_model_from_the_hub(hub, tiny, monkeypatch):
-    monkeypatch.setattr("mesp.bundle.export.DTYPE", "bfloat16")  # as in another process
+@pytest.mark.usefixtures("stores_bfloat16")
+def test_model_from_the_hub(hub, tiny):
     result = export_from_hub(hub, "--model", "org/model", "--seq-len", 8, *NEAREST)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""

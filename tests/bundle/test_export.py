@@ -97,8 +97,8 @@ def test_sources_of_one_model_give_one_bundle():
         assert files == digests["float32"], name
 
 
-def test_a_model_that_is_not_quantized_gets_scales_in_bfloat16(tiny, monkeypatch):
-    monkeypatch.setattr("mesp.bundle.export.DTYPE", "bfloat16")
+@pytest.mark.usefixtures("stores_bfloat16")
+def test_a_model_that_is_not_quantized_gets_scales_in_bfloat16(tiny):
     out = ("--out", "out.mesp", *NEAREST)
     assert run("export", "--model", tiny, "--seq-len", 8, *out).returncode == 0
     bundle = Bundle("out.mesp")

@@ -117,11 +117,9 @@ def test_losses_of_other_families_are_the_same(family: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
 @pytest.mark.parametrize("limit", [None, 400])
-def test_a_gpu_takes_no_more_memory_than_predicted(
-    limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("stores_bfloat16")
+def test_a_gpu_takes_no_more_memory_than_predicted(limit: int | None, tmp_path: Path):
     """The model is as wide as a real one, so its MLP is cut into tiles of tokens."""
-    monkeypatch.setattr("mesp.bundle.export.DTYPE", "bfloat16")  # as in a user's process
     model = ("--model", "Qwen2.5-0.5B", "--random-weights", "--layers", 2)
     whole = tmp_path / "whole.mesp"
     call("export", *model, "--out", whole, "--seq-len", 1024)

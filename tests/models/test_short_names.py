@@ -136,6 +136,7 @@ def test_what_cannot_be_planned_is_said(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(mx.metal.is_available(), reason="the documented list is of a CPU")
+@pytest.mark.usefixtures("stores_bfloat16")
 def test_the_documents_have_the_list(monkeypatch):
     # the peaks in docs/models.md are with one thread
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")

@@ -370,12 +370,9 @@ def test_convergence(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_engine
-@pytest.mark.usefixtures("few_held_out")
-def test_convergence_is_of_the_models_own_weights(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.usefixtures("few_held_out", "stores_bfloat16")
+def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
     """The table accepts a model's folder with a text, or a bundle."""
-    monkeypatch.setattr("mesp.bundle.export.DTYPE", "bfloat16")  # as in another process
     text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
     text.write_text(TEXT)
     size = ("--seq-len", 32, "--rank", 8)
