@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from mesp.bundle.export import DTYPE
+from mesp.bundle import export
 from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.manifest import File
 from mesp.bundle.weight_files import WeightFiles, weight_bytes, weight_files
@@ -72,7 +72,7 @@ def show_models() -> None:
             options = ExportOptions(
                 out=Path(name), data=None, data_options=DataOptions(), seq_lens=LISTED_LENGTHS,
                 ranks=[LISTED_RANK], quantizations=choose_quantizations(arch, Quantization(), None),
-                dtype=DTYPE, seed=0, overwrite=False,
+                dtype=export.DTYPE, seed=0, overwrite=False,
             )  # fmt: skip
             files = weight_files(None, arch, options)
             peaks = ["-"] * len(LISTED_LENGTHS)
