@@ -211,12 +211,22 @@ import MeSPSentences
                 }, atBlock: { _ in try atBlock() })
             try bundle.withDevice { try Run.run(settings, bundle, hooks) }
             saved.files = files(output)
-            let state = try Safetensors(SavedState.url(in: output))
-            // `sha256` also depends on the length of the log.
-            for name in state.names where name != "sha256" {
-                saved.state[name] = try state[name]?.withBytes { Data($0) }
-            }
+            saved.state = try tensors(SavedState.url(in: output))
             return saved
+        }
+
+        /// Returns the bytes of a file's tensors by name, without an array of MLX, for which memory may be refused here.
+        private func tensors(_ file: URL) throws -> [String: Data] {
+            let data = try Data(contentsOf: file)
+            let begin = 8 + Int(data.withUnsafeBytes { $0.loadUnaligned(as: UInt64.self) })
+            let header = try JSONSerialization.jsonObject(with: data[8..<begin]) as? [String: Any] ?? [:]
+            var tensors = [String: Data]()
+            // `sha256` also depends on the length of the log.
+            for (name, entry) in header where name != "sha256" {
+                guard let ends = (entry as? [String: Any])?["data_offsets"] as? [Int] else { continue }
+                tensors[name] = data[(begin + ends[0])..<(begin + ends[1])]
+            }
+            return tensors
         }
 
         private func files(_ output: URL) -> [String: Data] {
