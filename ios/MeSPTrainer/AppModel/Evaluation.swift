@@ -58,6 +58,7 @@ import Observation
         let messages = gate.start("measuring", sending: Message.self) { send in
             let (records, noted) = try EvaluationRecord.read(records)
             if !noted.isEmpty { send(.notice(DataNotices.noted(noted))) }
+            try gate.pass { _ in }
             let scorer = RecordScorer(bundle: bundle, tokenizer: tokenizer) { try gate.pass { _ in } }
             let models = [nil] + (adapters.map { [$0] } ?? [])
             let parts = try models.enumerated().map { index, adapters in

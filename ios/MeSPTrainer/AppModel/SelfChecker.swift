@@ -37,6 +37,7 @@ import Observation
         self.gate = gate
         update()
         let reports = gate.start("self-check", sending: SelfCheckReport.self) { send in
+            try gate.pass { _ in }
             var report: SelfCheckReport?
             try SelfCheck(settings).run(atBlock: { try gate.pass { _ in } }) { record in
                 switch record {

@@ -158,6 +158,7 @@ import Observation
         update()
         let messages = gate.start("writing", sending: Progress.self) { send in
             defer { read.freeAdapters() }
+            try gate.pass { _ in }
             var generation = Generator.Request(prompt: [])
             generation.maxTokens = request.maxTokens
             (generation.temperature, generation.topP) = (request.temperature, request.topP)

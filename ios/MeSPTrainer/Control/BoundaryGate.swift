@@ -6,6 +6,7 @@ import MeSPCore
 package final class BoundaryGate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
+    private var isWithdrawn = false
     private var stopped = false
     private var isAbandoned = false
     private var memoryWarned = false
@@ -26,9 +27,10 @@ package final class BoundaryGate: @unchecked Sendable {
     /// The number of boundaries that the work has passed, such as those between blocks.
     package var boundaries: Int { condition.withLock { passes } }
 
-    package func set(_ reasons: Set<PauseReason>) {
+    /// - Parameter isWithdrawn: whether iOS may refuse the GPU to this work, which uses it.
+    package func set(_ reasons: Set<PauseReason>, isWithdrawn: Bool = false) {
         condition.withLock {
-            self.reasons = reasons
+            (self.reasons, self.isWithdrawn) = (reasons, isWithdrawn)
             condition.broadcast()
         }
     }
@@ -66,7 +68,7 @@ package final class BoundaryGate: @unchecked Sendable {
 
     /// Waits while there is a reason to pause. Calls `tell` with each reason, and with nil when the pause ends.
     ///
-    /// - Throws: `CancellationError` if the work was stopped, or an error of `tell`.
+    /// - Throws: `CancellationError` if the work was stopped, `GPUWithdrawn` if it may not use the GPU to end, or an error of `tell`.
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         if let first = next(after: nil) {
             // If memory is short, iOS first terminates the idle apps that hold the most, so the thread frees memory before it waits.
@@ -81,7 +83,10 @@ package final class BoundaryGate: @unchecked Sendable {
             }
             try tell(nil)
         }
-        if condition.withLock({ stopped }) { throw CancellationError() }
+        try condition.withLock {
+            guard stopped else { return }
+            throw isWithdrawn && !isAbandoned ? GPUWithdrawn() : CancellationError()
+        }
     }
 
     /// Waits while the reason to pause is `told`. Returns the new reason, or nil if there is none. With nil for `told`, returns immediately.
@@ -97,14 +102,14 @@ package final class BoundaryGate: @unchecked Sendable {
         }
     }
 
-    /// The first reason to pause, or nil. Stopped work still waits for `away` and `app`, because it may have to finish a step that has begun its
-    /// updates. Abandoned work does not wait.
+    /// The first reason to pause, or nil. Stopped work still waits for `app`, because it may have to finish a step that has begun its updates.
+    /// Abandoned work does not wait.
     private var reason: PauseReason? {
-        let counted = isAbandoned ? [] : stopped ? reasons.intersection([.away, .app]) : reasons
+        let counted = isAbandoned ? [] : stopped ? reasons.intersection([.app]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
     }
 
-    /// Runs `body` on the thread for work with MLX. `body` calls `pass` at each boundary.
+    /// Runs `body` on the thread for work with MLX. `body` calls `pass` before its first work with MLX, and at each boundary.
     ///
     /// - Returns: the messages that `body` sends.
     package func start<Message: Sendable>(

@@ -117,6 +117,8 @@ import Observation
         receiving = Task {
             do {
                 for try await message in messages { receive(message) }
+            } catch is GPUWithdrawn {
+                state = .finished(.stopped)  // the run had not begun
             } catch {
                 state = .failed(error.plainSentence)
             }
@@ -166,7 +168,7 @@ import Observation
         }
     }
 
-    /// Begins a run and returns when it has ended. If the task is cancelled, the run saves its adapters and ends.
+    /// Begins a run and returns when it has ended. If the task is cancelled, the run ends as with `stop()`.
     ///
     /// - Throws: `MeSPError` if the run fails, or if another run is in progress.
     package func run(_ settings: RunSettings) async throws {
@@ -221,7 +223,8 @@ import Observation
         update()
     }
 
-    /// Ends the run at the next block and saves its adapters. A step that has begun to change the adapters is completed first.
+    /// Ends the run at the next block and saves its adapters. A step that has begun to change the adapters is completed first. A run that may not use
+    /// its GPU ends at its last saved state.
     public func stop() {
         stopWanted = true
         gate.stop()
@@ -263,7 +266,7 @@ import Observation
         if holds > 0 { reasons.insert(.app) }
         if memoryIsShort { reasons.insert(.memory) }
         gate.battery = monitor.battery
-        gate.set(reasons)
+        gate.set(reasons, isWithdrawn: usesGPU && reasons.contains(.away))
         for other in others { other.set(reasons.intersection([.app]).union(monitor.scene == .active ? [] : [.away])) }
         // In the background iOS may refuse the GPU or suspend the app as soon as this method returns. Waiting here lets the block in progress end.
         if monitor.scene == .background {

@@ -15,7 +15,7 @@ package enum Run {
     ///   - report: called with each record and its line of JSON.
     ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait in the middle of a step. If it
     ///     throws `CancellationError`, the step is dropped, or finished if its updates have begun. Then the adapters are saved, and the run ends as
-    ///     `stopped`.
+    ///     `stopped`. If it throws `GPUWithdrawn`, the run ends as `stopped` at once, at its last saved state.
     ///   - besideBytes: the process's footprint without the run, such as an app's own memory. The memory limit does not include it.
     ///   - memoryIsShort: called before each step. Returns whether the system has warned of low memory since the last call. If so, the run continues
     ///     with a plan that takes less memory. If there is none, the run saves its state and ends with an error.
@@ -69,7 +69,7 @@ package enum Run {
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
         // The first work on a GPU begins after this call, in which `atBlock` may wait. A stop takes effect at the next boundary.
-        try? hooks.atBlock { _ in }
+        do { try hooks.atBlock { _ in } } catch is CancellationError {}
         let progress = TrainingLoop.Progress()
         var cut: TrainingLoop.CutShort?
         while true {
@@ -93,6 +93,11 @@ package enum Run {
             }
         }
     }
+}
+
+/// Ends work that may not use the GPU again, not even to save.
+package struct GPUWithdrawn: Error {
+    package init() {}
 }
 
 /// The functions that a run calls; see `Run.run`.

@@ -12,6 +12,8 @@ final class TrainingLoop {
     private let planner: Planner
     private let trainer: Trainer
     private var state: SavedState
+    /// The step of the saved state; 0 if there is none.
+    private var savedStep: Int
     private let log: LogWriter
     private let secret: SecretKey?
     private let hooks: RunHooks
@@ -58,6 +60,7 @@ final class TrainingLoop {
         self.progress = progress
         state = saved?.state ?? progress.start ?? SavedState(plan: plan, settings: settings, sources: sources)
         (state.plan, state.settings) = (plan, settings)
+        savedStep = saved?.state.step ?? 0
         saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
         trainer = try MLXErrors.repeating {
@@ -121,6 +124,9 @@ final class TrainingLoop {
         } catch is CancellationError {
             // After training, the state is already saved. A resumed run repeats the remaining work.
             if !hasTrained { try save() }
+            try end(.stopped)
+        } catch is GPUWithdrawn {
+            state.step = savedStep
             try end(.stopped)
         }
     }
@@ -311,6 +317,7 @@ final class TrainingLoop {
         // The log is synchronized before the state is saved, because the state contains the log's length.
         state.logBytes = try log.synchronize()
         try state.save(trainer, in: output)
+        savedStep = state.step
         saveAt = hooks.now() + Self.timeBetweenSaves
     }
 

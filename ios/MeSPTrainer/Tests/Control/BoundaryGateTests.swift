@@ -39,8 +39,8 @@ import Testing
 
     @Test func whatIsAbandonedEndsWhereItWaits() async {
         let gate = BoundaryGate()
-        gate.set([.away])
-        let work = gate.start("away", sending: Int.self) { send in
+        gate.set([.app])
+        let work = gate.start("held", sending: Int.self) { send in
             try gate.pass { if $0 != nil { send(1) } }
             send(2)
         }
