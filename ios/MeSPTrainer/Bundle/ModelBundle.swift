@@ -187,13 +187,6 @@ package struct ModelBundle {
 
     // MARK: - What a run depends on
 
-    /// A digest of the weight files.
-    package var weightsDigest: String {
-        let weights = Set(manifest.weightFiles.map(\.file))
-        let sums = manifest.files.filter { weights.contains($0.path) }.map { "\($0.path) \($0.sha256)" }
-        return digest(sums)
-    }
-
     /// Returns a digest of the data of a split (`train`, `valid`, `test`), or nil if there is no such split.
     package func dataDigest(_ split: String) throws -> String? {
         guard let entry = splits[split] else { return nil }
@@ -217,10 +210,8 @@ package struct ModelBundle {
         }
         if let begin = entry.begin { parts.append("begin \(begin)") }
         if entry.pack == true { parts.append("pack") }
-        return digest(parts)
+        return digestOfAll(parts)
     }
-
-    private func digest(_ parts: [String]) -> String { sha256(Data(parts.sorted().joined(separator: "\n").utf8)) }
 
     // MARK: - Data
 
@@ -261,3 +252,13 @@ package struct ModelBundle {
         return stream
     }
 }
+
+extension Manifest {
+    /// A digest of the weight files.
+    package var weightsDigest: String {
+        let weights = Set(weightFiles.map(\.file))
+        return digestOfAll(files.filter { weights.contains($0.path) }.map { "\($0.path) \($0.sha256)" })
+    }
+}
+
+private func digestOfAll(_ parts: [String]) -> String { sha256(Data(parts.sorted().joined(separator: "\n").utf8)) }

@@ -19,14 +19,19 @@ extension ModelImport {
     /// Writes the bundle.
     ///
     /// The hidden folder `.importing-NAME` beside `bundle` holds the incomplete bundle. At the end it is renamed to `bundle`. If a call ends early,
-    /// the next call with the same model and options keeps the weight files that equal what it would write.
+    /// the next call keeps the weight files that equal what it would write.
     ///
     /// - Parameters:
-    ///   - bundle: the folder, which must not exist yet.
+    ///   - bundle: the folder.
+    ///   - replaces: whether to replace an existing bundle, of which the weight files that are the same are kept. Without this, `bundle` must not
+    ///     exist yet.
     ///   - progress: receives the number of bytes written or kept so far, and how many of them were kept. The closure may throw an error to stop.
     /// - Throws: `MeSPError` if the bundle cannot be written, or the model has changed; also the errors of `progress`.
-    package func write(to bundle: URL, progress: (_ bytes: Int, _ kept: Int) throws -> Void = { _, _ in }) throws {
-        guard !FileManager.default.fileExists(atPath: bundle.path) else {
+    package func write(
+        to bundle: URL, replaces: Bool = false, progress: (_ bytes: Int, _ kept: Int) throws -> Void = { _, _ in }
+    ) throws {
+        let isThere = FileManager.default.fileExists(atPath: bundle.path)
+        guard !isThere || replaces && Self.isBundle(bundle) else {
             throw MeSPError("There is a bundle \(bundle.lastPathComponent) already; delete it first.")
         }
         let partial = Self.partial(of: bundle)
@@ -37,10 +42,8 @@ extension ModelImport {
         Backups.leaveOut(partial)
         try described(bundle) { try makeFolder(partial.appendingPathComponent("blocks")) }
         let sizes = Dictionary(manifest.weightFiles.map { ($0.file, 4 * $0.words) }) { size, _ in size }
-        let record = partial.appendingPathComponent(Self.recordName)
-        // An earlier call may have ended right before the last rename.
-        let isSame = shortFile(record, longest: Bounds.jsonBytes) == Data(identity.utf8) || hasWritten(partial)
-        let there = sizes.filter { isSame && Self.size(partial.appendingPathComponent($0.key)) == $0.value }
+        if isThere { try described(bundle) { try Self.take(sizes.keys, from: bundle, into: partial) } }
+        let there = sizes.filter { Self.size(partial.appendingPathComponent($0.key)) == $0.value }
         try described(bundle) { try Self.removeFiles(in: partial, but: Set(there.keys)) }
         let most = there.values.reduce(0, +)
         if let free = bundle.deletingLastPathComponent().freeBytes, free < size - most {
@@ -48,7 +51,6 @@ extension ModelImport {
                 "\(bundle.lastPathComponent) takes \((size - most).megabytes(.up)), and its disk has \(free.megabytes(.down)) free; make room for it first."
             )
         }
-        try described(bundle) { try writeWhole(record) { try $0.write(contentsOf: Data(identity.utf8)) } }
         var (bytes, kept, files) = (0, 0, [String: BundleFile]())
         for file in manifest.weightFiles where files[file.file] == nil {
             try checkIsUnchanged()
@@ -75,12 +77,23 @@ extension ModelImport {
         }
     }
 
-    /// The name of a file with the `identity` of the import that writes into the folder.
-    private static let recordName = ".source"
+    private static func isBundle(_ folder: URL) -> Bool {
+        ["manifest.json", "blocks"].allSatisfy {
+            FileManager.default.fileExists(atPath: folder.appendingPathComponent($0).path)
+        }
+    }
 
-    /// Removes the import's own files, and renames the complete bundle.
+    /// Moves the weight files of a bundle, and then the rest of it, into the folder for an incomplete bundle.
+    private static func take(_ files: some Sequence<String>, from bundle: URL, into partial: URL) throws {
+        for file in files {
+            rename(bundle.appendingPathComponent(file).path, partial.appendingPathComponent(file).path)
+        }
+        try replace(partial.appendingPathComponent("replaced"), with: bundle)
+    }
+
+    /// Removes the lock, and renames the complete bundle.
     private func finish(_ partial: URL, _ bundle: URL) throws {
-        for name in [".lock", Self.recordName] { unlink(partial.appendingPathComponent(name).path) }
+        unlink(partial.appendingPathComponent(".lock").path)
         for folder in [partial.appendingPathComponent("blocks"), partial] {
             guard synchronize(folder: folder) == 0 else { throw MeSPError("\(lastError())") }
         }
@@ -229,7 +242,8 @@ extension ModelImport {
             try writeWhole(partial.appendingPathComponent(name)) { try $0.write(contentsOf: data) }
             return BundleFile(path: name, size: data.count, sha256: sha256(data))
         }
-        return try [write("config.json", Data(config.json.utf8))] + copied.map { try write($0, contents($0)) }
+        let copies = try copied.map { try write($0, Self.contents($0, in: folder)) }
+        return try [write("config.json", Data(config.json.utf8))] + copies
     }
 
     /// Removes all files except the lock and the files to keep.

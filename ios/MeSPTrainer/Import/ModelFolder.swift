@@ -30,8 +30,8 @@ extension ModelImport {
     }
 
     /// Returns the contents of a file to copy. Configurations lose the keys that name Python code.
-    func contents(_ name: String) throws -> Data {
-        let url = try Self.place(of: name, in: folder)
+    static func contents(_ name: String, in folder: URL) throws -> Data {
+        let url = try place(of: name, in: folder)
         guard let data = regularFile(url, followsLinks: true) else {
             throw MeSPError("\(url.path) is not a regular file; put one in its place.")
         }

@@ -24,8 +24,8 @@ package struct ModelImport: Sendable {
     let config: JSONValue
     let quantizations: Quantizations
     let copied: [String]
-    /// A digest of the manifest, of the bundle's config.json, of the names, sizes and modification times of the weight files, and of the names of the
-    /// copied files.
+    /// A digest of the manifest, of the bundle's config.json, of the copied files, of the names, sizes and modification times of the weight files, and
+    /// of the beginning of each tensor. A model with another identity may still have the same weights; `write` compares them.
     let identity: String
 
     /// The sequence lengths, in tokens, and the ranks of a bundle. Lengths and ranks above the model's limits are left out.
@@ -76,10 +76,10 @@ package struct ModelImport: Sendable {
         }
         self.notices = notices
         let files = source.files.map { "\($0.url.lastPathComponent) \($0.size) \($0.modified)" }
-        let text = ([JSONValue.object(entry).json, config.json] + files + copied).joined(separator: "\n")
-        identity = sha256(Data(text.utf8))
+        let others = try copied.map { "\($0) \(sha256(try Self.contents($0, in: model)))" }
+        let parts = [JSONValue.object(entry).json, config.json, try source.sample()] + files + others
+        identity = sha256(Data(parts.joined(separator: "\n").utf8))
         for weights in manifest.weightFiles { _ = try arrays(of: weights) }
-        for name in copied { _ = try contents(name) }
     }
 
     /// The size of the bundle's weight files, in bytes, without the tokenizer.

@@ -46,11 +46,12 @@ struct SourceTensor: Equatable {
 
     var size: Int { shape.reduce(type.size, *) }
 
-    /// Calls `body` with the bytes of the tensor, in pieces of at most 1 MiB.
-    func read(_ body: (UnsafeRawBufferPointer) throws -> Void) throws {
+    /// Calls `body` with the first `count` bytes of the tensor, or with all, in pieces of at most 1 MiB.
+    func read(_ count: Int = .max, _ body: (UnsafeRawBufferPointer) throws -> Void) throws {
         let opened = try openRegularFile(file, O_RDONLY, followsLinks: true)
         defer { close(opened) }
-        let piece = UnsafeMutableRawBufferPointer.allocate(byteCount: 1 << 20, alignment: 16)
+        let size = min(size, count)
+        let piece = UnsafeMutableRawBufferPointer.allocate(byteCount: min(size, 1 << 20), alignment: 16)
         defer { piece.deallocate() }
         var (place, end) = (offset, offset + size)
         while place < end {
@@ -114,6 +115,16 @@ struct SourceTensors {
             throw doNotFit("\(name) is \(Self.list(tensor.shape)), not \(Self.list(shape))")
         }
         return tensor
+    }
+
+    /// Returns a digest of the tensors' names, shapes and first 4,096 bytes.
+    func sample() throws -> String {
+        var hash = SHA256()
+        for (name, tensor) in tensors.sorted(by: { $0.key < $1.key }) {
+            hash.update(data: Data("\(name) \(tensor.shape)".utf8))
+            try tensor.read(4096) { hash.update(data: Data($0)) }
+        }
+        return hexadecimal(hash.finalize())
     }
 
     /// Throws if a matrix is stored with biases that its quantization lacks.

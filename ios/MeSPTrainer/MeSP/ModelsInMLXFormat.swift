@@ -1,5 +1,6 @@
 import Foundation
 import MeSPBundle
+import MeSPControl
 import MeSPFiles
 import MeSPImport
 import MeSPSentences
@@ -8,7 +9,8 @@ extension FineTuner {
     /// Opens a quantized model in MLX's format, for example from [mlx-community](https://huggingface.co/mlx-community).
     ///
     /// The first call converts the model into a bundle. ``bundleSize(of:)`` returns the size of the bundle's weights. The bundle is excluded from
-    /// backups. The model's files stay unchanged. An interrupted call is continued by the next call. Later calls open the existing bundle.
+    /// backups. The model's files stay unchanged. An interrupted call is continued by the next call. Later calls open the existing bundle. If the
+    /// model's files are others, or this library is, the call replaces the bundle; weights that are the same are kept, and so are runs.
     ///
     /// - Parameters:
     ///   - model: the folder, with `config.json`, `tokenizer.json`, and the weights in one or more files `model*.safetensors`.
@@ -22,19 +24,20 @@ extension FineTuner {
         model: URL, tokenizer: any TextTokenizer, bundle: URL? = nil, folder: URL? = nil,
         progress: @escaping @Sendable (Double) -> Void = { _ in }
     ) async throws {
+        try await self.init(
+            model: model, tokenizer: tokenizer, bundle: bundle, folder: folder, controller: .ofProcess,
+            progress: progress)
+    }
+
+    package convenience init(
+        model: URL, tokenizer: any TextTokenizer, bundle: URL?, folder: URL?,
+        controller: @autoclosure @escaping @MainActor @Sendable () -> RunController,
+        progress: @escaping @Sendable (Double) -> Void = { _ in }
+    ) async throws {
         let bundle = bundle ?? Self.bundle(of: model)
         let work = Task.detached {
             try FineTuningError.describing {
-                let model = try ModelImport(model: model)
-                if model.hasWritten(bundle) { return }
-                do { try makeFolder(bundle.deletingLastPathComponent()) } catch {
-                    throw MeSPError(
-                        "Cannot make the folder \(bundle.deletingLastPathComponent().path): \(error.plainSentence).")
-                }
-                try model.write(to: bundle) { bytes, _ in
-                    try Task.checkCancellation()
-                    progress(Double(bytes) / Double(model.size))
-                }
+                try Self.importing.withLock { try Self.write(ModelImport(model: model), to: bundle, progress) }
             }
         }
         try await withTaskCancellationHandler {
@@ -42,7 +45,7 @@ extension FineTuner {
         } onCancel: {
             work.cancel()
         }
-        try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder)
+        try await self.init(bundle: bundle, tokenizer: tokenizer, folder: folder, controller: controller())
     }
 
     /// Returns the size, in bytes, of the weights in the bundle that ``init(model:tokenizer:bundle:folder:progress:)`` makes of a model.
@@ -50,6 +53,23 @@ extension FineTuner {
     /// - Throws: ``FineTuningError`` if the model cannot be converted.
     public static func bundleSize(of model: URL) async throws -> Int {
         try await Task.detached { try FineTuningError.describing { try ModelImport(model: model).size } }.value
+    }
+
+    /// Held while a bundle is written, so that a second fine-tuner of the model opens the bundle of the first.
+    private static let importing = NSLock()
+
+    private static func write(_ model: ModelImport, to bundle: URL, _ progress: (Double) -> Void) throws {
+        if model.hasWritten(bundle) { return }
+        let folder = bundle.deletingLastPathComponent()
+        // A run reads its blocks from the bundle.
+        if isBusy, FileManager.default.fileExists(atPath: bundle.path) { throw MeSPError(busy) }
+        do { try makeFolder(folder) } catch {
+            throw MeSPError("Cannot make the folder \(folder.path): \(error.plainSentence).")
+        }
+        try model.write(to: bundle, replaces: true) { bytes, _ in
+            try Task.checkCancellation()
+            progress(Double(bytes) / Double(model.size))
+        }
     }
 
     private static func bundle(of model: URL) -> URL {

@@ -7,6 +7,8 @@ import MeSPSentences
 /// The numbered folders of a fine-tuner's runs. A run that finishes removes the folders of earlier runs.
 struct RunFolders: Sendable {
     let folder: URL
+    /// The digest of the bundle's weights.
+    let weights: String
 
     private static let prefix = "run-"
     /// The name of the folder, within a run's folder, for a copy of the initial adapters.
@@ -33,12 +35,24 @@ struct RunFolders: Sendable {
 
     var next: URL { url((numbers.last ?? 0) + 1) }
 
-    /// The folder of the last adapters that were saved after a step; nil if there are none.
-    var adapters: URL? {
-        let learned = numbers.reversed().map(url).first {
-            $0.appendingPathComponent("adapters").hasAdapters && (try? LogOutline(folder: $0).lastStep) ?? 0 > 0
+    /// The folder of the last adapters that were saved after a step.
+    ///
+    /// - Throws: `MeSPError` if there are none, or if they are of other weights.
+    var adapters: URL {
+        get throws {
+            for run in numbers.reversed().map(url) where run.appendingPathComponent("adapters").hasAdapters {
+                guard let log = try? LogOutline(folder: run), log.lastStep > 0 else { continue }
+                try check(log, in: run)
+                return run.appendingPathComponent("adapters")
+            }
+            throw MeSPError("No run in \(folder.path) has saved adapters; train first.")
         }
-        return learned?.appendingPathComponent("adapters")
+    }
+
+    private func check(_ log: LogOutline, in run: URL) throws {
+        if let trained = log.start?.model.weights, trained != weights {
+            throw MeSPError("The run in \(run.path) has trained for other weights of the model; begin a new run.")
+        }
     }
 
     func removeUnbegun() {
@@ -52,14 +66,15 @@ struct RunFolders: Sendable {
         }
     }
 
-    /// Returns the settings that continue the last run; nil if no run has begun, if the last run has finished, or if its log cannot be read or has no
-    /// start.
+    /// Returns the settings that continue the last run.
     ///
     /// - Parameter bundle: the current URL of the bundle. An app's folders move when the app is updated.
-    func settingsToContinue(with bundle: URL) -> RunSettings? {
+    /// - Throws: `MeSPError` if no run has begun, if the last run has finished or is of other weights, or if its log cannot be read or has no start.
+    func settingsToContinue(with bundle: URL) throws -> RunSettings {
         guard let last, let log = try? LogOutline(folder: last), log.end != .finished,
             var settings = log.start?.settings
-        else { return nil }
+        else { throw MeSPError("There is no training to continue in \(folder.path); begin one.") }
+        try check(log, in: last)
         settings.bundle = bundle.path
         settings.output = last.path
         settings.data = last.appendingPathComponent(TextData.folderName).path

@@ -28,6 +28,8 @@ public enum LogRecord: Sendable {
             package var name: String
             package var id: String
             package var layers: Int
+            /// A digest of the weight files; nil in logs of earlier versions.
+            package var weights: String?
         }
     }
     /// The prediction of a run's memory, and other numbers that are known before the first step.

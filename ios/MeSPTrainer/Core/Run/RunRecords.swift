@@ -7,7 +7,9 @@ extension LogRecord.Start {
         let manifest = bundle.manifest
         self.init(
             version: Run.version, mlxVersion: MLXSupport.version, device: bundle.device, host: Self.host,
-            model: .init(name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
+            model: .init(
+                name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers,
+                weights: manifest.weightsDigest),
             settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
     }
 

@@ -44,7 +44,7 @@ package struct SavedState: Codable {
                 "test": settings.test ? try bundle.dataDigest("test") : nil,
                 "replay": try folder(settings.replay), "general": try folder(settings.general),
             ]
-            self.init(weights: bundle.weightsDigest, data: data.compactMapValues { $0 })
+            self.init(weights: bundle.manifest.weightsDigest, data: data.compactMapValues { $0 })
         }
     }
 

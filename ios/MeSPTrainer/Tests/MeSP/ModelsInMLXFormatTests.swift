@@ -52,12 +52,52 @@ import Testing
         let fractions = Collected<Double>()
         _ = try await tuner { fractions.append($0) }
         #expect(fractions.values.isEmpty)
-        // A model whose files have changed counts as another model, so the bundle is not used for it.
-        let file = model.appendingPathComponent("model-00001-of-00002.safetensors")
+        // A model whose files have other times counts as another model, whose weights are compared.
+        let block = bundle.appendingPathComponent("blocks/02.bin").resolvingSymlinksInPath()
+        func number() throws -> Int? {
+            try FileManager.default.attributesOfItem(atPath: block.path)[.systemFileNumber] as? Int
+        }
+        let (file, before) = (model.appendingPathComponent("model-00001-of-00002.safetensors"), try number())
         try FileManager.default.setAttributes(
             [.modificationDate: Date(timeIntervalSince1970: 0)], ofItemAtPath: file.path)
+        _ = try await tuner { fractions.append($0) }
+        #expect(fractions.values.last == 1 && before != nil)
+        #expect(try number() == before, "a file was written again")
+        var data = try Data(contentsOf: file)
+        data[data.count - 1] ^= 1
+        try data.write(to: file)
+        _ = try await tuner()
+        #expect(try number() != before)
+    }
+
+    @Test func aFolderOfAnotherKindIsNotReplaced() async throws {
+        try FileManager.default.createDirectory(at: bundle, withIntermediateDirectories: true)
+        let own = bundle.appendingPathComponent("own.txt")
+        try Data("mine".utf8).write(to: own)
         let error = await #expect(throws: FineTuningError.self) { _ = try await self.tuner() }
         #expect(error?.description == "There is a bundle tiny.mesp already; delete it first.")
+        #expect(try Data(contentsOf: own) == Data("mine".utf8))
+    }
+
+    @Test func runsOfOtherWeightsAreKeptAndRefused() async throws {
+        let first = try await tuner()
+        let conversations = Array(repeating: Conversation([.user("Hi"), .assistant("Good day")]), count: 4)
+        let options = TrainingOptions(steps: 1_000_000, sequenceLength: 32)
+        for try await update in first.train(on: conversations, options) where update.step > 0 { break }
+        await first.stop()
+        #expect(first.canContinueTraining)
+        let file = model.appendingPathComponent("model-00001-of-00002.safetensors")
+        var data = try Data(contentsOf: file)
+        data[data.count - 1] ^= 1
+        try data.write(to: file)
+        let second = try await tuner()
+        #expect(!second.canContinueTraining)
+        let run = second.folder.appendingPathComponent("run-1")
+        let refusal = "The run in \(run.path) has trained for other weights of the model; begin a new run."
+        let error = await #expect(throws: FineTuningError.self) { for try await _ in second.continueTraining() {} }
+        #expect(error?.description == refusal)
+        #expect((#expect(throws: FineTuningError.self) { try second.adapters })?.description == refusal)
+        #expect(FileManager.default.fileExists(atPath: run.path))
     }
 
     @Test func oneThatIsCancelledIsContinued() async throws {
