@@ -247,10 +247,11 @@ def test_performance_compares_every_figure_of_the_paper():
 def test_the_first_page_is_short_and_counts_what_an_app_adds():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 1500
-    tokenizer, training, *_ = swift_lines(ROOT / "docs" / "mlx-swift-lm.md")
+    tokenizer, training, loading, *_ = swift_lines(ROOT / "docs" / "mlx-swift-lm.md")
     alone, *_ = swift_lines(HOME / "MeSP" / "MeSP.docc" / "MeSP.md")
     said = " ".join(text.split())
-    assert f"{tokenizer} lines for the tokenizer and {training} that train" in said
+    assert f"{tokenizer} lines for the tokenizer, {training} that train" in said
+    assert f"and {loading} that load adapters" in said
     assert "trains in six lines" in said and alone == 6 + 1  # with one blank line
 
 

@@ -6,6 +6,9 @@ import MeSPCore
 import MeSPFiles
 import MeSPSentences
 
+/// A kind of background time that the system grants.
+public typealias GrantedTime = MeSPControl.BackgroundGrant
+
 /// Trains LoRA adapters of a model on the device, with exact gradients, in tens of megabytes.
 ///
 /// ```swift
@@ -55,7 +58,7 @@ public final class FineTuner: Sendable {
         (self.bundle, self.tokenizer) = (bundle, tokenizer.asTrained(bundle))
         manifest = try FineTuningError.describing { try ModelBundle(url: bundle, checksums: false).manifest }
         self.folder = folder ?? Self.folder(of: bundle)
-        runs = RunFolders(folder: self.folder)
+        runs = RunFolders(folder: self.folder, weights: manifest.weightsDigest)
         self.controller = await controller()
     }
 
@@ -66,10 +69,12 @@ public final class FineTuner: Sendable {
     private static var refusal: FineTuningError {
         isHolding
             ? FineTuningError("A run or an answer would wait for the end of whilePaused; begin it afterwards.")
-            : FineTuningError(isBusy)
+            : FineTuningError(busy)
     }
 
-    private static let isBusy: Sentence = "A run is in progress; stop it first."
+    static let busy: Sentence = "A run is in progress; stop it first."
+    /// Whether a run or an answer is in progress.
+    static var isBusy: Bool { turn.isTaken }
 
     private static func folder(of bundle: URL) -> URL {
         inSupport(bundle.deletingPathExtension().lastPathComponent)
@@ -129,19 +134,14 @@ public final class FineTuner: Sendable {
     }
 
     /// Whether there is an unfinished run that ``continueTraining()`` can continue.
-    public var canContinueTraining: Bool { runs.settingsToContinue(with: bundle) != nil }
+    public var canContinueTraining: Bool { (try? runs.settingsToContinue(with: bundle)) != nil }
 
     /// Continues the last run from its last saved state, with its data and options. A run without a saved state starts again. On the same processor
     /// and with the same memory limit the result equals that of an uninterrupted run, to the last bit.
     ///
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``. They throw a ``FineTuningError`` if there is no run to continue.
     public func continueTraining() -> TrainingUpdates {
-        updates { [self] in
-            guard let settings = runs.settingsToContinue(with: bundle) else {
-                throw MeSPError("There is no training to continue in \(folder.path); begin one.")
-            }
-            return (settings, [])
-        }
+        updates { [self] in (try runs.settingsToContinue(with: bundle), []) }
     }
 
     private func write(
@@ -223,9 +223,9 @@ public final class FineTuner: Sendable {
         if controller.state == .finished(.finished) { runs.removeAll(but: URL(fileURLWithPath: settings.output)) }
     }
 
-    /// Ends the run or the answer of this fine-tuner at the next block. An update of the adapters that has begun is completed first. Returns when the
-    /// run has saved its adapters and ended. Within ``whilePaused(isolation:_:)`` it returns at once. A run that waits with ``PauseReason/away`` ends
-    /// when the app is in the foreground.
+    /// Ends the run or the answer of this fine-tuner at the next block, and returns when it has ended. An update of the adapters that has begun is
+    /// completed first, and the run saves its adapters. A run on the GPU that waits with ``PauseReason/away`` ends at its last saved state, because
+    /// the system refuses it the GPU. Within ``whilePaused(isolation:_:)`` this function returns at once.
     public func stop() async {
         let work = Self.turn.work(of: self)
         work?.cancel()
@@ -259,14 +259,12 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Tells the run whether the system grants background time. With background time the run continues while the app is in the background.
+    /// Tells the run which background time the system grants. With background time a run continues, and a new run begins, while the app is in the
+    /// background. Only with `continuedOnGPU` does a run in the background use the GPU. A new run that begins there without it takes the CPU, unless
+    /// ``TrainingOptions/device`` is set.
     ///
-    /// - Parameters:
-    ///   - isGranted: whether the app's background task (`BGContinuedProcessingTask`) is running.
-    ///   - hasGPU: whether the task may use the GPU. A run on the GPU needs it.
-    @MainActor public func setBackgroundTime(isGranted: Bool, hasGPU: Bool = false) {
-        controller.grant = isGranted ? hasGPU ? .continuedOnGPU : .continued : nil
-    }
+    /// - Parameter time: the kind of the background task that is running; nil when none is.
+    @MainActor public func setBackgroundTime(_ time: GrantedTime?) { controller.grant = time }
 
     /// Sets environment variables for MLX, unless they are set already. Call this function before the first use of MLX.
     ///
@@ -332,7 +330,7 @@ public final class FineTuner: Sendable {
         to conversation: Conversation, usesAdapters: Bool = true, maxTokens: Int = 256, temperature: Float = 0
     ) -> AsyncThrowingStream<String, any Error> {
         answer(to: conversation, maxTokens, temperature) { [self] in
-            usesAdapters ? [WeightedAdapters(try adapters.url)] : []
+            usesAdapters ? [WeightedAdapters(try runs.adapters)] : []
         }
     }
 
@@ -381,6 +379,7 @@ public final class FineTuner: Sendable {
         let (bundle, tokenizer) = (bundle, tokenizer)
         try await controller.doOther { gate in
             let tokens = gate.start("writing", sending: Int.self) { send in
+                try gate.pass { _ in }
                 try Generator(ModelBundle(url: bundle), adapters: adapters)
                     .generate(request, atBlock: { try gate.pass { _ in } }, onToken: send)
             }
@@ -408,25 +407,22 @@ public final class FineTuner: Sendable {
 
     /// The last saved adapters. A run in progress may have saved them.
     ///
-    /// - Throws: ``FineTuningError`` if no run has saved adapters after a step.
+    /// - Throws: ``FineTuningError`` if no run has saved adapters after a step, or if they were trained for other weights of the model.
     public var adapters: Adapters {
-        get throws {
-            guard let url = runs.adapters else {
-                throw FineTuningError("No run in \(folder.path) has saved adapters; train first.")
-            }
-            return Adapters(url: url)
-        }
+        get throws { Adapters(url: try FineTuningError.describing { try runs.adapters }) }
     }
 }
 
 extension RunController {
-    fileprivate static let ofProcess = RunController(monitor: SystemMonitor.ofLaunchedApp)
+    static let ofProcess = RunController(monitor: SystemMonitor.ofLaunchedApp)
 }
 
 /// The work in progress. All fine-tuners of the process share it, so there is at most one task.
 private final class Turn: @unchecked Sendable {
     private let lock = NSLock()
     private var current: (owner: ObjectIdentifier, work: Task<Void, Never>)?
+
+    var isTaken: Bool { lock.withLock { current != nil } }
 
     func work(of owner: FineTuner) -> Task<Void, Never>? {
         lock.withLock { current?.owner == ObjectIdentifier(owner) ? current?.work : nil }

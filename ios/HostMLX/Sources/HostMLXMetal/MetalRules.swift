@@ -33,6 +33,15 @@ public struct MetalReport: Sendable, Equatable {
 public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
     result: Result<R, any Error>, report: MetalReport
 ) {
+    beginMetal(rules)
+    let result = Result {
+        rules.gpuByDefault ? try Device.withDefaultDevice(Device(.gpu), body) : try body()
+    }
+    return (result, endMetal())
+}
+
+/// Makes HostMLX follow the rules until `endMetal`, on all threads. The rules may not have `gpuByDefault`.
+public func beginMetal(_ rules: MetalRules) {
     // Creates the CPU's stream before the rules apply.
     _ = Stream.cpu
     let failing = rules.failingBuffers
@@ -46,9 +55,10 @@ public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
                 message: message))
     }
     precondition(begun, "HostMLX behaves like Metal already")
-    let result = Result {
-        rules.gpuByDefault ? try Device.withDefaultDevice(Device(.gpu), body) : try body()
-    }
+}
+
+/// Ends the rules, and returns what happened since they began.
+public func endMetal() -> MetalReport {
     var report = MetalReport()
     report.commandBuffers = withUnsafeMutablePointer(to: &report.faults) { faults in
         host_metal_end(faults) { context, text, count in
@@ -56,5 +66,5 @@ public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
             context.assumingMemoryBound(to: [String: Int].self).pointee[String(cString: text)] = count
         }
     }
-    return (result, report)
+    return report
 }

@@ -114,24 +114,6 @@ import Testing
         #expect(options(for: tuner, megabytes: [1]) == nil)
     }
 
-    @Test func aRunGoesOnInATaskInTheBackground() async throws {
-        let monitor = TestMonitor()
-        let tuner = try await tuner(monitor: monitor)
-        let learner = Learner(tuner, adapters: adapters)
-        learner.start(conversations, training(steps: 1_000_000))
-        try await until { (learner.update?.step ?? 0) >= 1 }
-        monitor.scene = .background
-        try await until { learner.update?.pause == .away }
-        let step = try #require(learner.update).step
-        backgroundTask(isRunning: true, hasGPU: true, of: tuner)
-        try await until { (learner.update?.step ?? 0) > step }
-        backgroundTask(isRunning: false, hasGPU: false, of: tuner)
-        try await until { learner.update?.pause == .away }
-        monitor.scene = .active
-        learner.stop()
-        try await until { !learner.isTraining }
-    }
-
     @Test func whatPeopleTakeIsLearned() async throws {
         let tuner = try await tuner()
         let file = ChoiceFile(url: folder.appendingPathComponent("choices.jsonl"))

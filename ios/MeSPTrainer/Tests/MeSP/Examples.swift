@@ -108,11 +108,6 @@ func options(
     return nil
 }
 
-/// Tells a run that a background task has begun or ended.
-@MainActor func backgroundTask(isRunning: Bool, hasGPU: Bool, of tuner: FineTuner) {
-    tuner.setBackgroundTime(isGranted: isRunning, hasGPU: hasGPU)
-}
-
 /// The choices that a person has made, in a file with one choice on each line.
 struct ChoiceFile: Sendable {
     let url: URL
@@ -156,4 +151,108 @@ func answers(
         for try await piece in pieces { answers[index] += piece }
     }
     return (answers[0], answers[1])
+}
+
+/// A model that adapters can be loaded into.
+@MainActor protocol AdaptableModel {
+    /// Loads a folder of adapters in place of those that are loaded; nil unloads them.
+    func use(_ adapters: URL?) async throws
+    func answer(to prompt: String) async throws -> String
+}
+
+/// Learns in front and in the background, and uses what was learned.
+@MainActor final class Personalization {
+    private let tuner: FineTuner
+    private let model: any AdaptableModel
+    private let folder: URL
+    private var loaded = 0
+
+    /// - Parameter folder: the folder for the versions of the adapters: `1`, `2` and so on.
+    init(_ tuner: FineTuner, of model: any AdaptableModel, folder: URL) {
+        (self.tuner, self.model, self.folder) = (tuner, model, folder)
+    }
+
+    /// Continues the last run, or begins one.
+    ///
+    /// - Returns: whether the run is complete. It is not if `stop` has ended it.
+    func learn(from conversations: [Conversation], _ options: TrainingOptions) async throws -> Bool {
+        let updates =
+            tuner.canContinueTraining
+            ? tuner.continueTraining() : tuner.train(on: conversations, options)
+        for try await _ in updates {}
+        try keep()
+        return !tuner.canContinueTraining
+    }
+
+    /// Learns while a background task runs.
+    func learn(
+        from conversations: [Conversation], _ options: TrainingOptions, during time: GrantedTime
+    ) async throws -> Bool {
+        tuner.setBackgroundTime(time)
+        defer { tuner.setBackgroundTime(nil) }
+        return try await learn(from: conversations, options)
+    }
+
+    /// Ends the run, which can be continued later. Call it when a background task expires.
+    func stop() async { await tuner.stop() }
+
+    /// Loads the newest version. Call it when the app is in front, because loading uses the GPU.
+    func refresh() async throws {
+        try keep()
+        guard versions.contains(chosen), chosen != loaded else { return }
+        try await use(chosen)
+    }
+
+    /// Loads the version before, or none. The app uses it until something new is learned.
+    func rollBack() async throws {
+        let before = versions.last { $0 < chosen } ?? 0
+        try await use(before)
+        try choose(before)
+    }
+
+    /// Returns the model's answer. A run waits meanwhile.
+    func answer(to prompt: String) async throws -> String {
+        try await tuner.whilePaused {
+            // A new task is not cancelled with the caller, so the run waits for the end.
+            try await Task { try await model.answer(to: prompt) }.value
+        }
+    }
+
+    private func use(_ version: Int) async throws {
+        try await tuner.whilePaused { try await model.use(version > 0 ? place(version) : nil) }
+        loaded = version
+    }
+
+    /// Copies the adapters of a complete run, also if the app ended before it could do so.
+    private func keep() throws {
+        guard !tuner.canContinueTraining, let learned = try? tuner.adapters else { return }
+        let newest = versions.last ?? 0
+        guard !FileManager.default.contentsEqual(atPath: matrices(learned.url), andPath: matrices(place(newest)))
+        else { return }
+        try choose(newest + 1)
+        try learned.write(to: place(newest + 1))
+    }
+
+    /// The version to use; 0 for none.
+    private var chosen: Int {
+        (try? String(contentsOf: choice, encoding: .utf8)).flatMap { Int($0) } ?? 0
+    }
+
+    private func choose(_ version: Int) throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try "\(version)".write(to: choice, atomically: true, encoding: .utf8)
+    }
+
+    private var choice: URL { folder.appendingPathComponent("chosen") }
+
+    private func matrices(_ adapters: URL) -> String {
+        adapters.appendingPathComponent("adapters.safetensors").path
+    }
+
+    private func place(_ version: Int) -> URL { folder.appendingPathComponent("\(version)") }
+
+    private var versions: [Int] {
+        let names = (try? FileManager.default.contentsOfDirectory(atPath: folder.path)) ?? []
+        return names.compactMap { Int($0) }.sorted()
+    }
 }
