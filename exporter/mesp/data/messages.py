@@ -213,15 +213,15 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     whose message begins with `where`, for a value that means neither yes nor no.
     """
     weights = []
-    for key, trained in WEIGHTS.items():
-        value = as_truth(entries.pop(key, None))
+    for key in [key for key in WEIGHTS if key in entries]:
+        value = as_truth(entries.pop(key))
         if value not in (None, 0, 1):  # True equals 1
             raise MespError(
                 f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
                 f"to train it and 0 not to, or leave the field out with --ignore {key}."
             )
         if value is not None:
-            weights.append(int(value == trained))
+            weights.append(int(value == WEIGHTS[key]))
     return min(weights, default=None)
 
 
