@@ -34,6 +34,7 @@ LEAST = 2.0**-126  # the least n² of a row that is no row of zeros
 # Edges of m, and of one row of B or of all A.
 M = [0.0, -1.0, 1e-30, 1e-40, 1e10, 1e38, 3.4e38]
 OTHERS = [0.0, 1e-40, 1e-25, 1e10, 1e19, 1e25, 1e38]
+SUBNORMAL = 1e-40  # a weight of adapters
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,10 @@ def write_case(folder: Path, bundle: Path, seed: int) -> list[WeightedAdapters]:
     random = np.random.default_rng(seed)
     adapters = []
     for number in range(random.choice([1, 1, 2, 3])):
-        dora, scale = bool(random.random() < 0.7), float(random.choice([SCALE, 1e-6, 1e6]))
+        dora, scale = (
+            bool(random.random() < 0.7),
+            float(random.choice([SCALE, 1e-6, 1e6])),
+        )
         name = folder / f"{seed}.{number}"
         write_adapters(name, bundle, scale=scale, seed=seed + number + 1, dora=dora)
         file = name / "adapters.safetensors"
@@ -77,7 +81,7 @@ def write_case(folder: Path, bundle: Path, seed: int) -> list[WeightedAdapters]:
             if key.endswith("lora_b"):
                 arrays[key][:, 0] = 0
         mx.save_safetensors(str(file), {key: mx.array(array) for key, array in arrays.items()})
-        adapters.append(WeightedAdapters(name, float(random.choice([1, 1, 0.5, 10]))))
+        adapters.append(WeightedAdapters(name, float(random.choice([1, 1, 0.5, 10, SUBNORMAL]))))
     return adapters
 
 
@@ -171,6 +175,10 @@ def test_edges_are_equal_or_refused_everywhere(bundle: Path, tmp_path: Path):
         answers = [each for each in found if each is not None]
         is_equal = all(abs(each - expected) <= 1e-3 * abs(expected) for each in answers)
         kind = ["refused", "wrong", "equal"][len(answers)] if is_equal else "wrong"
+        # A rare exception: mlx-lm on a CPU multiplies x by the dequantized
+        # weights, and the engine's product of few rows (PackedProduct.cpp) first sums codes times
+        # x, which alone overflows. So the exporter has a right result where the engine truly has
+        # none. Only another, slower product in the engine would remove the exception.
         if answers == [found[0]] and is_equal and overflows_in_codes(plain):
             kind = "refused by the engine's sums of codes"
         figures[kind] += 1
@@ -200,6 +208,44 @@ def test_fused_weights_are_finite_or_refused(bundle: Path, tmp_path: Path):
         figures["refused" if done.returncode else "finite"] += 1
     print(dict(figures))
     assert figures["refused"] and figures["finite"]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_subnormal_weight_changes_nothing(bundle: Path, tmp_path: Path, count: int, dora: bool):
+    folders = [
+        write_adapters(tmp_path / str(seed), bundle, seed=seed, dora=dora)
+        for seed in range(1, count + 1)
+    ]
+    adapters = [WeightedAdapters(folder, SUBNORMAL) for folder in folders]
+    expected = in_the_engine(bundle, [])
+    assert expected is not None
+    for found in (in_the_exporter(bundle, adapters), in_the_engine(bundle, adapters)):
+        assert found == pytest.approx(expected, rel=1e-5)
+    named = ("--adapters", ",".join(map(str, folders)))
+    weights = ("--weights", ",".join([str(SUBNORMAL)] * count))
+    out = tmp_path / "fused"
+    call("fuse", bundle, *named, *weights, "--bits", "bfloat16", "--val-batches", 0, "--out", out)
+    assert all(mx.isfinite(array).all() for array in mx.load(f"{out}/model.safetensors").values())
+
+
+# A weight that is 0 in float32, and a scale that is subnormal in it. The engine refuses them too.
+@pytest.mark.parametrize(
+    ("weight", "scale", "said"),
+    [
+        (1e-46, SCALE, "--weights has 1e-46"),
+        (1, SUBNORMAL, "has a rank or scale that is not a positive number"),
+    ],
+)
+@pytest.mark.parametrize("module", ["generate", "fuse"])
+def test_a_smaller_weight_or_scale_is_refused(
+    bundle: Path, tmp_path: Path, module: str, weight: float, scale: float, said: str
+):
+    adapters, out = write_adapters(tmp_path / "adapters", bundle, scale=scale), tmp_path / "fused"
+    options = ("--prompt", "a") if module == "generate" else ("--out", out)
+    done = run(module, bundle, "--adapters", adapters, "--weights", weight, *options)
+    assert (done.returncode, done.stdout) == (2, "") and not out.exists()
+    assert said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_text_of_infinite_logits_is_refused(bundle: Path, tmp_path: Path):

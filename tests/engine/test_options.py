@@ -35,6 +35,7 @@ from helpers.oracle import (
     distance,
     saved,
 )
+from helpers.schedules import learning_rate
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -291,6 +292,28 @@ def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: P
         for each in run.steps
     ]
     assert all(part <= each["seconds"] for part, each in zip(parts, run.steps, strict=True))
+
+
+# Learning rates at the edges of float32. A clipped gradient keeps the adapters finite.
+@pytest.mark.parametrize(
+    ("rate", "schedule", "steps", "warmup", "clip"),
+    [
+        (1e-45, "cosine", 3, 0, 1.0),
+        (1e-40, "linear", 4, 2, 1e-40),
+        (1e-30, "constant", 3, 2, 3e38),
+        (1.0, "linear", 1, 0, 1e-10),
+        (3e38, "cosine", 4, 1, 1e-40),
+    ],
+)
+def test_rates_at_the_edges(
+    bundle: Path, tmp_path: Path, rate: float, schedule: str, steps: int, warmup: int, clip: float
+):
+    options = ("--learning-rate", rate, "--schedule", schedule, "--warmup", warmup)
+    run = train(bundle, tmp_path / "run", *options, "--max-grad-norm", clip, steps=steps)
+    expected = [learning_rate(rate, schedule, steps, warmup, step) for step in range(steps)]
+    rates = [each["learning_rate"] for each in run.steps]
+    assert rates == pytest.approx(expected, rel=1e-6, abs=2.0**-149)
+    assert all(mx.isfinite(each).all() for each in saved(tmp_path / "run").values())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])

@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesp.data.fields import OPTIONS, is_empty
@@ -100,25 +100,27 @@ class Form:
     @cached_property
     def marked(self) -> str:
         """The rendered conversation."""
-        return self._render(self.messages)
+        return self.apply(self.messages)
 
     @cached_property
     def with_text(self) -> bool:
         """Whether the template needs tool calls' arguments as a JSON string, not as objects."""
-        if not any(CALLS in message for message in self.messages):
-            return False
         try:
-            apply_template(self.tokenizer, template_messages(self.messages), **self.arguments)
+            if any(CALLS in message for message in self.messages):
+                apply_template(self.tokenizer, template_messages(self.messages), **self.arguments)
         except TypeError:
             return True
         return False
 
-    def _render(
+    def apply(
         self,
         messages: list[Message],
         asks: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
+        """Returns `messages` rendered, with the `arguments` or, by default, the form's. With
+        `asks`, the generation prompt follows.
+        """
         given = self.arguments if arguments is None else arguments
         taken = template_messages(messages, self.with_text)
         return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **given)
@@ -131,12 +133,16 @@ class Form:
         """
         messages = self.messages[:count]
         try:
-            return self._render(messages, asks)
+            return self.apply(messages, asks)
         except Exception:  # a template can raise anything
             if any(message["role"] == "user" for message in messages):
                 raise
             first = sum(message["role"] in ("system", "developer") for message in messages[:1])
-            return self._render([*messages[:first], QUESTION, *messages[first:]], asks)
+            return self.apply([*messages[:first], QUESTION, *messages[first:]], asks)
+
+    def render_question(self, asks: bool) -> str:
+        """Returns a question rendered alone. With `asks`, the generation prompt follows."""
+        return self.apply([QUESTION], asks)
 
     def marks_of(self, message: int) -> list[re.Match[str]]:
         """Returns the marks of a message, in the order of the rendering."""
@@ -186,7 +192,7 @@ class Form:
 
     def _is_same(self, messages: list[Message], arguments: Mapping[str, Any] | None = None) -> bool:
         """Returns whether the rendering with marks stays the same with other inputs."""
-        return self._render(messages, arguments=arguments) == self.marked
+        return self.apply(messages, arguments=arguments) == self.marked
 
 
 @lru_cache(maxsize=512)
@@ -221,8 +227,7 @@ class Rendering:
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
         """Returns the rendered messages. With `asks`, the generation prompt follows."""
-        taken = template_messages(messages, self.form.with_text)
-        return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **self._arguments)
+        return self.form.apply(messages, asks, self._arguments)
 
     @property
     def _arguments(self) -> dict[str, Any]:
@@ -242,13 +247,13 @@ class Rendering:
         def mark(message: int, kind: str, text: str) -> str:
             """Returns a mark for the text. White space and flags around the text are kept."""
             found = ENDS.fullmatch(text)
-            assert found is not None
             if not found["body"]:
                 return text
             texts.append(Text(message, kind, found["body"]))
             return found["before"] + MARK.format(len(texts) - 1) + found["after"]
 
-        return [_marked(i, each, mark) for i, each in enumerate(self.conversation.messages)], texts
+        messages = enumerate(self.conversation.messages)
+        return [_marked(each, partial(mark, index)) for index, each in messages], texts
 
     def check(self) -> tuple[list[str], list[str]]:
         """Returns notes, and the names of the messages' keys that nothing reads.
@@ -261,11 +266,10 @@ class Rendering:
         seen = {int(number) for number in MARKS.findall(self.form.marked)}
         messages, notes = self.conversation.messages, []
         last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
-        trained = self.conversation.answers
         for number, (index, kind, text) in enumerate(self.texts):
             if number in seen and any(form in self.text for form in _forms(text)):
                 continue
-            is_earlier = index < last_question or index not in trained
+            is_earlier = index < last_question or index not in self.conversation.answers
             role = messages[index]["role"]
             if kind == "reasoning" and role == "assistant" and is_earlier:
                 notes.append(
@@ -357,17 +361,44 @@ class Rendering:
         """Returns the places of a message's texts."""
         return [place for place in self.places if self.texts[place.text].message == message]
 
+    def places_in(self, start: int, stop: int) -> list[Place]:
+        """Returns the places of texts that share characters with [start, stop) in the rendering."""
+        return [place for place in self.places if place.start < stop and place.stop > start]
+
+    @property
+    def generated(self) -> list[tuple[int, int]] | None:
+        """The bounds of the characters within the template's `{% generation %}` blocks.
+
+        Adjacent bounds of one answer are joined. None if the template has no such blocks.
+        """
+        template = self.tokenizer.chat_template
+        if not (isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template)):
+            return None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, (marked,) = render_jinja_template(
+            [template_messages(self.conversation.messages, self.form.with_text)],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self._arguments},
+        )
+        found: list[tuple[int, int]] = []
+        said: set[int] = set()  # the messages whose texts are within the last bounds
+        for start, stop in marked:
+            inside = {self.texts[place.text].message for place in self.places_in(start, stop)}
+            if found and found[-1][1] == start and (not said or not inside or said == inside):
+                start, inside = found.pop()[0], said | inside
+            found.append((start, stop))
+            said = inside
+        return found
+
     def to_rendered(self, position: int) -> int:
         """Returns the position in the rendering for a `position` in the marked rendering.
 
         The position must be outside of marks.
         """
-        shift = 0
-        for place in self.places:
-            if place.marked_stop > position:
-                break
-            shift = place.stop - place.marked_stop
-        return position + shift
+        before = [p.stop - p.marked_stop for p in self.places if p.marked_stop <= position]
+        return position + (before[-1] if before else 0)
 
 
 def without_tags(message: Message) -> str:
@@ -406,35 +437,33 @@ def check_roles(tokenizer: Any, messages: list[Message]) -> None:
         raise MespError(f'message {number} has the role "{role:.40}": {remedy}.')
 
 
-def _marked(index: int, message: Message, mark: Callable[[int, str, str], str]) -> Message:
+def _marked(message: Message, mark: Callable[[str, str], str]) -> Message:
     changed = dict(message)
     thoughts = [key for key in REASONING if key in message]
     if thoughts:
-        changed |= dict.fromkeys(thoughts, mark(index, "reasoning", message[thoughts[0]]))
+        changed |= dict.fromkeys(thoughts, mark("reasoning", message[thoughts[0]]))
     content = message["content"]
     pieces = TAGS.split(content) if message["role"] == "assistant" else [content]
     for at in range(0, len(pieces), 2):  # odd items are tags
         around = (pieces[at - 1] if at else "<think>", *pieces[at + 1 : at + 2])
         kind = "reasoning" if around == ("<think>", "</think>") else "content"
-        pieces[at] = mark(index, kind, pieces[at])
+        pieces[at] = mark(kind, pieces[at])
     changed["content"] = "".join(pieces)
     if CALLS in message:
-        changed[CALLS] = [_marked_call(index, call, mark) for call in message[CALLS]]
+        changed[CALLS] = [_marked_call(call, mark) for call in message[CALLS]]
     return changed
 
 
-def _marked_call(
-    index: int, call: dict[str, Any], mark: Callable[[int, str, str], str]
-) -> dict[str, Any]:
+def _marked_call(call: dict[str, Any], mark: Callable[[str, str], str]) -> dict[str, Any]:
     def marked(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: marked(each) for key, each in value.items()}
         if isinstance(value, list):
             return [marked(each) for each in value]
-        return mark(index, "arguments of a tool call", value) if isinstance(value, str) else value
+        return mark("arguments of a tool call", value) if isinstance(value, str) else value
 
     function = call["function"]
-    name = mark(index, "tool call", function["name"])
+    name = mark("tool call", function["name"])
     known = {"name": name, "arguments": marked(function["arguments"])}
     return {**call, "function": {**function, **known}}
 

@@ -35,15 +35,12 @@ class Encoder:
 
     def noted(self, encoded: Encoded, *texts: str) -> Encoded:
         """Returns `encoded`, with a note if a text has control tokens inside."""
-        note = f"Records with control tokens in their text, which {SPLIT} encodes as text"
-        within = list(texts)
+        within, are_read = [*texts], f"{SPLIT} encodes as text"
         if not self.split_special:
-            note = (
-                "Records with control tokens in their text, which the model reads as such without "
-                f"{SPLIT}"
-            )
+            are_read = f"the model reads as such without {SPLIT}"
             begin, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
             within = [text.strip().removeprefix(begin).removesuffix(end) for text in texts]
         if not any(map(special_pattern(self.tokenizer).search, within)):
             return encoded
+        note = f"Records with control tokens in their text, which {are_read}"
         return replace(encoded, notes=(*encoded.notes, note))

@@ -66,13 +66,9 @@ class Fields:
                     f"{', '.join(record) or 'none'}."
                 )
         renamed = {key: record[column] for key, column in columns.items()}
-        moved = {*columns.values()} - {*columns}
+        gone = {*columns.values()}.difference(columns).union(ignored)
         self.where, self.ignored = where, ignored
-        self.values = {
-            key: value
-            for key, value in {**record, **renamed}.items()
-            if key not in ignored and key not in moved
-        }
+        self.values = {k: v for k, v in {**record, **renamed}.items() if k not in gone}
         self.names = [*self.values]
         self.unread: list[str] = []
 

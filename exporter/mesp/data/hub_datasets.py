@@ -195,10 +195,9 @@ def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
 
 
 def _find_splits(data: str, splits: Mapping[str, str], there: list[str]) -> Mapping[str, str]:
-    for expression in splits.values():
-        for name in _names_in(expression):
-            if name not in there:
-                raise MespError(f"{data} has no split {name}; it has {', '.join(there)}.")
+    for name in itertools.chain.from_iterable(map(_names_in, splits.values())):
+        if name not in there:
+            raise MespError(f"{data} has no split {name}; it has {', '.join(there)}.")
     found: dict[str | None, str] = {**splits}
     for name in there if not splits else ():
         ours = SPLIT_OF.get(name.lower())

@@ -225,11 +225,9 @@ def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[
     for split, each in records.items():
         for record in each:
             try:
-                found = mask_record(record, encoder)
+                encoded[split] += mask_record(record, encoder)
             except MespError as error:
                 refused.append(error)
-                continue
-            encoded[split] += found
     if refused:
         first, others = refused[0].message, len(refused) - 1
         total = sum(map(len, records.values()))
@@ -268,10 +266,8 @@ def _check_options(
             f"{data} is preference data, whose answers are one a sequence and alone in "
             f"the loss: leave out {option}."
         )
-    files = any(
-        isinstance(each, Text) and each.is_file for each in itertools.chain(*records.values())
-    )
-    if files and not pack:
+    every = itertools.chain(*records.values())
+    if kind is Text and not pack and any(each.is_file for each in every):
         raise MespError(
             f"{data} has text without records, so it is packed: leave out --no-pack, or write it "
             'as a JSONL file of {"text": …}.'
@@ -288,14 +284,12 @@ def _counts(
     every = [*itertools.chain(*records.values())]
     unanswered = sum(not (each.is_left_out or has_answer(each, loss_on)) for each in every)
     have = "do not end with an" if loss_on == "last" else "have no"
-    fills = f"Records whose prompt fills {seq_len + 1} tokens were left out"
+    marked = sum(each.is_left_out for each in every)
     sentences = {
         f"Records longer than {seq_len + 1} tokens were {long}": by_split("too_long"),
         "Records with nothing to predict were left out": by_split("left_out"),
-        fills: by_split("no_room"),
-        "Records that are marked not to be trained were left out": sum(
-            each.is_left_out for each in every
-        ),
+        f"Records whose prompt fills {seq_len + 1} tokens were left out": by_split("no_room"),
+        "Records that are marked not to be trained were left out": marked,
         f"Records that {have} answer to train were left out": unanswered,
     }
     return [f"{said}: {count}." for said, count in sentences.items() if count]

@@ -12,16 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesp.data.chat_template import (
-    MARK,
-    MARKS,
-    PROBE,
-    QUESTION,
-    Form,
-    Rendering,
-    apply_template,
-    template_messages,
-)
+from mesp.data.chat_template import MARK, MARKS, PROBE, Form, Rendering, apply_template
 from mesp.data.messages import CALLS
 from mesp.data.special_tokens import Bounds, check_special, special_pattern, special_tokens, tokens
 from mesp.errors import MespError
@@ -76,13 +67,12 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
             raise empty_answer(index)
     notes, unread = rendering.check()
     found = trained if loss_on != "all" else sorted({*trained, *conversation.untrained})
-    spans: dict[int, Span] = {}
     try:
-        if found:
-            spans = dict(zip(found, _spans(rendering, found, notes), strict=True))
+        spans = _spans(rendering, found, notes) if found else {}
     except MespError:
         if loss_on != "all" or conversation.untrained:
             raise
+        spans = {}
     written = rendering.written(rendering.form.marked, rendering.text)
     text, spans, written, added = _with_ends(rendering, spans, written, notes)
     encoded = _tokens(rendering, text, written, rendering.form.marked + added)
@@ -147,8 +137,8 @@ def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> Non
 # Finding where answers are
 
 
-def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> list[Span]:
-    marks, spans = _generation_marks(rendering), []
+def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> dict[int, Span]:
+    marks, spans = rendering.generated, {}
     for index in answers:
         said = rendering.places_of(index)
         if not said:
@@ -160,14 +150,14 @@ def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> li
         else:
             first = said[0].start
             start, stop = next((b for b in marks if b[0] <= first < b[1]), (-1, -1))
-        inside = {p.text for p in rendering.places if p.start < stop and p.stop > start}
+        inside = {p.text for p in rendering.places_in(start, stop)}
         # Texts are compared, not places, because a template may repeat a text elsewhere, such as a
         # tool's name.
         if not 0 <= start < stop or inside < {p.text for p in said}:
             raise _not_found(index)
         if any(rendering.texts[text].message != index for text in inside):
             raise _not_found(index)
-        spans.append(Span(start, max(p.stop for p in said if p.stop <= stop), stop))
+        spans[index] = Span(start, max(p.stop for p in said if p.stop <= stop), stop)
     return spans
 
 
@@ -176,41 +166,6 @@ def _not_found(index: int) -> MespError:
         f"the chat template does not tell where the answer in message {index + 1} begins and ends: "
         "take --loss-on all, or leave the record out."
     )
-
-
-def _generation_marks(rendering: Rendering) -> list[tuple[int, int]] | None:
-    """Returns the bounds of the characters within the template's `{% generation %}` blocks.
-
-    Adjacent bounds of one answer are joined. Returns None if the template has no such blocks.
-    """
-    tokenizer, conversation = rendering.tokenizer, rendering.conversation
-    template = tokenizer.chat_template
-    if not (isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template)):
-        return None
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    _, (marked,) = render_jinja_template(
-        [template_messages(conversation.messages, rendering.form.with_text)],
-        tools=conversation.tools,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **conversation.options},
-    )
-    found: list[tuple[int, int]] = []
-    said: set[int] = set()  # the messages whose texts are within the last bounds
-    for start, stop in marked:
-        inside = {
-            rendering.texts[place.text].message
-            for place in rendering.places
-            if place.start < stop and place.stop > start
-        }
-        if found and found[-1][1] == start and (not said or not inside or said == inside):
-            found[-1] = (found[-1][0], stop)
-            said = said | inside
-        else:
-            found.append((start, stop))
-            said = inside
-    return found
 
 
 @lru_cache(maxsize=4096)
@@ -242,7 +197,7 @@ def _bounds(form: Form, index: int) -> tuple[int, int, str]:
             return anchor + agreed, stop, note
         header = asked[max(after + same, 0) :]
     else:
-        asked, told = (_render_question(form, asks) for asks in (True, False))
+        asked, told = map(form.render_question, (True, False))
         header = asked[_agreed(form.tokenizer, told, asked) :]
         before = [found.end() for found in MARKS.finditer(marked, 0, first)]
         anchor = before[-1] if before else 0
@@ -270,10 +225,6 @@ def _asked(form: Form, index: int) -> str:
         return form.render(index, asks=True) if index else ""
     except Exception:  # a template can raise anything
         return ""
-
-
-def _render_question(form: Form, asks: bool) -> str:
-    return apply_template(form.tokenizer, [QUESTION], add_generation_prompt=asks, **form.arguments)
 
 
 def _stop(form: Form, index: int) -> int:
@@ -355,18 +306,18 @@ def _with_ends(
         shift += len(added)
         at = stop
     moved += [(a + shift, b + shift) for a, b in written if a >= at]
-    endings = "".join(pieces[1::2])
-    return "".join([*pieces, text[at:]]), ended, moved, endings
+    return "".join([*pieces, text[at:]]), ended, moved, "".join(pieces[1::2])
 
 
 @lru_cache(maxsize=4)
 def _end_patterns(
-    tokenizer: Any, _template: str, *ends: int
+    tokenizer: Any, template: str, *ends: int
 ) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Returns a pattern for a text that ends with an end token, and one for a text that begins with
     it. White space may follow or precede the token.
     """
-    written = {tokenizer.decode([id]) for id in {*ends} | template_ends(tokenizer, asks_on=True)}
+    followed = _template_ends(tokenizer, template)[1]
+    written = {tokenizer.decode([id]) for id in {*ends, *followed}}
     token = "|".join(map(re.escape, sorted(filter(str.strip, written), key=len, reverse=True)))
     return re.compile(rf"(?:{token or '(?!)'})\s*\Z"), re.compile(rf"\s*(?:{token or '(?!)'})")
 
@@ -382,8 +333,8 @@ def _goes_on(form: Form, index: int) -> bool:
     is_answered = count < len(messages) and messages[count]["role"] == "assistant"
     if not is_answered and (count < len(messages) or not (results or CALLS in messages[index])):
         return False
-    asked = _render_question(form, True)
-    if asked != _render_question(form, False):
+    asked = form.render_question(True)
+    if asked != form.render_question(False):
         asked, told = _asked(form, count), form.render(count)
         header = asked[alike(told, asked) :].strip()
         if not is_answered:
@@ -402,19 +353,15 @@ def _goes_on(form: Form, index: int) -> bool:
 
 def end_tokens(tokenizer: Any) -> set[int]:
     """Returns the tokenizer's end tokens and the tokens that end an answer in the chat template."""
-    return {*tokenizer.eos_token_ids} | template_ends(tokenizer)
-
-
-def template_ends(tokenizer: Any, asks_on: bool = False) -> set[int]:
-    """Returns the special tokens that end an answer in the chat template.
-
-    The answer is the last message. With `asks_on`, the answer is followed by a question instead.
-    """
-    return {*_template_ends(tokenizer, str(tokenizer.chat_template))[asks_on]}
+    last, _ = _template_ends(tokenizer, str(tokenizer.chat_template))
+    return {*tokenizer.eos_token_ids, *last}
 
 
 @lru_cache(maxsize=4)
 def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]]:
+    """Returns the special tokens that end an answer in the chat template: an answer that is the
+    last message, and an answer before a question.
+    """
     turns = [
         {"role": role, "content": MARK.format(number)}
         for number, role in enumerate(("user", "assistant", "user"))

@@ -148,14 +148,8 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
         outer |= {"id": call["id"]} if "id" in call else {}
         known = ("name", "arguments", *(() if is_nested else CALL_KEYS))
         inner = _taken(fields, function, known)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments or "{}", strict=True)
-            except ValueError as error:
-                raise MespError(
-                    f"{where} with arguments of a tool call that are no JSON: write an object."
-                ) from error
+        fault = f"{where} with arguments of a tool call that are no JSON: write an object."
+        arguments = _parsed(function.get("arguments"), "{}", fault, strict=True)
         arguments = {} if arguments is None else arguments
         if not isinstance(arguments, dict):
             raise MespError(
@@ -166,6 +160,17 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
     return found
 
 
+def _parsed(value: Any, empty: str, fault: str, strict: bool = False) -> Any:
+    """Returns a value, or the value of a JSON text. An empty text counts as the text `empty`.
+
+    Raises MespError with the message `fault` if the text is not valid JSON.
+    """
+    try:
+        return parse_json(value or empty, strict) if isinstance(value, str) else value
+    except ValueError as error:
+        raise MespError(fault) from error
+
+
 def read_template_inputs(fields: Fields) -> dict[str, Any]:
     """Takes a record's tools and options for the chat template.
 
@@ -173,13 +178,7 @@ def read_template_inputs(fields: Fields) -> dict[str, Any]:
     value, or for a tool without a name.
     """
     where, tools, options = fields.where, fields.take("tools"), fields.take(OPTIONS)
-    if isinstance(tools, str):
-        try:
-            tools = parse_json(tools or "[]")
-        except ValueError as error:
-            raise MespError(
-                f'{where} has "tools" in a string that is no JSON: write a list.'
-            ) from error
+    tools = _parsed(tools, "[]", f'{where} has "tools" in a string that is no JSON: write a list.')
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
@@ -213,19 +212,17 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     Returns 1 if it is trained, 0 if not, and None if no such field has a value. Raises MespError,
     whose message begins with `where`, for a value that means neither yes nor no.
     """
-    found: int | None = None
+    weights = []
     for key in [key for key in WEIGHTS if key in entries]:
-        value, trained = as_truth(entries.pop(key)), WEIGHTS[key]
-        if value is None:
-            continue
-        if value not in (0, 1):  # True equals 1
+        value = as_truth(entries.pop(key))
+        if value not in (None, 0, 1):  # True equals 1
             raise MespError(
                 f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
                 f"to train it and 0 not to, or leave the field out with --ignore {key}."
             )
-        weight = int(value == trained)
-        found = weight if found is None else min(found, weight)
-    return found
+        if value is not None:
+            weights.append(int(value == WEIGHTS[key]))
+    return min(weights, default=None)
 
 
 def as_truth(value: Any) -> Any:

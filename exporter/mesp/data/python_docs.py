@@ -19,19 +19,16 @@ def python_docs() -> dict[str, list[Text]]:
 
     sections, seen = [], set()
     for _, text in sorted(topics.items()):
-        section: list[str] = []
+        sections.append([])
         for block in re.split(r"\n{2,}", text.strip()):
             paragraph = " ".join(block.split())
             prose = not block.startswith("      ") and re.match(r"[A-Z].{40,}\.$", paragraph)
             if prose and paragraph not in seen:
                 seen.add(paragraph)
-                section.append(paragraph)
-            if sum(map(len, section)) > 4000:
-                sections.append(section)
-                section = []
-        sections.append(section)
-    texts = ["\n\n".join(section) + "\n" for section in sections if section]
-    documents = [Text(text, where="python-docs") for text in texts]
+                sections[-1].append(paragraph)
+            if sum(map(len, sections[-1])) > 4000:
+                sections.append([])
+    documents = [Text("\n\n".join(each) + "\n", where="python-docs") for each in sections if each]
     return {
         "train": [each for i, each in enumerate(documents) if i % HELD_OUT != HELD_OUT // 2],
         "valid": documents[HELD_OUT // 2 :: HELD_OUT],

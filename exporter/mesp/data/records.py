@@ -168,7 +168,9 @@ class Conversation(Record):
                 "the model's tokenizer has no chat template, which its messages need; take an "
                 "-Instruct model, or write the records as prompts and answers."
             )
-        conversation = self if self.options else replace(self, options=encoder.options)
+        # A copy would compute `answers` again.
+        is_own = self.options or not encoder.options
+        conversation = self if is_own else replace(self, options=encoder.options)
         return Rendering(tokenizer, conversation, encoder.split_special)
 
     def mask(self, encoder: Encoder) -> list[Encoded]:

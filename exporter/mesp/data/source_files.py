@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -104,11 +105,10 @@ def read_text(path: Path, size: int = SIZE) -> str:
 
     Raises MespError as `read_file` does, and if the file has records.
     """
-    for _, content in read_file(path, size=size):
-        if isinstance(content, str):
-            return content
-        break
-    raise MespError(f"{path} is a file of records; give a text: .txt or .md.")
+    _, content = next(read_file(path, size=size), ("", None))
+    if not isinstance(content, str):
+        raise MespError(f"{path} is a file of records; give a text: .txt or .md.")
+    return content
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[Row]:
@@ -255,43 +255,38 @@ def _line(name: str, number: int, line: str) -> Row:
     return where, as_object(where, read_value(where, line))
 
 
-def _read_table(delimiter: str) -> Callable[[BinaryIO, str, int], Iterator[Row]]:
-    """Returns a reader of tables with a header row. Cells are strings, whose line ends are line
+def _read_table(file: BinaryIO, name: str, most: int, delimiter: str = ",") -> Iterator[Row]:
+    """Yields the rows of a table with a header row. Cells are strings, whose line ends are line
     feeds. Rows without a text are left out.
     """
-
-    def read(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
-        csv.field_size_limit(most)
-        rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig"), delimiter=delimiter, strict=True)
-        columns: list[str] = []
-        start = 1
-        try:
-            for row in rows:
-                where, start = f"Line {start} of {name}", rows.line_num + 1
-                if not any(row):
-                    continue
-                if columns and len(row) != len(columns):
-                    raise MespError(
-                        f"{where} has {len(row)} cells, and the header has {len(columns)}; fix it."
-                    )
-                if columns:
-                    yield where, dict(zip(columns, row, strict=True))
-                    continue
-                columns = row
-                if len(columns) == 1 and ";" in columns[0]:
-                    raise MespError(
-                        f"{where}, the header, has semicolons between its cells: write "
-                        f"{'tabs' if delimiter != ',' else 'commas'}."
-                    )
-                if "" in columns or len({*columns}) < len(columns):
-                    raise MespError(
-                        f"{where}, the header, has a column without a name, or two of one name; "
-                        "give each a name."
-                    )
-        except csv.Error as error:
-            raise MespError(f"Line {rows.line_num} of {name} is not a table's: {error}.") from error
-
-    return read
+    csv.field_size_limit(most)
+    rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig"), delimiter=delimiter, strict=True)
+    columns: list[str] = []
+    start = 1
+    try:
+        for row in rows:
+            where, start = f"Line {start} of {name}", rows.line_num + 1
+            if not any(row):
+                continue
+            if columns and len(row) != len(columns):
+                raise MespError(
+                    f"{where} has {len(row)} cells, and the header has {len(columns)}; fix it."
+                )
+            if columns:
+                yield where, dict(zip(columns, row, strict=True))
+            elif len(row) == 1 and ";" in row[0]:
+                raise MespError(
+                    f"{where}, the header, has semicolons between its cells: write "
+                    f"{'tabs' if delimiter != ',' else 'commas'}."
+                )
+            elif "" in row or len({*row}) < len(row):
+                raise MespError(
+                    f"{where}, the header, has a column without a name, or two of one name; give "
+                    "each a name."
+                )
+            columns = columns or row
+    except csv.Error as error:
+        raise MespError(f"Line {rows.line_num} of {name} is not a table's: {error}.") from error
 
 
 def _read_parquet(file: BinaryIO, name: str, most: int) -> Iterator[Row]:
@@ -361,8 +356,8 @@ READERS: dict[str, Callable[[BinaryIO, str, int], Iterator[Row]]] = {
     ".jsonl": _read_json,
     ".ndjson": _read_json,
     ".json": _read_json,
-    ".csv": _read_table(","),
-    ".tsv": _read_table("\t"),
+    ".csv": _read_table,
+    ".tsv": partial(_read_table, delimiter="\t"),
     ".parquet": _read_parquet,
     ".txt": _read_text,
     ".md": _read_text,

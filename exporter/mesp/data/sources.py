@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from mesp.data.hub_datasets import is_saved, read_dataset
 from mesp.data.python_docs import python_docs, python_docs_pairs
 from mesp.data.records import AnyRecord, Text, read_record
-from mesp.data.source_files import KINDS, SHARD, FileName, Row, read_file
+from mesp.data.source_files import KINDS, SHARD, SPLITS, FileName, Row, read_file
 from mesp.errors import MespError
 from mesp.files import read_bytes, root_of
 from mesp.hub_download import download, list_files, refuse_path
@@ -92,10 +92,9 @@ def records_of(name: str, rows: Iterable[Row], selection: Selection) -> list[Any
     for where, content in rows:
         if not isinstance(content, str):
             records.append(read_record(where, content, selection.columns, selection.ignored))
-            continue
-        if selection.columns:
+        elif selection.columns:
             raise MespError(f"{where} has no columns; leave out --columns.")
-        if content.strip():
+        elif content.strip():
             records.append(Text(content, is_file=True, where=where))
     if not records:
         raise MespError(f"{name} has no text in it.")
@@ -137,18 +136,18 @@ def _read_tree(
     """Returns the records, by split, of `folder` or, if that is None, of the dataset `data` on
     the Hub. `names` are its files.
     """
-    home = next((each for each in ("", "data/") if _splits_in(each, names).get("train")), None)
-    splits = _splits_in(home or "", names)
+    both = (_splits_in(home, names) for home in ("", "data"))
+    splits = next((each for each in both if each["train"]), {})
     others = [name for name in names if all(name not in each for each in splits.values())]
-    if home is None or others:
+    if others or not splits:
         there = folder or download("dataset", data, ["README.md"])
         if _has_configs(there):
             return _of_dataset(data, selection)
-        if home is None and (
+        if not splits and (
             folder is None or any(FileName.of(name).kind == ".parquet" for name in names)
         ):
             return _of_dataset(data, selection, names)
-    if home is None:
+    if not splits:
         raise MespError(
             f"{data} has no train.jsonl, train.txt or other file of the split train; add one."
         )
@@ -178,13 +177,10 @@ def of_no_split(data: str, name: str) -> MespError:
 
 
 def _splits_in(home: str, names: list[str]) -> dict[str, list[str]]:
-    splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
-    for name in names:
-        place, slash, file = name.rpartition("/")
-        split = FileName.of(file).split
-        if place + slash == home and split is not None:
-            splits[split].append(name)
-    return splits
+    """Returns the names of the files right in the folder `home`, by the split that they mean."""
+    split_of = {name: FileName.of(PurePosixPath(name).name).split for name in names}
+    here = [name for name in names if name.rpartition("/")[0] == home]
+    return {split: [name for name in here if split_of[name] == split] for split in SPLITS}
 
 
 def _whole(data: str, names: list[str]) -> list[str]:

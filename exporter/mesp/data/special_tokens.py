@@ -71,8 +71,7 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
     ids: list[int] = []
     bounds: list[tuple[int, int]] = []
     for number, (start, stop) in enumerate(pairwise([0, *chain(*written), len(text)])):
-        is_written = number % 2 == 1
-        found, places = piece(tokenizer, text[start:stop], number == 0, is_written)
+        found, places = piece(tokenizer, text[start:stop], number == 0, number % 2 == 1)
         ids += found
         bounds += [(start + first, start + last) for first, last in places] if start else places
     return {"input_ids": ids, "offset_mapping": bounds}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,11 +48,10 @@ class Split:
     encoding: Mapping[str, Any] = field(default_factory=dict)
 
 
-def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
+def as_stream(encoded: Sequence[Encoded], begin: int | None) -> Split:
     """Returns one stream of all texts. `begin` is as in `Split`."""
-    parts = list(encoded)
-    tokens, _ = _joined(parts)
-    return Split(tokens, begin=begin, left_out=sum(not part.ids for part in parts))
+    tokens, _ = _joined(encoded)
+    return Split(tokens, begin=begin, left_out=sum(not each.ids for each in encoded))
 
 
 def as_examples(
@@ -65,7 +65,7 @@ def as_examples(
     """
     longest = seq_len + 1
     parts, examples = [], []
-    start = too_long = left_out = no_room = 0
+    start, counts = 0, Counter[str]()
     for each in encoded:
         ids, mask = each.ids, each.mask
         stop = min(len(ids), longest) if long == "cut" else len(ids)
@@ -75,10 +75,9 @@ def as_examples(
             if mask[at + 1 : min(stop, at + longest)].any()
         ]
         if not pieces:
-            is_late = bool(mask[1:].any())
-            no_room, left_out = no_room + is_late, left_out + (not is_late)
+            counts["no_room" if mask[1:].any() else "left_out"] += 1
             continue
-        too_long += len(ids) > longest
+        counts["too_long"] += len(ids) > longest
         examples += pieces
         parts.append(each if stop == len(ids) else replace(each, ids=ids[:stop], mask=mask[:stop]))
         start += stop
@@ -88,18 +87,10 @@ def as_examples(
             f"{longest} tokens; give it others or export with a larger --seq-len."
         )
     tokens, mask = _joined(parts)
-    return Split(
-        tokens,
-        np.array(examples, np.uint32),
-        mask,
-        pack=pack,
-        too_long=too_long,
-        left_out=left_out,
-        no_room=no_room,
-    )
+    return Split(tokens, np.array(examples, np.uint32), mask, pack=pack, **counts)
 
 
-def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
+def _joined(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], or None if the mask
     is all ones.
     """
