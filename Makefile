@@ -23,7 +23,7 @@ READY := $(VENV)/ready
 # A file of versions and their hashes: with LOCK=.ci/requirements.txt, as in CI, nothing else is installed.
 LOCK ?=
 FIXTURES := $(CURDIR)/.build/fixtures
-SLOW_IN_SWIFT := FuzzTests MetalErrors SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
+SLOW_IN_SWIFT := FuzzTests LifeTests MetalErrors SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
 	DocumentsFolderTests DownloadFaultsTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
 	contextAndPaddingDoNotCount aConfidentTokensLossIsNotNegative
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/fixtures/*.py tests/helpers/*.py)
@@ -199,6 +199,8 @@ test-slow: engine-and-tests $(FIXTURES).ready
 	MESP_FUZZ_CASES=10000 $(VENV)/federate/bin/python -m pytest -q -m federate tests/federate
 	@echo "== 10,000 damaged files and messages of each kind, for the trainer"
 	MESP_FUZZ_CASES=10000 $(SWIFT_TEST) --filter FuzzTests
+	@echo "== 10,000 lives of an app"
+	MESP_LIVES=10000 $(SWIFT_TEST) --filter LifeTests
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
 	$(BIN)/python tools/studies/parity.py --quick --peft $(VENV)/peft/bin/python
 
