@@ -273,9 +273,12 @@ import Testing
         Device.gpuIsSimulated = true
         defer { Device.gpuIsSimulated = false }
         var settings = try settings()
-        settings.device = device
+        // A GPU's functions do not run on the CPU.
+        let bundle = try copyWithoutFunctions(URL(fileURLWithPath: settings.bundle))
+        defer { try? FileManager.default.removeItem(at: bundle) }
+        (settings.bundle, settings.device) = (bundle.path, device)
         controller.start(settings)
-        try await wait("no step") { controller.log.lastStep > 0 }
+        try await wait("no step") { controller.log.lastStep > 0 || !controller.isRunning }
         monitor.scene = .background
         try await reach(.paused(.away))
         controller.stop()
