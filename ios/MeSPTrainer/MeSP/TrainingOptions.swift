@@ -2,9 +2,6 @@ import Foundation
 import MeSPBundle
 import MeSPCore
 
-/// The processor that computes a run: `cpu` or `gpu`.
-public typealias Backend = MeSPBundle.Backend
-
 /// A limit of the memory that training may take.
 ///
 /// A run adapts to the limit: it recomputes intermediates and computes matrix products in smaller parts. A lower limit makes steps slower and changes
