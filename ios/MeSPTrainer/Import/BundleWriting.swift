@@ -23,15 +23,15 @@ extension ModelImport {
     ///
     /// - Parameters:
     ///   - bundle: the folder.
-    ///   - replaces: whether to replace an existing bundle, of which the weight files that are the same are kept. Without this, `bundle` must not
-    ///     exist yet.
+    ///   - replaces: whether to replace an existing bundle that an import wrote. Its weight files that are the same are kept. Without this, `bundle`
+    ///     must not exist yet.
     ///   - progress: receives the number of bytes written or kept so far, and how many of them were kept. The closure may throw an error to stop.
     /// - Throws: `MeSPError` if the bundle cannot be written, or the model has changed; also the errors of `progress`.
     package func write(
         to bundle: URL, replaces: Bool = false, progress: (_ bytes: Int, _ kept: Int) throws -> Void = { _, _ in }
     ) throws {
         let isThere = FileManager.default.fileExists(atPath: bundle.path)
-        guard !isThere || replaces && Self.isBundle(bundle) else {
+        guard !isThere || replaces && Self.isImported(bundle) else {
             throw MeSPError("There is a bundle \(bundle.lastPathComponent) already; delete it first.")
         }
         let partial = Self.partial(of: bundle)
@@ -77,10 +77,9 @@ extension ModelImport {
         }
     }
 
-    private static func isBundle(_ folder: URL) -> Bool {
-        ["manifest.json", "blocks"].allSatisfy {
-            FileManager.default.fileExists(atPath: folder.appendingPathComponent($0).path)
-        }
+    /// Whether a folder is a bundle that an import wrote, perhaps that of another version.
+    private static func isImported(_ folder: URL) -> Bool {
+        (try? readObject(folder.appendingPathComponent("manifest.json")))?["source"] != nil
     }
 
     /// Moves the weight files of a bundle, and then the rest of it, into the folder for an incomplete bundle.

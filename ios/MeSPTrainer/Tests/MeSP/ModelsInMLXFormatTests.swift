@@ -77,6 +77,11 @@ import Testing
         let error = await #expect(throws: FineTuningError.self) { _ = try await self.tuner() }
         #expect(error?.description == "There is a bundle tiny.mesp already; delete it first.")
         #expect(try Data(contentsOf: own) == Data("mine".utf8))
+        // Nor is a bundle that `mesp-export` wrote, which has functions.
+        try FileManager.default.removeItem(at: bundle)
+        let exported = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try FileManager.default.copyItem(at: exported, to: bundle)
+        await #expect(throws: FineTuningError.self) { _ = try await self.tuner() }
     }
 
     @Test func runsOfOtherWeightsAreKeptAndRefused() async throws {
