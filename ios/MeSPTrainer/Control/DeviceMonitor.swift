@@ -9,6 +9,8 @@ public enum AppScene: String, Sendable, CaseIterable { case active, inactive, ba
     var thermalState: ThermalState { get }
     /// The state of the battery; nil if there is none, or if it is unknown.
     var battery: Battery? { get }
+    /// Whether Low Power Mode is on.
+    var isLowPower: Bool { get }
     /// The number of bytes that the process may still allocate, or nil without a limit.
     var availableMemory: Int? { get }
     /// Closures to call at each event, in order.

@@ -12,6 +12,8 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case heat
     /// The battery is low and not charging.
     case battery
+    /// Low Power Mode is on, and the device does not charge.
+    case lowPower
     /// The device does not charge, as overnight background time requires.
     case charger
 
@@ -23,6 +25,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
         case .memory: "The device is short of memory."
         case .heat: "The device is too warm."
         case .battery: "The battery is below 20% and not charging."
+        case .lowPower: "Low Power Mode is on."
         case .charger: "The device is not on its charger."
         }
     }
@@ -35,6 +38,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
         case .away: "Open the app to continue."
         case .memory: "Training continues when there is more."
         case .heat: "Training continues when it has cooled down."
+        case .lowPower: "Connect the charger or turn Low Power Mode off to continue."
         case .battery, .charger: "Connect the charger to continue."
         }
     }
@@ -51,14 +55,14 @@ extension PauseReason {
     /// | GPU | trains | away | away | away | away |
     ///
     /// With `continuedOnGPU` a run trains in every scene. In any state, a run waits while the device is too warm, or while the battery is below 20%
-    /// and not charging. iOS refuses the GPU to a background app without `continuedOnGPU`. An inactive app may soon be in the background.
+    /// or Low Power Mode is on, and the battery is not charging. iOS refuses the GPU to a background app without `continuedOnGPU`. An inactive app may soon be in the background.
     ///
     /// - Parameters:
     ///   - usesGPU: whether the run uses the GPU.
     ///   - battery: the state of the battery, or nil if there is none or it is unknown. Then nothing waits for the battery or the charger.
     static func reasons(
         scene: AppScene = .active, usesGPU: Bool = true, grant: BackgroundGrant? = nil,
-        thermalState: ThermalState = .nominal, battery: Battery? = nil
+        thermalState: ThermalState = .nominal, battery: Battery? = nil, isLowPower: Bool = false
     ) -> Set<PauseReason> {
         var reasons = Set<PauseReason>()
         switch (scene, usesGPU, grant) {
@@ -67,7 +71,10 @@ extension PauseReason {
         case (.inactive, true, _), (.background, true, _), (.background, false, nil): reasons.insert(.away)
         }
         if thermalState == .serious || thermalState == .critical { reasons.insert(.heat) }
-        if let battery, battery.level < 0.2, !battery.isCharging { reasons.insert(.battery) }
+        if let battery, !battery.isCharging {
+            if battery.level < 0.2 { reasons.insert(.battery) }
+            if isLowPower { reasons.insert(.lowPower) }
+        }
         return reasons
     }
 }

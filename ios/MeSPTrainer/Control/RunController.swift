@@ -240,6 +240,7 @@ import Observation
         memoryCheck = Task { [clock] in
             repeat {
                 do { try await clock.sleep(for: Self.memoryPause) } catch { return }
+                if Task.isCancelled { return }  // another warning has arrived
             } while !hasMemory
             memoryIsShort = false
             update()
@@ -260,8 +261,7 @@ import Observation
     private func update() {
         var reasons = PauseReason.reasons(
             scene: monitor.scene, usesGPU: usesGPU, grant: grant, thermalState: monitor.thermalState,
-            battery: monitor.battery
-        )
+            battery: monitor.battery, isLowPower: monitor.isLowPower)
         if pauseWanted { reasons.insert(.user) }
         if holds > 0 { reasons.insert(.app) }
         if memoryIsShort { reasons.insert(.memory) }

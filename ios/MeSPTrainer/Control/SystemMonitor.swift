@@ -15,6 +15,8 @@
             return Battery(level: device.batteryLevel, isCharging: device.batteryState != .unplugged)
         }
 
+        public var isLowPower: Bool { ProcessInfo.processInfo.isLowPowerModeEnabled }
+
         public var availableMemory: Int? { systemMemoryLimit() }
 
         /// - Parameter scene: the present scene of the app. The default is the background, because the system may have launched the app there.
@@ -34,10 +36,12 @@
             observe(UIApplication.didReceiveMemoryWarningNotification) { $0.tell(.memoryWarning) }
             observe(UIDevice.batteryLevelDidChangeNotification) { $0.tell(.change) }
             observe(UIDevice.batteryStateDidChangeNotification) { $0.tell(.change) }
-            // Unlike the other notifications, this notification may be posted on any thread.
-            _ = NotificationCenter.default.addObserver(
-                forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
-            ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
+            // Unlike the other notifications, these may be posted on any thread.
+            for name in [ProcessInfo.thermalStateDidChangeNotification, .NSProcessInfoPowerStateDidChange] {
+                _ = NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
+                    Task { @MainActor [weak self] in self?.tell(.change) }
+                }
+            }
         }
 
         package static var ofLaunchedApp: SystemMonitor {
@@ -80,6 +84,7 @@
         public var thermalState: ThermalState { .current }
         /// Always nil, so a run never waits for the battery. A Mac sleeps before its battery is empty.
         public var battery: Battery? { nil }
+        public var isLowPower: Bool { false }
         public var availableMemory: Int? { systemMemoryLimit() }
 
         package static var ofLaunchedApp: SystemMonitor { SystemMonitor() }

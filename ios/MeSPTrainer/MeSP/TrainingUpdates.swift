@@ -42,6 +42,8 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case heat
     /// The battery is below 20% and not charging.
     case battery
+    /// Low Power Mode is on, and the device is not charging.
+    case lowPower
     /// The granted background time requires a device that is charging.
     case charger
 

@@ -66,5 +66,9 @@ struct PauseConditionsTests {
     {
         let battery = Battery(level: level, isCharging: charges)
         #expect(PauseReason.reasons(battery: battery) == (waits ? [.battery] : []))
+        let waitsInLowPowerMode: Set<PauseReason> = charges ? [] : [.lowPower]
+        #expect(
+            PauseReason.reasons(battery: battery, isLowPower: true)
+                == waitsInLowPowerMode.union(waits ? [.battery] : []))
     }
 }

@@ -530,12 +530,17 @@ import Testing
         #expect(pauses == [.user])
     }
 
-    @MainActor @Test(.timeLimit(.minutes(1))) func aMemoryWarningHoldsNoLaterRun() async throws {
+    @MainActor @Test func aMemoryWarningHoldsNoLaterRun() async throws {
         let monitor = TestMonitor()
         let tuner = try await tuner(monitor: monitor)
-        for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) {
-            if update.step == 2, update.pause == nil { monitor.tell(.memoryWarning) }
-            if update.pause == .memory { break }
+        do {
+            for try await update in tuner.train(on: try text(), options(steps: 1_000_000)) {
+                if update.step == 2, update.pause == nil { monitor.tell(.memoryWarning) }
+                if update.pause == .memory { break }
+            }
+        } catch {
+            // A run that the warning finds between two steps does not wait. It ends, because no plan takes less memory.
+            #expect(error.localizedDescription.contains("no plan takes less memory"))
         }
         await tuner.stop()
         var pauses = Set<MeSP.PauseReason>()

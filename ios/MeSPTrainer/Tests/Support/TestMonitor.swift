@@ -8,6 +8,7 @@ import Foundation
     var scene = AppScene.active { didSet { tell(.change) } }
     var thermalState = ThermalState.nominal { didSet { tell(.change) } }
     var battery: Battery? = Battery(level: 0.8, isCharging: false) { didSet { tell(.change) } }
+    var isLowPower = false { didSet { tell(.change) } }
     var availableMemory: Int?
     var observers = [(DeviceEvent) -> Void]()
 
