@@ -40,8 +40,10 @@ def weigh(
             "give a weight for each folder."
         )
     for weight in given:
-        if not 0 <= weight <= MOST_WEIGHT or not is_held(weight):
+        if not 0 <= weight <= MOST_WEIGHT:
             raise MespError(f"--weights has {weight:g}; give numbers from 0 to {MOST_WEIGHT:g}.")
+        if not is_held(weight):
+            raise MespError(f"--weights has {weight:g}, which is 0 in float32; give 0.")
     for folder in folders:
         check_folder(folder)
     return tuple(map(WeightedAdapters, folders, given or [1.0] * len(folders)))

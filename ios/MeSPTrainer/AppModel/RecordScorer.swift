@@ -45,7 +45,7 @@ struct RecordScorer {
             let best = scores.indices.max { scores[$0].logLikelihood < scores[$1].logLikelihood }
             return ScorePart(sum: best == answer ? 1 : 0)
         case .task(let conversation, let answer):
-            let prompt = try tokenizer.encode(upToAnswer: conversation)
+            let prompt = try tokenizer.encode(prompt: conversation)
             var request = Generator.Request(prompt: prompt.suffix(max(1, window - 256)))
             request.stop = endTokens(of: bundle, tokenizer)
             var written = [Int]()
@@ -86,18 +86,6 @@ extension TextTokenizer {
         let common = texts.map { zip($0, before).prefix { $0 == $1 }.count }.min() ?? before.count
         guard common > 0 else { return ([try prefixToken], texts) }
         return (Array(before.prefix(common)), texts.map { Array($0.dropFirst(common)) })
-    }
-
-    /// Returns the token ids of a conversation that the model is to answer.
-    ///
-    /// - Throws: `MeSPError`, for example if there is no chat template and the conversation has several messages or tools.
-    func encode(upToAnswer conversation: Conversation) throws -> [Int] {
-        if hasChatTemplate { return try encode(prompt: conversation) }
-        guard conversation.messages.count == 1, conversation.tools.isEmpty else {
-            throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
-        }
-        var plain = PlainEncoder(self)
-        return try plain.encode(conversation.messages[0].content, addsSpecialTokens: true)
     }
 }
 

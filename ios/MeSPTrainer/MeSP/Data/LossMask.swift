@@ -361,11 +361,18 @@ extension TextTokenizer {
         return (stops ?? []) + [endOfText].compactMap { $0 }
     }
 
-    /// Returns the token ids of a conversation and of the opening of an answer, by the model's chat template.
+    /// Returns the token ids of a conversation and of the opening of an answer, by the model's chat template. A single message may be encoded as plain
+    /// text, if the model or its data has no template.
     ///
     /// - Throws: `MeSPError`, for example if the template changes a message.
     package func encode(prompt conversation: Conversation) throws -> [Int] {
         var encoder = RecordEncoder(tokenizer: self)
+        if joinsTexts, conversation.messages.map(\.role) == ["user"], conversation.tools.isEmpty {
+            return try encoder.plain.encode(conversation.messages[0].content, addsSpecialTokens: true)
+        }
+        guard hasChatTemplate else {
+            throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
+        }
         return try encoder.prompt(conversation)
     }
 }

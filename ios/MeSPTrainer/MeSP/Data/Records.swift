@@ -101,8 +101,8 @@ extension Conversation: Record {
     }
 
     func render(_ encoder: inout RecordEncoder) throws -> Rendered {
-        guard !encoder.tokenizer.hasChatTemplate else { return .chat(try encoder.render(self)) }
-        guard let texts else {
+        guard encoder.tokenizer.joinsTexts, let texts else {
+            if encoder.tokenizer.hasChatTemplate { return .chat(try encoder.render(self)) }
             throw MeSPError(
                 "the model's tokenizer has no chat template, which its messages need; take an -Instruct model, or write the records as prompts and answers."
             )

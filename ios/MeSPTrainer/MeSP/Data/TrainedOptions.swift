@@ -4,19 +4,24 @@ import MeSPFiles
 import MeSPSentences
 
 extension TextTokenizer {
-    /// Returns this tokenizer with the variables for the chat template with which the bundle's data was encoded.
+    /// Returns this tokenizer with the options with which the bundle's data was encoded.
     package func asTrained(_ bundle: URL) -> any TextTokenizer {
         var trained = TrainedTokenizer(tokenizer: self)
         let encoding = readJSON("manifest.json", in: bundle)?["encoding"]?.fields
         if case .object(let options)? = encoding?[Fields.options] { trained.options = options }
+        trained.joinsTexts = encoding?["chat"] == .bool(false)
         return trained
     }
+
+    /// Whether a prompt and an answer that are texts are joined without the chat template. Messages always take it.
+    var joinsTexts: Bool { !hasChatTemplate || (self as? TrainedTokenizer)?.joinsTexts == true }
 }
 
-/// A tokenizer that applies the chat template always as for the bundle's data.
+/// A tokenizer that encodes always as for the bundle's data.
 struct TrainedTokenizer: TextTokenizer {
     let tokenizer: any TextTokenizer
     var options = [String: JSONValue]()
+    var joinsTexts = false
 
     var beginOfText: Int? { tokenizer.beginOfText }
     var endOfText: Int? { tokenizer.endOfText }

@@ -209,6 +209,21 @@ private struct WholeTemplate: TextTokenizer {
         #expect(refusal(record("[]"), tokenizer: tokenizer).contains("that are not an object"))
     }
 
+    @Test func textsAreJoinedAsInTheBundlesData() throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let manifest = folder.appendingPathComponent("manifest.json")
+        try Data(#"{"encoding": {"chat": false}}"#.utf8).write(to: manifest)
+        let tokenizer = WholeTemplate().asTrained(folder)
+        try FileManager.default.removeItem(at: manifest)
+        #expect(try read(#"{"prompt": "a", "completion": "b"}"#, tokenizer: tokenizer).text.hasPrefix("ab"))
+        #expect(tokenizer.decode(try tokenizer.encode(prompt: Conversation([.user("a")]))) == "a")
+        // Messages always take the template.
+        let chat = try read(messages("\(asked), \(answer)"), tokenizer: tokenizer).text
+        #expect(try chat == read(messages("\(asked), \(answer)"), tokenizer: WholeTemplate()).text)
+        let asked = Conversation([.system("s"), .user("a")])
+        #expect(try tokenizer.encode(prompt: asked) == WholeTemplate().encode(prompt: asked))
+    }
+
     // MARK: - Ends
 
     @Test func anEndIsPutOnlyWhereATurnEnds() throws {
