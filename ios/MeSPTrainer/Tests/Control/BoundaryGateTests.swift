@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPControl
 @testable import MeSPCore
 
-@Suite(.timeLimit(.minutes(1))) struct BoundaryGateTests {
+struct BoundaryGateTests {
     private func end(_ work: AsyncThrowingStream<Int, any Error>) async -> (messages: [Int], error: (any Error)?) {
         var messages = [Int]()
         do {
