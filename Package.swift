@@ -1,4 +1,4 @@
-// swift-tools-version: 6.0
+// swift-tools-version: 6.1
 
 // This package has MeSP's trainer, the program `mesp-engine`, and MeSPAppModel, the model of the app's views.
 //
@@ -59,7 +59,7 @@ let package = Package(
                 "MeSPAdapters", "MeSPBundle", "MeSPControl", "MeSPCore", "MeSPFiles", "MeSPImport", "MeSPSentences",
             ],
             path: "ios/MeSPTrainer/MeSP",
-            resources: [.process("general.txt")]),
+            resources: [.process("general.txt"), .copy("PrivacyInfo.xcprivacy")]),
         .target(
             name: "MeSPBundle", dependencies: ["MeSPFiles", "MeSPSentences", mlxModule],
             path: "ios/MeSPTrainer/Bundle",
@@ -115,14 +115,21 @@ let package = Package(
     ]
 )
 
-// MeSPTokenizers reads a bundle's tokenizer in apps. Builds with HostMLX do not need the module, so they do not fetch its dependencies.
+// MeSPTokenizers reads a bundle's tokenizer in apps that ask for it with the trait. Builds with HostMLX do not need it, so they fetch nothing.
 if !hostMLX {
+    package.traits = [
+        .trait(name: "Tokenizers", description: "MeSPTokenizers reads a bundle's tokenizer with swift-transformers.")
+    ]
     package.dependencies.append(
         .package(url: "https://github.com/huggingface/swift-transformers", from: "1.3.4"))
     package.products.append(.library(name: "MeSPTokenizers", targets: ["MeSPTokenizers"]))
     package.targets.append(
         .target(
             name: "MeSPTokenizers",
-            dependencies: ["MeSP", .product(name: "Tokenizers", package: "swift-transformers")],
+            dependencies: [
+                "MeSP",
+                .product(
+                    name: "Tokenizers", package: "swift-transformers", condition: .when(traits: ["Tokenizers"])),
+            ],
             path: "ios/MeSPTrainer/Tokenizers"))
 }

@@ -59,7 +59,7 @@ def write_symbol_graphs(folder: Path) -> Path:
     compile("Tokenizers", [STAND_INS / "Tokenizers.swift"], "-swift-version", "5")
     for part in PARTS:
         name = f"MeSP{part}"
-        compile(name, [*sources(part), resources], "-swift-version", "6")
+        compile(name, [*sources(part), resources], "-swift-version", "6", "-DTokenizers")
         command = [tool("swift-symbolgraph-extract"), "-module-name", name, *common]
         command += ["-minimum-access-level", "public", "-output-dir", graphs]
         run([*command, "-target", target_info()["target"]["triple"]])

@@ -26,6 +26,7 @@ import class_defaults
 from helpers import configurations
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
+from mesp.models.config_json import check_lengths
 from mesp.models.quantization_formats import Quantization
 from mesp.quantization.choose import Quantizations
 from mesp.source_model.forward_pass import SideInputs, SourceModel
@@ -435,6 +436,7 @@ def ours(folder: Path, tokens: list[int]) -> np.ndarray:
     """Returns MeSP's logits in float32. Raises MespError if the model is refused."""
     config = json.loads((folder / "config.json").read_text())
     arch = Architecture.from_config(config, len(tokens))
+    check_lengths(config, [len(tokens)])
     weights = SafetensorsWeights(folder, arch)
     model = SourceModel(weights, weights.arch, Quantizations(Quantization()))
     x = model.embed(tokens)

@@ -90,7 +90,10 @@ class Architecture:
     def _from_complete(cls, config: dict[str, Any]) -> Architecture:
         family = FAMILIES[config["model_type"]]
         for key, neutral in sorted(VARIANTS.items()):
-            if key not in family.takes and config.get(key) not in (None, neutral):
+            value = config.get(key, neutral)
+            if value is None:
+                value = False if neutral is True else neutral  # transformers takes null for false
+            if key not in family.takes and value != neutral:
                 raise unsupported(key, config[key])
         for key in ("hidden_activation", "hidden_act"):
             act = config.get(key, family.activation)

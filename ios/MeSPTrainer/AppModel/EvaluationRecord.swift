@@ -27,16 +27,16 @@ enum EvaluationRecord: Sendable {
     static func read(_ data: Data) throws -> (records: [EvaluationRecord], noted: Set<String>) {
         var (records, refusals) = ([EvaluationRecord](), RefusedRecords())
         for (place, columns) in SourceRows.objects(in: data, of: nil) {
-            try refusals.read(place) {
+            let record = try refusals.read(place) { () -> (EvaluationRecord, LeftFields)? in
                 guard var fields = columns else { throw Fields.noObject }
                 _ = try fields.takeWeight()
                 let record = try Self.record(&fields)
                 guard record.kind == records.first?.kind ?? record.kind else {
                     throw MeSPError("it is another kind of record than the first; keep one kind.")
                 }
-                records.append(record)
-                return fields.left
+                return (record, fields.left)
             }
+            if let record { records.append(record) }
         }
         try refusals.check()
         guard !records.isEmpty else { throw MeSPError("The file has no records to measure.") }

@@ -168,15 +168,15 @@ package struct ModelBundle {
             rope?.type == "yarn" ? rope?.factor.map { $0 * (rope?.originalMaxPositionEmbeddings ?? stated ?? 0) } : nil
         if let stated, let positions = Int(exactly: max(stated, extended ?? 0).rounded()), length > positions {
             throw MeSPError(
-                "\(manifest.name) was trained for \(positions) positions, and sequences of \(length) tokens have more; take a --seq-len up to \(positions)."
-            )
+                "\(manifest.name) was trained for \(positions) positions, and sequences of \(length) tokens have more; take sequences of up to \(positions).",
+                .invalidOption("sequenceLength"))
         }
         guard let limit = rope?.originalMaxPositionEmbeddings.flatMap({ Int(exactly: $0.rounded()) }) else { return }
         let lengths = manifest.seqLens + [length]
         if rope?.llama4ScalingBeta ?? 0 != 0, length > limit {
             throw MeSPError(
-                "From \(limit) tokens on the model scales its queries, which is not supported; take a --seq-len up to that."
-            )
+                "From \(limit) tokens on the model scales its queries, which is not supported; take sequences of up to that length.",
+                .invalidOption("sequenceLength"))
         }
         if rope?.type == "longrope", lengths.contains(where: { $0 <= limit }), lengths.contains(where: { $0 > limit }) {
             throw MeSPError(

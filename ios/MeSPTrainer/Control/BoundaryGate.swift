@@ -4,6 +4,9 @@ import MeSPCore
 
 /// A gate between blocks. A thread that works block by block waits at the gate while there is a reason to pause.
 package final class BoundaryGate: @unchecked Sendable {
+    /// The maximum time in seconds to wait for the block in progress when the app enters the background. iOS allows about five seconds.
+    @TaskLocal package static var secondsToLeave = 3.0
+
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
     private var isWithdrawn = false
@@ -142,6 +145,6 @@ package final class BoundaryGate: @unchecked Sendable {
     @MainActor package func pauseUnlessInFront(_ monitor: any DeviceMonitor) {
         set(monitor.scene == .active ? [] : [.away])
         // iOS may refuse the GPU once this call returns.
-        if monitor.scene == .background { waitUntilAtRest(seconds: RunController.secondsToLeave) }
+        if monitor.scene == .background { waitUntilAtRest(seconds: Self.secondsToLeave) }
     }
 }

@@ -13,6 +13,8 @@ public enum AppScene: String, Sendable, CaseIterable { case active, inactive, ba
     var isLowPower: Bool { get }
     /// The number of bytes that the process may still allocate, or nil without a limit.
     var availableMemory: Int? { get }
+    /// Whether a run is in progress, which needs the state of the battery.
+    var isInUse: Bool { get set }
     /// Closures to call at each event, in order.
     var observers: [(DeviceEvent) -> Void] { get set }
 }

@@ -23,8 +23,13 @@ import Observation
     public private(set) var state = State.idle {
         didSet {
             if !isRunning { endPauses() }
+            monitor.isInUse = isRunning
             tellObservers()
         }
+    }
+    /// What a run that is in training does.
+    package private(set) var phase = RunPhase.training {
+        didSet { if phase != oldValue, isRunning { tellObservers() } }
     }
     /// The settings of the current or last run; nil before the first run. For a replay, the settings in the replayed log, once they are read.
     public private(set) var settings: RunSettings?
@@ -55,12 +60,11 @@ import Observation
 
     /// The minimum duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
-    /// The maximum time in seconds to wait for the block in progress when the app enters the background. iOS allows about five seconds.
-    package nonisolated static let secondsToLeave = 3.0
 
     @ObservationIgnored private let monitor: any DeviceMonitor
     @ObservationIgnored private let clock: any Clock<Duration>
     @ObservationIgnored private var gate = BoundaryGate()
+    @ObservationIgnored private var trace = RunTrace()
     @ObservationIgnored private var blocksAtLastStep = 0
     @ObservationIgnored private var memoryIsShort = false
     @ObservationIgnored private var others = [BoundaryGate]()
@@ -95,7 +99,7 @@ import Observation
         let settings = withDevice(settings)
         self.settings = settings
         // The log is replaced before the state changes, because observers read both.
-        (stopWanted, log) = (false, LogSummary())
+        (stopWanted, log, phase) = (false, LogSummary(), .training)
         state = .preparing
 
         let (gate, beside) = (BoundaryGate(), memoryFootprint())
@@ -112,7 +116,8 @@ import Observation
                         try log(reason.event)
                         send(.waits(reason))
                     }
-                }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning, battery: { gate.battery })
+                }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning, battery: { gate.battery },
+                atPhase: { send(.phase($0)) })
         }
         receiving = Task {
             do {
@@ -172,7 +177,7 @@ import Observation
     ///
     /// - Throws: `MeSPError` if the run fails, or if another run is in progress.
     package func run(_ settings: RunSettings) async throws {
-        guard !isRunning else { throw MeSPError("A run is in progress; stop it first.") }
+        guard !isRunning else { throw MeSPError("A run is in progress; stop it first.", .busy) }
         let stop = start(settings)
         await withTaskCancellationHandler {
             await receiving?.value
@@ -270,8 +275,8 @@ import Observation
         for other in others { other.set(reasons.intersection([.app]).union(monitor.scene == .active ? [] : [.away])) }
         // In the background iOS may refuse the GPU or suspend the app as soon as this method returns. Waiting here lets the block in progress end.
         if monitor.scene == .background {
-            if reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.secondsToLeave) }
-            for other in others { other.waitUntilAtRest(seconds: Self.secondsToLeave) }
+            if reasons.contains(.away) { gate.waitUntilAtRest(seconds: BoundaryGate.secondsToLeave) }
+            for other in others { other.waitUntilAtRest(seconds: BoundaryGate.secondsToLeave) }
         }
     }
 
@@ -282,6 +287,7 @@ import Observation
         case past(LogSummary)
         case record(LogRecord)
         case waits(PauseReason?)
+        case phase(RunPhase)
     }
 
     private func receive(_ message: Message) {
@@ -307,10 +313,12 @@ import Observation
                 tellObservers()
             }
         case .waits(let reason): state = reason.map { .paused($0) } ?? .training
+        case .phase(let phase): self.phase = phase
         }
     }
 
     private func tellObservers() {
+        trace.enter("\(state == .training ? "\(phase)" : "\(state)")")
         for observer in observers { observer() }
     }
 }

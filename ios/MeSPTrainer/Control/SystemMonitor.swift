@@ -5,6 +5,16 @@
     /// The state of the app and its device, as the system reports it.
     @MainActor public final class SystemMonitor: DeviceMonitor {
         public private(set) var scene: AppScene
+        private var watchedBattery = false
+        /// The monitoring of the battery is of the process. After a run it is as before.
+        public var isInUse = false {
+            didSet {
+                guard isInUse != oldValue else { return }
+                let device = UIDevice.current
+                if isInUse { watchedBattery = device.isBatteryMonitoringEnabled }
+                device.isBatteryMonitoringEnabled = isInUse || watchedBattery
+            }
+        }
         public var observers = [(DeviceEvent) -> Void]()
 
         public var thermalState: ThermalState { .current }
@@ -19,10 +29,12 @@
 
         public var availableMemory: Int? { systemMemoryLimit() }
 
-        /// - Parameter scene: the present scene of the app. The default is the background, because the system may have launched the app there.
-        public init(scene: AppScene = .background) {
+        /// - Parameters:
+        ///   - scene: the present scene of the app. The default is the background, because the system may have launched the app there.
+        ///   - watchesBattery: whether ``battery`` is known while no run is in progress.
+        public init(scene: AppScene = .background, watchesBattery: Bool = true) {
             self.scene = scene
-            UIDevice.current.isBatteryMonitoringEnabled = true
+            if watchesBattery { UIDevice.current.isBatteryMonitoringEnabled = true }
             observe(UIApplication.willResignActiveNotification) { $0.enter(.inactive) }
             observe(UIApplication.didEnterBackgroundNotification) { monitor in
                 // The background task keeps iOS from suspending the app before the block in progress has ended.
@@ -45,12 +57,14 @@
         }
 
         package static var ofLaunchedApp: SystemMonitor {
-            switch UIApplication.shared.applicationState {
-            case .active: SystemMonitor(scene: .active)
-            case .inactive: SystemMonitor(scene: .inactive)
-            case .background: SystemMonitor(scene: .background)
-            @unknown default: SystemMonitor(scene: .background)
-            }
+            let scene: AppScene =
+                switch UIApplication.shared.applicationState {
+                case .active: .active
+                case .inactive: .inactive
+                case .background: .background
+                @unknown default: .background
+                }
+            return SystemMonitor(scene: scene, watchesBattery: false)
         }
 
         private func enter(_ scene: AppScene) {
@@ -79,6 +93,7 @@
     /// The state of a computer, which trains whether or not an app is in front.
     @MainActor public final class SystemMonitor: DeviceMonitor {
         public var observers = [(DeviceEvent) -> Void]()
+        public var isInUse = false
 
         public var scene: AppScene { .active }
         public var thermalState: ThermalState { .current }

@@ -26,16 +26,6 @@ package func synchronize(folder: URL) -> Int32 {
     return synchronize(directory) == 0 || errno == EINVAL || errno == ENOTSUP ? 0 : -1
 }
 
-/// The exclusion of files from the device's backups.
-package enum Backups {
-    /// A closure that excludes a file from backups.
-    @TaskLocal package static var leaveOut: @Sendable (URL) -> Void = { url in
-        var (url, values) = (url, URLResourceValues())
-        values.isExcludedFromBackup = true
-        try? url.setResourceValues(values)
-    }
-}
-
 /// Writes a file atomically. The new file replaces the file at `url` when the new file is completely on the disk.
 ///
 /// - Parameter isInBackup: whether backups of the device may include the file.
@@ -54,7 +44,7 @@ package func writeWhole(
     for (url, write) in files {
         let file = FileHandle(
             fileDescriptor: try openNewFile(partial(url), mode: mode), closeOnDealloc: true)
-        if !isInBackup { Backups.leaveOut(partial(url)) }
+        if !isInBackup { StoragePolicy.state.apply(to: partial(url)) }
         try write(file)
         guard synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
         try file.close()

@@ -85,4 +85,4 @@ package func mapped(_ file: Int32) -> Data? {
     return Data(bytesNoCopy: start, count: size, deallocator: .unmap)
 }
 
-package func lastError() -> String { String(cString: strerror(errno)) }
+package func lastError() -> Sentence { systemError(errno) }

@@ -39,7 +39,7 @@ extension ModelImport {
         if (try? FileManager.default.destinationOfSymbolicLink(atPath: partial.path)) != nil { unlink(partial.path) }
         let lock = try FolderLock(partial)
         defer { withExtendedLifetime(lock) { Self.removeEmpty(partial) } }
-        Backups.leaveOut(partial)
+        StoragePolicy.bundle.apply(to: partial)
         try described(bundle) { try makeFolder(partial.appendingPathComponent("blocks")) }
         let sizes = Dictionary(manifest.weightFiles.map { ($0.file, 4 * $0.words) }) { size, _ in size }
         if isThere { try described(bundle) { try Self.take(sizes.keys, from: bundle, into: partial) } }
@@ -48,8 +48,8 @@ extension ModelImport {
         let most = there.values.reduce(0, +)
         if let free = bundle.deletingLastPathComponent().freeBytes, free < size - most {
             throw MeSPError(
-                "\(bundle.lastPathComponent) takes \((size - most).megabytes(.up)), and its disk has \(free.megabytes(.down)) free; make room for it first."
-            )
+                "\(bundle.lastPathComponent) takes \((size - most).megabytes(.up)), and its disk has \(free.megabytes(.down)) free; make room for it first.",
+                .insufficientDisk(required: size - most))
         }
         var (bytes, kept, files) = (0, 0, [String: BundleFile]())
         for file in manifest.weightFiles where files[file.file] == nil {

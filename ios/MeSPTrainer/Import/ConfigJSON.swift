@@ -37,7 +37,9 @@ struct ConfigJSON {
         }
         try completeRoPE(keys)
         for (key, neutral) in PlainFamilies.variants.sorted(by: { $0.key < $1.key })
-        where !family.takes.contains(key) && self[key] != .null && !self[key].isEqual(to: neutral) {
+        where !family.takes.contains(key) && fields[key] != nil {
+            // Transformers takes null for false.
+            if self[key] == .null ? neutral != .bool(true) : self[key].isEqual(to: neutral) { continue }
             throw unsupported(key, self[key])
         }
         for key in ["hidden_activation", "hidden_act"] {

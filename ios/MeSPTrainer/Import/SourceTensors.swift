@@ -56,7 +56,7 @@ struct SourceTensor: Equatable {
         var (place, end) = (offset, offset + size)
         while place < end {
             let count = pread(opened, piece.baseAddress, min(piece.count, end - place), off_t(place))
-            guard count > 0 else { throw MeSPError("\(count < 0 ? lastError() : "it became shorter")") }
+            guard count > 0 else { throw MeSPError(count < 0 ? lastError() : "it became shorter") }
             // A piece ends at the end of a number.
             let whole = count - count % type.size
             guard whole > 0 else { throw MeSPError("it became shorter") }

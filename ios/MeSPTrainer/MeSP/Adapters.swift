@@ -10,6 +10,9 @@ public struct Adapters: Sendable, Equatable {
     /// The folder. A later run that finishes removes this folder. To keep the adapters, copy them with ``write(to:)``.
     public let url: URL
 
+    /// Names a folder of adapters.
+    public init(url: URL) { self.url = url }
+
     /// Copies the adapters to `folder`. Creates `folder` if it does not exist. Replaces a folder that is empty or has adapters.
     ///
     /// - Throws: ``FineTuningError`` if `folder` has other contents or cannot be written, or if a later run has removed the adapters. Then `folder`

@@ -22,7 +22,7 @@ public typealias GrantedTime = MeSPControl.BackgroundGrant
 /// A fine-tuner trains on its own thread. A run pauses while the device is too warm, short of memory or low on battery, and while the app is in the
 /// background without background time. ``PauseReason`` lists all reasons.
 ///
-/// All fine-tuners of a process share MLX, so only one run or answer is in progress at a time. Pauses and background time apply to all fine-tuners.
+/// All fine-tuners of a process share MLX, so only one run or answer is in progress at a time.
 /// An app may use MLX itself within ``whilePaused(isolation:_:)``, or while no run and no answer is in progress.
 ///
 /// A run reports its state to the main actor, so do not block the main thread while you wait for a fine-tuner.
@@ -37,6 +37,17 @@ public final class FineTuner: Sendable {
     private let runs: RunFolders
     private let controller: RunController
     private static let turn = Turn()
+    /// What `pause()` and `setBackgroundTime(_:)` ask of this fine-tuner's runs.
+    @MainActor private var isPaused = false
+    @MainActor private var backgroundTime: GrantedTime?
+    @MainActor private var isTraining = false
+
+    /// Whether this device can train. The iOS simulator cannot.
+    public static var isSupported: Bool { MLXSupport.refusal == nil }
+
+    static func checkIsSupported() throws {
+        if let refusal = MLXSupport.refusal { throw FineTuningError(refusal, .unsupportedDevice) }
+    }
 
     /// Opens a bundle.
     ///
@@ -56,7 +67,9 @@ public final class FineTuner: Sendable {
         controller: @autoclosure @MainActor @Sendable () -> RunController
     ) async throws {
         (self.bundle, self.tokenizer) = (bundle, tokenizer.asTrained(bundle))
-        manifest = try FineTuningError.describing { try ModelBundle(url: bundle, checksums: false).manifest }
+        manifest = try FineTuningError.describing(else: .damaged(bundle)) {
+            try ModelBundle(url: bundle, checksums: false).manifest
+        }
         self.folder = folder ?? Self.folder(of: bundle)
         runs = RunFolders(folder: self.folder, weights: manifest.weightsDigest)
         self.controller = await controller()
@@ -68,8 +81,8 @@ public final class FineTuner: Sendable {
     /// The error if no work can begin now.
     private static var refusal: FineTuningError {
         isHolding
-            ? FineTuningError("A run or an answer would wait for the end of whilePaused; begin it afterwards.")
-            : FineTuningError(busy)
+            ? FineTuningError("A run or an answer would wait for the end of whilePaused; begin it afterwards.", .busy)
+            : FineTuningError(busy, .busy)
     }
 
     static let busy: Sentence = "A run is in progress; stop it first."
@@ -123,7 +136,7 @@ public final class FineTuner: Sendable {
     }
 
     private func train(_ source: TextData.Source, _ options: TrainingOptions) -> TrainingUpdates {
-        updates { [self] in
+        updates(steps: options.steps) { [self] in
             let output = runs.next
             var settings = try options.settings(bundle, manifest, output: output)
             if case .choices = source { settings.objective = .dpo }
@@ -134,22 +147,26 @@ public final class FineTuner: Sendable {
     }
 
     /// Whether there is an unfinished run that ``continueTraining()`` can continue.
-    public var canContinueTraining: Bool { (try? runs.settingsToContinue(with: bundle)) != nil }
+    public var canContinueTraining: Bool {
+        get async { (try? runs.settingsToContinue(with: bundle)) != nil }
+    }
 
     /// Continues the last run from its last saved state, with its data and options. A run without a saved state starts again. On the same processor
     /// and with the same memory limit the result equals that of an uninterrupted run, to the last bit.
     ///
     /// - Returns: the updates, as from ``train(on:_:)-([Conversation],_)``. They throw a ``FineTuningError`` if there is no run to continue.
     public func continueTraining() -> TrainingUpdates {
-        updates { [self] in (try runs.settingsToContinue(with: bundle), []) }
+        updates { [self] in (try runs.settingsToContinue(with: bundle), nil) }
     }
 
     private func write(
         _ source: TextData.Source, _ options: TrainingOptions, _ settings: inout RunSettings, in output: URL
-    ) throws -> [String] {
+    ) throws -> DataNotices {
         do { try makeFolder(output) } catch {
             throw MeSPError("Cannot make the folder \(output.path): \(error.plainSentence).")
         }
+        // New files inherit the policy.
+        StoragePolicy.state.apply(to: folder)
         let tokens = output.appendingPathComponent(TextData.folderName)
         settings.data = tokens.path
         let notices = try data(options, settings.seqLen).write(source, to: tokens) { _ in try Task.checkCancellation() }
@@ -167,24 +184,29 @@ public final class FineTuner: Sendable {
             (settings.general, settings.maxForgetting) = (tokens.path, limit)
         }
         try settings.check()
-        return notices.sentences.map(\.localized)
+        return notices
     }
 
     private func data(_ options: TrainingOptions, _ length: Int) -> TextData {
-        TextData(tokenizer: tokenizer, length: length, answersOnly: options.trainsAnswersOnly)
+        TextData(
+            tokenizer: tokenizer, length: length, answersOnly: options.trainsAnswersOnly,
+            leavesOutInvalid: options.leavesOutInvalidRecords)
     }
 
     /// Begins a run and returns its updates.
     ///
-    /// - Parameter prepare: a closure that writes the data of a new run. It returns the settings of the run and the notices about the data.
+    /// - Parameters:
+    ///   - steps: the number of steps of a new run.
+    ///   - prepare: a closure that writes the data of a new run. It returns the settings of the run and the notices about the data.
     private func updates(
-        of prepare: @escaping @Sendable () throws -> (RunSettings, [String])
+        steps: Int? = nil, of prepare: @escaping @Sendable () throws -> (RunSettings, DataNotices?)
     ) -> TrainingUpdates {
         let (updates, sender) = AsyncThrowingStream.makeStream(of: TrainingUpdate.self)
         let work = begin(sender) { [self] in
             defer { runs.removeUnbegun() }
-            let (settings, told) = try prepare()
-            try await run(settings, told, sender)
+            if let steps { sender.yield(TrainingUpdate(steps: steps, phase: .preparing, footprint: memoryFootprint())) }
+            let (settings, notices) = try prepare()
+            try await run(settings, notices, sender)
         }
         return TrainingUpdates(updates) { work?.cancel() }
     }
@@ -212,13 +234,19 @@ public final class FineTuner: Sendable {
     }
 
     @MainActor private func run(
-        _ settings: RunSettings, _ told: [String], _ sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation
+        _ settings: RunSettings, _ notices: DataNotices?,
+        _ sender: AsyncThrowingStream<TrainingUpdate, any Error>.Continuation
     ) async throws {
         controller.observers.append { [unowned controller] in
-            guard controller.state != .preparing else { return }  // nothing to report yet
-            sender.yield(TrainingUpdate(controller, steps: settings.steps, told: told))
+            if let update = TrainingUpdate(controller, steps: settings.steps, notices) { sender.yield(update) }
         }
-        defer { controller.observers.removeLast() }
+        isTraining = true
+        controller.grant = backgroundTime
+        if isPaused { controller.pause() }
+        defer {
+            (isTraining, isPaused, controller.grant) = (false, false, nil)
+            controller.observers.removeLast()
+        }
         try await controller.run(settings)
         if controller.state == .finished(.finished) { runs.removeAll(but: URL(fileURLWithPath: settings.output)) }
     }
@@ -234,11 +262,17 @@ public final class FineTuner: Sendable {
 
     // MARK: - Pauses
 
-    /// Pauses the run at the next block, until ``resume()`` is called. If no run is in progress, pauses the next run.
-    @MainActor public func pause() { controller.pause() }
+    /// Pauses this fine-tuner's run at the next block, until ``resume()`` is called. If it has no run in progress, pauses its next run.
+    @MainActor public func pause() {
+        isPaused = true
+        if isTraining { controller.pause() }
+    }
 
     /// Ends a pause that ``pause()`` began.
-    @MainActor public func resume() { controller.resume() }
+    @MainActor public func resume() {
+        isPaused = false
+        if isTraining { controller.resume() }
+    }
 
     /// Calls `body` while the run or the answer in progress is paused between two blocks, so that `body` may use MLX. If nothing is in progress, it
     /// calls `body` at once, and a new run waits for `body` to return.
@@ -259,12 +293,15 @@ public final class FineTuner: Sendable {
         }
     }
 
-    /// Tells the run which background time the system grants. With background time a run continues, and a new run begins, while the app is in the
+    /// Tells this fine-tuner's runs which background time the system grants. With background time a run continues, and a new run begins, while the app is in the
     /// background. Only with `continuedOnGPU` does a run in the background use the GPU. A new run that begins there without it takes the CPU, unless
     /// ``TrainingOptions/device`` is set.
     ///
     /// - Parameter time: the kind of the background task that is running; nil when none is.
-    @MainActor public func setBackgroundTime(_ time: GrantedTime?) { controller.grant = time }
+    @MainActor public func setBackgroundTime(_ time: GrantedTime?) {
+        backgroundTime = time
+        if isTraining { controller.grant = time }
+    }
 
     /// Sets environment variables for MLX, unless they are set already. Call this function before the first use of MLX.
     ///
@@ -280,7 +317,7 @@ public final class FineTuner: Sendable {
     /// Returns the first training sequence of `conversations`.
     ///
     /// - Throws: ``FineTuningError`` if a conversation or an option is refused. Only the conversations up to the returned one are tokenized, so some
-    ///   faults in later conversations are not found.
+    ///   faults in later conversations are not found. With ``TrainingOptions/leavesOutInvalidRecords`` all are tokenized.
     public func preview(
         of conversations: [Conversation], _ options: TrainingOptions = .init()
     ) async throws -> TrainingPreview {
@@ -300,7 +337,8 @@ public final class FineTuner: Sendable {
             try FineTuningError.describing {
                 let settings = try options.settings(bundle, manifest)
                 let (example, notices) = try data(options, settings.seqLen).first(of: source)
-                return TrainingPreview(example, notices: notices.sentences, tokenizer: tokenizer)
+                return TrainingPreview(
+                    example, notices: notices.sentences, leftOut: notices.invalid, tokenizer: tokenizer)
             }
         }.value
     }
@@ -411,6 +449,32 @@ public final class FineTuner: Sendable {
     public var adapters: Adapters {
         get throws { Adapters(url: try FineTuningError.describing { try runs.adapters }) }
     }
+
+    // MARK: - Deletion
+
+    /// Deletes the last run, with its data, log, saved state and adapters. Ends this fine-tuner's run or answer first.
+    ///
+    /// - Throws: ``FineTuningError`` if another fine-tuner is at work, or if files cannot be deleted.
+    public func deleteLastRun() async throws { try await delete { [runs] in try runs.removeLast() } }
+
+    /// Deletes all runs: everything that this fine-tuner has kept of a person's texts. Ends this fine-tuner's run or answer first.
+    ///
+    /// - Throws: ``FineTuningError`` as from ``deleteLastRun()``.
+    public func deleteRuns() async throws { try await delete { [runs] in try runs.removeAll() } }
+
+    /// Deletes the bundle. This fine-tuner cannot train or answer afterwards. Ends its run or answer first.
+    ///
+    /// - Throws: ``FineTuningError`` as from ``deleteLastRun()``.
+    public func deleteBundle() async throws {
+        try await delete { [bundle] in try FileManager.default.removeItem(at: bundle) }
+    }
+
+    private func delete(_ body: @escaping @Sendable () throws -> Void) async throws {
+        await stop()
+        let (end, sender) = AsyncThrowingStream.makeStream(of: Never.self)
+        _ = begin(sender) { try body() }
+        for try await _ in end {}
+    }
 }
 
 extension RunController {
@@ -435,7 +499,7 @@ private final class Turn: @unchecked Sendable {
     ) -> Task<Void, Never>? {
         lock.withLock {
             guard current == nil else { return nil }
-            let work = Task.detached {
+            let work = Task {
                 let end = await body()
                 self.lock.withLock { self.current = nil }
                 end()
@@ -447,19 +511,37 @@ private final class Turn: @unchecked Sendable {
 }
 
 extension TrainingUpdate {
-    @MainActor fileprivate init(_ controller: RunController, steps: Int, told: [String]) {
-        let log = controller.log
-        (step, self.steps) = (log.lastStep, steps)
-        fraction = controller.state == .finished(.finished) ? 1 : min(Double(log.lastStep) / Double(max(steps, 1)), 1)
-        loss = log.steps.last?.loss
-        heldOutLoss = log.evals.last { $0.split == "valid" }?.loss
-        footprint = log.steps.last?.footprintBytes ?? memoryFootprint()
-        peakFootprint = max(log.peakFootprintBytes, footprint)
-        predictedPeak = log.prediction?.predictedPeakBytes
-        timeRemaining = log.secondsLeft(of: steps).map { .seconds(min($0, 1e9)) }
-        if case .paused(let reason) = controller.state { pause = .init(rawValue: reason.rawValue) } else { pause = nil }
+    /// Returns nil if the run has not begun or has failed.
+    @MainActor fileprivate init?(_ controller: RunController, steps: Int, _ notices: DataNotices?) {
+        let (log, footprint) = (controller.log, controller.log.steps.last?.footprintBytes ?? memoryFootprint())
+        var pause: PauseReason?
+        let phase: TrainingPhase
+        switch controller.state {
+        case .idle, .failed: return nil
+        case .preparing: phase = .preparing
+        case .training: phase = .init(controller.phase)
+        case .paused(let reason): (phase, pause) = (.waiting, .init(rawValue: reason.rawValue))
+        case .finished(let reason): phase = reason == .finished ? .finished : .stopped
+        }
         // Other properties of the update, or the thrown error, report these events.
         let others = ["pause", "resume", "resumed", "error"]
-        notices = told + log.events.filter { !others.contains($0.name) }.map(\.message.localized)
+        self.init(
+            step: log.lastStep, steps: steps, phase: phase, loss: log.steps.last?.loss,
+            heldOutLoss: log.evals.last { $0.split == "valid" }?.loss, footprint: footprint,
+            peakFootprint: max(log.peakFootprintBytes, footprint), predictedPeak: log.prediction?.predictedPeakBytes,
+            timeRemaining: log.secondsLeft(of: steps).map { .seconds(min($0, 1e9)) }, pause: pause,
+            notices: (notices?.sentences ?? []).map(\.localized)
+                + log.events.filter { !others.contains($0.name) }.map(\.message.localized),
+            leftOut: notices?.invalid ?? [])
+    }
+}
+
+extension TrainingPhase {
+    fileprivate init(_ phase: RunPhase) {
+        switch phase {
+        case .training: self = .training
+        case .evaluating: self = .evaluating
+        case .saving: self = .saving
+        }
     }
 }

@@ -6,21 +6,33 @@ import MeSPSentences
 /// `localizedDescription` describes the error in one sentence. It is in the app's language if the app's main bundle has the string table `Sentences`,
 /// and otherwise in English.
 public struct FineTuningError: LocalizedError, SentenceError, CustomStringConvertible, Sendable, Equatable {
+    /// What an error is about, for an app to branch on.
+    public typealias Kind = ErrorKind
+
     package let sentence: Sentence
 
-    package init(_ sentence: Sentence) { self.sentence = sentence }
+    /// Creates an error, for example for a test.
+    public init(_ kind: Kind, _ sentence: String) { self.init(Sentence(english: sentence), kind) }
 
-    init(_ error: any Error) { sentence = error.plainSentence }
+    package init(_ sentence: Sentence, _ kind: Kind? = nil) { self.sentence = sentence.about(kind) }
 
+    /// - Parameter other: the kind of an error that has none.
+    init(_ error: any Error, else other: Kind? = nil) {
+        let sentence = error.plainSentence
+        self.init(sentence, sentence.kind ?? other)
+    }
+
+    /// What the error is about.
+    public var kind: Kind { sentence.kind ?? .other }
     /// The sentence in the app's language.
     public var errorDescription: String? { sentence.localized }
     /// The sentence in English.
     public var description: String { sentence.english }
 
     /// Calls `body`. Converts its errors, except `CancellationError`, to this type.
-    static func describing<R>(_ body: () throws -> R) throws -> R {
+    static func describing<R>(else other: Kind? = nil, _ body: () throws -> R) throws -> R {
         do { return try body() } catch let error as CancellationError { throw error } catch {
-            throw FineTuningError(error)
+            throw FineTuningError(error, else: other)
         }
     }
 }

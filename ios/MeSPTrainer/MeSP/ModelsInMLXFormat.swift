@@ -18,8 +18,8 @@ extension FineTuner {
     ///   - bundle: the folder of the bundle. nil: a folder with the model's name, in `MeSP/Models` in the Application Support folder.
     ///   - folder: the folder for runs, as in ``init(bundle:tokenizer:folder:)``.
     ///   - progress: receives the written fraction of the weights, from 0 to 1, on any thread.
-    /// - Throws: ``FineTuningError`` if the model is not supported, is not in MLX's quantized format or is damaged, or if the bundle cannot be
-    ///   written, for example because the disk is full; `CancellationError` if the task is cancelled.
+    /// - Throws: ``FineTuningError`` if the device or the model is not supported, if the model is not in MLX's quantized format or is damaged, or if
+    ///   the bundle cannot be written, for example because the disk is full; `CancellationError` if the task is cancelled.
     public convenience init(
         model: URL, tokenizer: any TextTokenizer, bundle: URL? = nil, folder: URL? = nil,
         progress: @escaping @Sendable (Double) -> Void = { _ in }
@@ -34,10 +34,11 @@ extension FineTuner {
         controller: @autoclosure @escaping @MainActor @Sendable () -> RunController,
         progress: @escaping @Sendable (Double) -> Void = { _ in }
     ) async throws {
+        try Self.checkIsSupported()
         let bundle = bundle ?? Self.bundle(of: model)
         let work = Task.detached {
             try FineTuningError.describing {
-                try Self.importing.withLock { try Self.write(ModelImport(model: model), to: bundle, progress) }
+                try Self.importing.withLock { try Self.write(Self.modelImport(model), to: bundle, progress) }
             }
         }
         try await withTaskCancellationHandler {
@@ -52,7 +53,11 @@ extension FineTuner {
     ///
     /// - Throws: ``FineTuningError`` if the model cannot be converted.
     public static func bundleSize(of model: URL) async throws -> Int {
-        try await Task.detached { try FineTuningError.describing { try ModelImport(model: model).size } }.value
+        try await Task.detached { try modelImport(model).size }.value
+    }
+
+    private static func modelImport(_ model: URL) throws -> ModelImport {
+        try FineTuningError.describing(else: .unsupportedModel) { try ModelImport(model: model) }
     }
 
     /// Held while a bundle is written, so that a second fine-tuner of the model opens the bundle of the first.
@@ -62,7 +67,7 @@ extension FineTuner {
         if model.hasWritten(bundle) { return }
         let folder = bundle.deletingLastPathComponent()
         // A run reads its blocks from the bundle.
-        if isBusy, FileManager.default.fileExists(atPath: bundle.path) { throw MeSPError(busy) }
+        if isBusy, FileManager.default.fileExists(atPath: bundle.path) { throw MeSPError(busy, .busy) }
         do { try makeFolder(folder) } catch {
             throw MeSPError("Cannot make the folder \(folder.path): \(error.plainSentence).")
         }

@@ -45,18 +45,28 @@ struct RunFolders: Sendable {
                 try check(log, in: run)
                 return run.appendingPathComponent("adapters")
             }
-            throw MeSPError("No run in \(folder.path) has saved adapters; train first.")
+            throw MeSPError("No run in \(folder.path) has saved adapters; train first.", .nothingSaved)
         }
     }
 
     private func check(_ log: LogOutline, in run: URL) throws {
         if let trained = log.start?.model.weights, trained != weights {
-            throw MeSPError("The run in \(run.path) has trained for other weights of the model; begin a new run.")
+            throw MeSPError(
+                "The run in \(run.path) has trained for other weights of the model; begin a new run.",
+                .otherWeights)
         }
     }
 
     func removeUnbegun() {
         for run in numbers.map(url) where !hasBegun(run) { try? FileManager.default.removeItem(at: run) }
+    }
+
+    func removeLast() throws {
+        if let number = numbers.last { try FileManager.default.removeItem(at: url(number)) }
+    }
+
+    func removeAll() throws {
+        for number in numbers { try FileManager.default.removeItem(at: url(number)) }
     }
 
     /// Removes the folders of all runs except `kept`. Compares names, because different URLs can lead to the same folder.
@@ -73,7 +83,7 @@ struct RunFolders: Sendable {
     func settingsToContinue(with bundle: URL) throws -> RunSettings {
         guard let last, let log = try? LogOutline(folder: last), log.end != .finished,
             var settings = log.start?.settings
-        else { throw MeSPError("There is no training to continue in \(folder.path); begin one.") }
+        else { throw MeSPError("There is no training to continue in \(folder.path); begin one.", .nothingSaved) }
         try check(log, in: last)
         settings.bundle = bundle.path
         settings.output = last.path

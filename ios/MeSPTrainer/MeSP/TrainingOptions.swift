@@ -38,6 +38,9 @@ public struct TrainingOptions: Sendable, Equatable {
     public var batchSize = 1
     /// Whether the loss covers answers only. Plain text has no answers, so its loss covers all tokens.
     public var trainsAnswersOnly = true
+    /// Whether conversations, choices and records that cannot be trained are left out. ``TrainingPreview/leftOut`` and ``TrainingUpdate/leftOut`` list
+    /// them. Otherwise one of them refuses the run.
+    public var leavesOutInvalidRecords = false
     /// The number of steps between two measurements of the held-out loss. 0: only at the beginning and the end.
     public var evaluationInterval = 0
     /// The maximum rise of the perplexity on an English text, in percent. At the end the run scales its adapters down to stay below this limit. nil:

@@ -13,6 +13,11 @@ public struct TrainingPreview: Sendable, Equatable {
         public let isTrained: Bool
         /// Whether the tokens are special, such as the end-of-message token.
         public let isSpecial: Bool
+
+        /// Creates a span, for example for a test.
+        public init(id: Int, text: String, isTrained: Bool = true, isSpecial: Bool = false) {
+            (self.id, self.text, self.isTrained, self.isSpecial) = (id, text, isTrained, isSpecial)
+        }
     }
 
     /// The sequence, up to its last token in the loss.
@@ -20,10 +25,20 @@ public struct TrainingPreview: Sendable, Equatable {
     /// Notices about the data, one sentence each, in the app's language.
     public var notices: [String] { sentences.map(\.localized) }
 
+    /// The records that are left out because they cannot be trained, with ``TrainingOptions/leavesOutInvalidRecords``.
+    public let leftOut: [InvalidRecord]
+
     package let sentences: [Sentence]
 
-    package init(_ example: Example, notices: [Sentence] = [], tokenizer: any TextTokenizer) {
-        sentences = notices
+    /// Creates a preview, for example for a test.
+    public init(spans: [Span], notices: [String] = [], leftOut: [InvalidRecord] = []) {
+        (self.spans, self.leftOut, sentences) = (spans, leftOut, notices.map { Sentence(english: $0) })
+    }
+
+    package init(
+        _ example: Example, notices: [Sentence] = [], leftOut: [InvalidRecord] = [], tokenizer: any TextTokenizer
+    ) {
+        (sentences, self.leftOut) = (notices, leftOut)
         // `counted` has the position before each token in the loss. Tokens after the last one in the loss are left out.
         let ids = example.tokens.prefix((example.counted.last ?? -1) + 2).map { Int($0) }
         let counted = Set(example.counted.map { $0 + 1 })
@@ -63,4 +78,17 @@ public struct TrainingPreview: Sendable, Equatable {
             }
         }
     }
+}
+
+/// A conversation, a choice or a record of a file that cannot be trained.
+public struct InvalidRecord: Sendable, Equatable {
+    /// The index among the conversations, the choices or the file's records or lines, from 0.
+    public let index: Int
+    /// The reason, in the app's language.
+    public let reason: String
+
+    /// Creates an invalid record, for example for a test.
+    public init(index: Int, reason: String) { (self.index, self.reason) = (index, reason) }
+
+    init(place: RecordPlace, reason: Sentence) { self.init(index: place.number - 1, reason: reason.localized) }
 }

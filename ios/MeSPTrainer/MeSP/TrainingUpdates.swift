@@ -8,8 +8,8 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let step: Int
     /// The number of steps of the run.
     public let steps: Int
-    /// The completed fraction of the run, from 0 to 1.
-    public let fraction: Double
+    /// What the run does, or how it has ended.
+    public let phase: TrainingPhase
     /// The loss of the last step, in nats per token; nil before the first step. For choices it is the DPO loss, which begins at ln 2.
     public let loss: Float?
     /// The last measured loss on held-out data, of the same kind as ``loss``; nil before the first measurement.
@@ -26,6 +26,41 @@ public struct TrainingUpdate: Sendable, Equatable {
     public let pause: PauseReason?
     /// Notices for the person, one sentence each, in the app's language.
     public let notices: [String]
+    /// The records that are left out because they cannot be trained, with ``TrainingOptions/leavesOutInvalidRecords``. Empty in a continued run.
+    public let leftOut: [InvalidRecord]
+
+    /// The completed fraction of the run, from 0 to 1.
+    public var fraction: Double { phase == .finished ? 1 : min(Double(step) / Double(max(steps, 1)), 1) }
+
+    /// Creates an update, for example for a test or a preview.
+    public init(
+        step: Int = 0, steps: Int, phase: TrainingPhase = .training, loss: Float? = nil, heldOutLoss: Float? = nil,
+        footprint: Int = 0, peakFootprint: Int? = nil, predictedPeak: Int? = nil, timeRemaining: Duration? = nil,
+        pause: PauseReason? = nil, notices: [String] = [], leftOut: [InvalidRecord] = []
+    ) {
+        (self.step, self.steps, self.phase) = (step, steps, phase)
+        (self.loss, self.heldOutLoss) = (loss, heldOutLoss)
+        (self.footprint, self.peakFootprint) = (footprint, peakFootprint ?? footprint)
+        (self.predictedPeak, self.timeRemaining) = (predictedPeak, timeRemaining)
+        (self.pause, self.notices, self.leftOut) = (pause, notices, leftOut)
+    }
+}
+
+/// What a run does, or how it has ended.
+public enum TrainingPhase: Sendable {
+    /// The data is tokenized, or the model is loaded.
+    case preparing
+    case training
+    /// The held-out loss, or forgetting, is measured.
+    case evaluating
+    /// The adapters and the state are saved.
+    case saving
+    /// The run waits; see ``TrainingUpdate/pause``.
+    case waiting
+    /// All steps are done.
+    case finished
+    /// The run was stopped, and can be continued.
+    case stopped
 }
 
 /// A reason why a run waits. The run continues when the reason no longer applies.
@@ -58,6 +93,14 @@ public enum PauseReason: String, Sendable, CaseIterable {
 public final class TrainingUpdates: AsyncSequence, AsyncIteratorProtocol, Sendable {
     private let updates: AsyncThrowingStream<TrainingUpdate, any Error>
     private let stop: @Sendable () -> Void
+
+    /// Creates a sequence of `updates`, and of an error at their end, for example for a test or a preview.
+    public convenience init(_ updates: [TrainingUpdate], throwing error: FineTuningError? = nil) {
+        let (stream, sender) = AsyncThrowingStream.makeStream(of: TrainingUpdate.self)
+        for update in updates { sender.yield(update) }
+        sender.finish(throwing: error)
+        self.init(stream) {}
+    }
 
     init(_ updates: AsyncThrowingStream<TrainingUpdate, any Error>, stop: @escaping @Sendable () -> Void) {
         (self.updates, self.stop) = (updates, stop)

@@ -72,7 +72,7 @@ extension CheckSuite {
     func checkLeaving() throws -> Finding {
         let step = try takeFirstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.device == .gpu)
-        let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.secondsToLeave))
+        let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", BoundaryGate.secondsToLeave))
         return Finding(
             verdict,
             verdict == .fail
@@ -80,13 +80,13 @@ extension CheckSuite {
                 : "In the first step at most \(time) s pass between two boundaries; leaving the app waits for \(limit) s.",
             [
                 Measurement("first step", step.longest, "s"), Measurement("second step", step.longestAgain, "s"),
-                Measurement("limit", RunController.secondsToLeave, "s"),
+                Measurement("limit", BoundaryGate.secondsToLeave, "s"),
             ])
     }
 
     /// Returns the verdict on the longest time between two block boundaries. On a CPU the verdict is a note.
     static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
         guard onGPU else { return .note }
-        return seconds <= RunController.secondsToLeave ? .pass : .fail
+        return seconds <= BoundaryGate.secondsToLeave ? .pass : .fail
     }
 }

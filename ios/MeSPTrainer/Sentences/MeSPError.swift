@@ -9,7 +9,7 @@ package protocol SentenceError: Error {
 public struct MeSPError: LocalizedError, SentenceError, Sendable, Equatable {
     package let sentence: Sentence
 
-    public init(_ sentence: Sentence) { self.sentence = sentence }
+    public init(_ sentence: Sentence, _ kind: ErrorKind? = nil) { self.sentence = sentence.about(kind) }
 
     public var errorDescription: String? { sentence.localized }
 }
@@ -29,9 +29,15 @@ extension Error {
             @unknown default: break
             }
         }
-        if let system = (self as NSError).underlyingSystemError { return "\(String(cString: strerror(system)))" }
+        if let system = (self as NSError).underlyingSystemError { return systemError(system) }
         return "\(localizedDescription)"
     }
+}
+
+/// Returns the system's description of an `errno`.
+package func systemError(_ number: Int32) -> Sentence {
+    let isOfDisk = [ENOSPC, EDQUOT, EFBIG].contains(number)
+    return Sentence("\(String(cString: strerror(number)))").about(isOfDisk ? .insufficientDisk(required: nil) : nil)
 }
 
 extension NSError {

@@ -8,6 +8,8 @@ import Foundation
 public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     private let key: String
     private let values: [Value]
+    /// What the error is about that the sentence describes, or that a sentence within it describes.
+    package private(set) var kind: ErrorKind?
 
     fileprivate enum Value: Sendable {
         case number(Int64)
@@ -20,7 +22,16 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     /// - Parameter english: the sentence, which is also the key of its translation.
     package init(english: String) { (key, values) = (english, []) }
 
-    public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }
+    public init(stringInterpolation literal: Interpolation) {
+        (key, values, kind) = (literal.key, literal.values, literal.kind)
+    }
+
+    /// Returns the sentence with a kind of error.
+    package func about(_ kind: ErrorKind?) -> Sentence {
+        var sentence = self
+        sentence.kind = kind ?? self.kind
+        return sentence
+    }
 
     /// The sentence in English.
     package var english: String { filled(key, locale: nil) { $0.english } }
@@ -54,6 +65,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     public struct Interpolation: StringInterpolationProtocol {
         fileprivate var key = ""
         fileprivate var values = [Value]()
+        fileprivate var kind: ErrorKind?
 
         public init(literalCapacity: Int, interpolationCount: Int) {}
 
@@ -69,7 +81,10 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
             append("%@", .text(text.description))
         }
 
-        public mutating func appendInterpolation(_ sentence: Sentence) { append("%@", .sentence(sentence)) }
+        public mutating func appendInterpolation(_ sentence: Sentence) {
+            kind = kind ?? sentence.kind
+            append("%@", .sentence(sentence))
+        }
 
         private mutating func append(_ specifier: String, _ value: Value) {
             key += specifier

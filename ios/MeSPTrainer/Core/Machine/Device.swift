@@ -11,10 +11,10 @@ extension ModelBundle {
     ///
     /// - Throws: the errors of `body` and of MLX; `MeSPError` if the machine lacks the device or MLX cannot use it.
     package func withDevice<R>(_ body: () throws -> R) throws -> R {
-        if let refusal = device.refusal { throw MeSPError(refusal) }
+        if let refusal = device.refusal { throw MeSPError(refusal, .unsupportedDevice) }
         _ = firstUseOfMLX
         guard device == .cpu || Device.gpuIsSimulated || !Device.isCPU else {
-            throw MeSPError("This machine has no GPU that MLX can use; choose the device cpu.")
+            throw MeSPError("This machine has no GPU that MLX can use; choose the device cpu.", .unsupportedDevice)
         }
         return try MLXWork.run(on: mlxDevice, as: backend) {
             try device == .cpu ? MetalMemory.withSmallCache(body) : body()

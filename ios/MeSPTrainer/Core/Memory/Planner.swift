@@ -50,7 +50,7 @@ package struct Planner: Sendable {
     /// blocks.
     private(set) var (process, vectors, kept) = (0, 0, [0])
     /// The memory that the system allows the process, in bytes; nil without a limit.
-    private let systemLimit: Int?
+    let systemLimit: Int?
 
     package init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
         (self.manifest, self.settings, self.systemLimit) = (manifest, settings, systemLimit)
@@ -111,8 +111,8 @@ package struct Planner: Sendable {
             ? ("A memory limit of \(rounded(limit)) MB is too low", "raise it")
             : ("The system allows this process \(rounded(limit)) MB, which is too little", "allow it more")
         throw MeSPError(
-            "\(subject): sequences of \(length) tokens at rank \(settings.rank) need at least \(rounded(leastPeak)) MB; \(remedy) or take shorter sequences, or fewer in a step."
-        )
+            "\(subject): sequences of \(length) tokens at rank \(settings.rank) need at least \(rounded(leastPeak)) MB; \(remedy) or take shorter sequences, or fewer in a step.",
+            .insufficientMemory(required: leastPeak, available: limit))
     }
 
     /// Returns the fastest of the plans that take at least 1% less memory than `plan`, or else the plan with the least memory. Returns nil if no plan

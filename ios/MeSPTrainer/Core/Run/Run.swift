@@ -21,17 +21,18 @@ package enum Run {
     ///     with a plan that takes less memory. If there is none, the run saves its state and ends with an error.
     ///   - reward: with `groupSize`, returns a reward for each answer that was sampled for a step's prompts.
     ///   - battery: called at the run's beginning and end, for the log.
+    ///   - atPhase: called when the run begins to train, to evaluate or to save.
     /// - Throws: for example `MeSPError`, or an error of one of the closures. Earlier saves stay valid.
     package static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in },
         besideBytes: Int = 0, memoryIsShort: @escaping () -> Bool = { false },
         reward: (([AnswerGroup]) throws -> [[Float]])? = nil,
-        battery: @escaping () -> Battery? = { nil }
+        battery: @escaping () -> Battery? = { nil }, atPhase: @escaping (RunPhase) -> Void = { _ in }
     ) throws {
         let hooks = RunHooks(
             report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort, reward: reward,
-            battery: battery)
+            battery: battery, atPhase: atPhase)
         try settings.check()
         var settings = settings
         // A resumed run stays on its device unless the settings name another.
@@ -95,6 +96,9 @@ package enum Run {
     }
 }
 
+/// What a run does, between its beginning and its end.
+package enum RunPhase: Sendable { case training, evaluating, saving }
+
 /// Ends work that may not use the GPU again, not even to save.
 package struct GPUWithdrawn: Error {
     package init() {}
@@ -108,6 +112,7 @@ struct RunHooks {
     var memoryIsShort: () -> Bool = { false }
     var reward: (([AnswerGroup]) throws -> [[Float]])?
     var battery: () -> Battery? = { nil }
+    var atPhase: (RunPhase) -> Void = { _ in }
     /// The clock that times saves; a monotonic clock.
     var now: () -> ContinuousClock.Instant = { .now }
 }

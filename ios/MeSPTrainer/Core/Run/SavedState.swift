@@ -53,7 +53,8 @@ package struct SavedState: Codable {
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("state.safetensors") }
 
     static func damaged(in folder: URL) -> MeSPError {
-        MeSPError("\(url(in: folder).path) is damaged; start the run again in another folder.")
+        MeSPError(
+            "\(url(in: folder).path) is damaged; start the run again in another folder.", .damaged(url(in: folder)))
     }
 
     /// Whether the values are in the ranges that a run can save.

@@ -123,7 +123,7 @@ private func require<Value>(
 
 /// Throws an error about the setting `name` unless `condition` is true.
 package func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
-    guard condition else { throw MeSPError("\(name) must be \(wanted).") }
+    guard condition else { throw MeSPError("\(name) must be \(wanted).", .invalidOption(name)) }
 }
 
 /// Throws an error about an integer that is out of its range; nil is allowed.

@@ -175,8 +175,8 @@ final class TrainingLoop {
         } catch let bad as NotFinite {
             guard settings.skipBadSteps else {
                 throw MeSPError(
-                    "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or leave such steps out with skip_bad_steps. The last saved state is kept."
-                )
+                    "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or leave such steps out with skip_bad_steps. The last saved state is kept.",
+                    .notFinite)
             }
             state.step += 1
             return try note("skipped_step", "\(bad.what) is not finite in step \(state.step), which was undone")
@@ -263,6 +263,12 @@ final class TrainingLoop {
 
     /// Logs and returns the mean loss of the first sequences of a split. Without an objective, the loss is in nats per token.
     private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
+        let record = try during(.evaluating) { try measured(split, sequences) }
+        try append(.eval(record))
+        return record.loss
+    }
+
+    private func measured(_ split: String, _ sequences: TokenStream.Sequences) throws -> LogRecord.Eval {
         var record = LogRecord.Eval(step: state.step, split: split, loss: 0, tokens: 0)
         if let objective = settings.objective {
             try data.evaluate(sequences, objective, trainer, &record)
@@ -271,11 +277,10 @@ final class TrainingLoop {
         }
         guard record.loss.isFinite else {
             throw MeSPError(
-                "The loss on the \(split) data is not finite after step \(state.step); start again with a lower learning rate. The last saved state is kept."
-            )
+                "The loss on the \(split) data is not finite after step \(state.step); start again with a lower learning rate. The last saved state is kept.",
+                .notFinite)
         }
-        try append(.eval(record))
-        return record.loss
+        return record
     }
 
     /// Chooses the adapters' strength (`chosenStrength`), and saves the adapters. At strength 0 the saved adapters have the effect of the initial
@@ -287,9 +292,12 @@ final class TrainingLoop {
             defer { trainer.model.strength = 1 }
             return try sequences.meanLoss(trainer.model, first: count).loss
         }
-        var chosen = try chosenStrength(
-            step: state.step, limit: limit, before: before, general: { try loss(general, Self.generalPieces, at: $0) },
-            heldOut: { try loss(valid, settings.valBatches, at: $0) })
+        var chosen = try during(.evaluating) {
+            try chosenStrength(
+                step: state.step, limit: limit, before: before,
+                general: { try loss(general, Self.generalPieces, at: $0) },
+                heldOut: { try loss(valid, settings.valBatches, at: $0) })
+        }
         if chosen.strength == 0, let adapters = settings.adapters {
             try trainer.model.startFrom(URL(fileURLWithPath: adapters))
             chosen.generalAfter = try loss(general, Self.generalPieces, at: 1)
@@ -310,15 +318,23 @@ final class TrainingLoop {
     private func save() throws {
         if let name = try trainer.model.firstNotFinite() {
             throw MeSPError(
-                "The parameter \(name) is not finite after step \(state.step); start again with a lower learning rate. The last saved state is kept."
-            )
+                "The parameter \(name) is not finite after step \(state.step); start again with a lower learning rate. The last saved state is kept.",
+                .notFinite)
         }
-        try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
-        // The log is synchronized before the state is saved, because the state contains the log's length.
-        state.logBytes = try log.synchronize()
-        try state.save(trainer, in: output)
+        try during(.saving) {
+            try trainer.model.saveAdapters(to: output.appendingPathComponent("adapters"))
+            // The log is synchronized before the state is saved, because the state contains the log's length.
+            state.logBytes = try log.synchronize()
+            try state.save(trainer, in: output)
+        }
         savedStep = state.step
         saveAt = hooks.now() + Self.timeBetweenSaves
+    }
+
+    private func during<R>(_ phase: RunPhase, _ body: () throws -> R) rethrows -> R {
+        hooks.atPhase(phase)
+        defer { hooks.atPhase(.training) }
+        return try body()
     }
 
     private func append(_ record: LogRecord) throws {
@@ -355,7 +371,7 @@ extension Planner {
     func cheaper(than plan: Plan, because reason: Sentence) throws -> Plan {
         if let plan = cheaper(than: plan) { return plan }
         throw MeSPError(
-            "\(reason), and no plan takes less memory. The last saved state is kept; resume the run when there is more, or with a higher memory limit."
-        )
+            "\(reason), and no plan takes less memory. The last saved state is kept; resume the run when there is more, or with a higher memory limit.",
+            .insufficientMemory(required: peak(plan), available: systemLimit ?? 0))
     }
 }

@@ -11,6 +11,8 @@ package struct DataNotices: Sendable, Equatable {
     var tooLong = 0
     /// The number of records or pairs of answers that lose trained tokens at the sequence length.
     var cut = 0
+    /// The records that are left out because they cannot be trained, in order.
+    package var invalid = [InvalidRecord]()
     /// The columns and keys that nothing reads and that are never content.
     var noted = Set<String>()
     /// Whether an end-of-text token was added after answers.
@@ -31,6 +33,7 @@ package struct DataNotices: Sendable, Equatable {
         if dropsThoughts { sentences.append("The chat template leaves out thoughts, so they are not trained.") }
         if hasSplit { sentences.append("Special tokens in your texts are trained as ordinary text.") }
         if leftOut > 0 { sentences.append("Records that ask not to be trained are left out: \(leftOut).") }
+        if !invalid.isEmpty { sentences.append("Records that cannot be trained are left out: \(invalid.count).") }
         if tooLong > 0 {
             sentences.append("Records with no answer in the first \(length) tokens are left out: \(tooLong).")
         }

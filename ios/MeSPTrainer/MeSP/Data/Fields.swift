@@ -87,45 +87,54 @@ package struct RecordPlace: Sendable {
 
 /// The records that were refused.
 package struct RefusedRecords {
-    private var first: Sentence?
-    private var count = 0
+    /// Whether refused records are left out, so that the others can be trained.
+    private let areLeftOut: Bool
+    package private(set) var invalid = [(place: RecordPlace, reason: Sentence)]()
     /// The first record with unread fields, their number, and the unread fields of all records.
     private var unread: (place: RecordPlace, ofFirst: Int, ofAll: Set<String>)?
     /// The names of columns and keys that nothing reads and that are never content.
     package private(set) var noted = Set<String>()
 
-    package init() {}
+    package init(areLeftOut: Bool = false) { self.areLeftOut = areLeftOut }
 
     /// Runs `body`. Counts a `MeSPError` as a refusal of the record.
     package mutating func collect(_ place: RecordPlace, _ body: () throws -> Void) rethrows {
-        do { try body() } catch let error as MeSPError {
-            count += 1
-            first = first ?? "\(place.sentence): \(error.sentence)."
-        }
+        do { try body() } catch let error as MeSPError { invalid.append((place, error.sentence)) }
     }
 
-    /// Runs `body`, which reads a record and returns what it left; nil if the record is left out.
-    package mutating func read(_ place: RecordPlace, _ body: () throws -> LeftFields?) rethrows {
-        var left: LeftFields?
-        try collect(place) { left = try body() }
-        guard let left else { return }
+    /// Runs `body`, which reads a record and returns it and what it left; nil if the record is left out.
+    ///
+    /// - Returns: the record, unless it is refused.
+    package mutating func read<R>(_ place: RecordPlace, _ body: () throws -> (R, LeftFields)?) rethrows -> R? {
+        var read: (R, LeftFields)?
+        try collect(place) { read = try body() }
+        guard let (record, left) = read else { return nil }
         noted.formUnion(left.noted)
-        guard !left.unread.isEmpty else { return }
+        guard !left.unread.isEmpty else { return record }
+        if areLeftOut {
+            invalid.append((place, LeftFields.refusal(of: left.unread).sentence))
+            return nil
+        }
         unread = unread ?? (place, left.unread.count, [])
         unread?.ofAll.formUnion(left.unread)
+        return record
     }
 
-    /// Throws if a record was refused.
+    /// Throws if a record was refused, and is not left out.
     ///
     /// - Throws: `MeSPError` with the first refused record and the reason, and with the number of refused records if there are several.
     package func check() throws {
-        if let first { throw MeSPError(count == 1 ? first : "\(first). In all, \(count) records are refused.") }
-        guard let unread else { return }
-        guard unread.ofAll.count > unread.ofFirst else {
-            throw MeSPError("\(unread.place.sentence): \(LeftFields.refusal(of: unread.ofAll).sentence).")
+        guard !areLeftOut else { return }
+        if let (place, reason) = invalid.first {
+            let first: Sentence = "\(place.sentence): \(reason)."
+            let all: Sentence = "\(first). In all, \(invalid.count) records are refused."
+            throw MeSPError(invalid.count == 1 ? first : all, .invalidRecord(index: place.number - 1))
         }
+        guard let unread else { return }
         throw MeSPError(
-            "\(unread.place.sentence) and records after it have \(Fields.list(unread.ofAll)), which nothing reads: write their text into what is read, or remove them."
-        )
+            unread.ofAll.count == unread.ofFirst
+                ? "\(unread.place.sentence): \(LeftFields.refusal(of: unread.ofAll).sentence)."
+                : "\(unread.place.sentence) and records after it have \(Fields.list(unread.ofAll)), which nothing reads: write their text into what is read, or remove them.",
+            .invalidRecord(index: unread.place.number - 1))
     }
 }

@@ -118,7 +118,7 @@ extension Conversation: Record {
     func mask(_ encoder: inout RecordEncoder) throws -> [Encoded] {
         if encoder.answersOnly {
             guard messages.contains(where: \.isAnswer) else {
-                throw MeSPError("it has no assistant message; add one, or turn off Learn only from answers.")
+                throw MeSPError("it has no assistant message; add one, or train on all text.")
             }
             guard !trained.isEmpty else { return [] }
         }
@@ -162,15 +162,18 @@ struct Records {
     private(set) var leftOut = 0
     /// The names of columns and keys that nothing reads and that are never content.
     private(set) var noted = Set<String>()
+    /// The records that are left out because they cannot be trained.
+    private(set) var invalid = [InvalidRecord]()
 
     /// Reads a source.
     ///
     /// - Throws: `MeSPError` if it is a file that cannot be read, has no text, or has a refused record.
-    init(_ source: TextData.Source) throws {
+    init(_ source: TextData.Source, leavesOutInvalid: Bool = false) throws {
+        var refusals = RefusedRecords(areLeftOut: leavesOutInvalid)
         switch source {
-        case .choices(let choices): try read(SourceRows.rows(choices.map(\.fields), .choice))
+        case .choices(let choices): try read(SourceRows.rows(choices.map(\.fields), .choice), &refusals)
         case .conversations(let conversations):
-            try read(SourceRows.rows(conversations.map(\.fields), .conversation))
+            try read(SourceRows.rows(conversations.map(\.fields), .conversation), &refusals)
         case .text(let text):
             guard !text.isBlank else { throw MeSPError("There is no text yet.") }
             name = "The text"
@@ -182,15 +185,14 @@ struct Records {
             if kind == .text {
                 records = SourceRows.pieces(of: text)
             } else {
-                try read(SourceRows.objects(in: Data(text.utf8), of: file, isList: kind == .list))
+                try read(SourceRows.objects(in: Data(text.utf8), of: file, isList: kind == .list), &refusals)
             }
         }
     }
 
-    private mutating func read(_ rows: [SourceRows.Row]) throws {
-        var refusals = RefusedRecords()
+    private mutating func read(_ rows: [SourceRows.Row], _ refusals: inout RefusedRecords) throws {
         for (place, columns) in rows {
-            try refusals.read(place) {
+            let record = try refusals.read(place) { () -> (any Record, LeftFields)? in
                 guard var fields = columns else { throw Fields.noObject }
                 guard try fields.takeWeight() else {
                     leftOut += 1
@@ -200,12 +202,12 @@ struct Records {
                 if let first = records.first, type(of: first.record) != type(of: record) {
                     throw MeSPError("it is another kind of record than the first; keep one kind.")
                 }
-                records.append((place, record))
-                return fields.left
+                return (record, fields.left)
             }
+            if let record { records.append((place, record)) }
         }
         try refusals.check()
-        noted = refusals.noted
+        (noted, invalid) = (refusals.noted, refusals.invalid.map(InvalidRecord.init))
     }
 }
 

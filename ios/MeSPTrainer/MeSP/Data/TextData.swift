@@ -19,13 +19,14 @@ package struct TextData: Sendable {
         case choices([Choice])
     }
 
+    package static var resources: Bundle { .module }
     /// The name of the folder of tokens, within a run's folder.
     package static let folderName = "data"
     /// The name of the folder of the general text's tokens.
     package static let generalName = "general"
     /// An English text, on which a run measures forgetting; nil if the resource is missing.
     package static var generalText: Source? {
-        Bundle.module.url(forResource: "general", withExtension: "txt").map { .file($0) }
+        resources.url(forResource: "general", withExtension: "txt").map { .file($0) }
     }
     /// The sequence length for the general text, in tokens.
     package static let generalLength = 64
@@ -37,9 +38,14 @@ package struct TextData: Sendable {
     let length: Int
     /// Whether only answers are in the loss.
     let answersOnly: Bool
+    /// Whether records that cannot be trained are left out.
+    let leavesOutInvalid: Bool
 
-    package init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true) {
-        (self.tokenizer, self.length, self.answersOnly) = (tokenizer, length, answersOnly)
+    package init(
+        tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true, leavesOutInvalid: Bool = false
+    ) {
+        (self.tokenizer, self.length) = (tokenizer, length)
+        (self.answersOnly, self.leavesOutInvalid) = (answersOnly, leavesOutInvalid)
     }
 
     /// Tokenizes `source`. Writes `data.json` and the token files to `folder`.
@@ -60,12 +66,12 @@ package struct TextData: Sendable {
         return data.notices
     }
 
-    /// Returns the first sequence that `write` would make of `source`, with the notices known so far.
+    /// Returns the first sequence that `write` would make of `source`, with the notices known so far, or with all if invalid records are left out.
     ///
     /// - Throws: `MeSPError` if `source` cannot be read, or has an unsuitable record. Faults in the tokens of later records are not found.
     package func first(of source: Source) throws -> (example: Example, notices: DataNotices) {
         var data = try Encoding(source, self)
-        try data.encode(upTo: data.isText ? length + 1 : 1) { _ in }
+        try data.encode(upTo: leavesOutInvalid ? .max : data.isText ? length + 1 : 1) { _ in }
         return (try data.first(), data.notices)
     }
 
@@ -82,12 +88,13 @@ package struct TextData: Sendable {
         private var isWhole = false
 
         init(_ source: Source, _ data: TextData) throws {
-            (records, self.data) = (try Records(source), data)
+            (records, self.data) = (try Records(source, leavesOutInvalid: data.leavesOutInvalid), data)
             // Only the answers of a pair are ever in the loss.
             var answersOnly = data.answersOnly
             if case .choices = source { answersOnly = true }
             encoder = RecordEncoder(tokenizer: data.tokenizer, answersOnly: answersOnly, length: data.length)
             (encoder.notices.leftOut, encoder.notices.noted) = (records.leftOut, records.noted)
+            encoder.notices.invalid = records.invalid
         }
 
         var isText: Bool { records.records.first?.record is TextRecord }
@@ -96,7 +103,7 @@ package struct TextData: Sendable {
         /// Encodes records until there are `limit` examples or, of texts, tokens.
         mutating func encode(upTo limit: Int, progress: (Double) throws -> Void) throws {
             defer { encoder.notices.hasSplit = encoder.plain.hasSplit }
-            var refusals = RefusedRecords()
+            var refusals = RefusedRecords(areLeftOut: data.leavesOutInvalid)
             for (index, (place, record)) in records.records.enumerated() {
                 guard (isText ? tokens.count : parts.count) < limit else { return }
                 if isText {
@@ -108,6 +115,8 @@ package struct TextData: Sendable {
                 try progress(Double(index + 1) / Double(records.records.count))
             }
             try refusals.check()
+            encoder.notices.invalid += refusals.invalid.map(InvalidRecord.init)
+            encoder.notices.invalid.sort { $0.index < $1.index }
             isWhole = true
         }
 

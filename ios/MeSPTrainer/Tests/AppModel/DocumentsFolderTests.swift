@@ -7,6 +7,7 @@ import Testing
 @testable import MeSPBundle
 @testable import MeSPControl
 @testable import MeSPCore
+@testable import MeSPFiles
 
 @Suite(.serialized) @MainActor final class DocumentsFolderTests {
     private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)

@@ -74,6 +74,7 @@ import Testing
         #expect(try weights() != whole)
         // A new object simulates a new process.
         let other = Learner(try await tuner(), adapters: adapters)
+        await other.refresh()
         #expect(other.canContinue)
         other.resume()
         try await until { !other.isTraining }

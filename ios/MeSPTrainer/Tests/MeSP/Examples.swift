@@ -42,6 +42,8 @@ func summary(
     private(set) var update: TrainingUpdate?
     /// The reason why the last run failed, in the app's language.
     private(set) var problem: String?
+    /// Whether `resume` can continue a run.
+    private(set) var canContinue = false
     private var training: Task<Void, Never>?
     private let tuner: FineTuner
     private let adapters: URL
@@ -50,7 +52,6 @@ func summary(
     init(_ tuner: FineTuner, adapters: URL) { (self.tuner, self.adapters) = (tuner, adapters) }
 
     var isTraining: Bool { training != nil }
-    var canContinue: Bool { !isTraining && tuner.canContinueTraining }
 
     func start(
         _ conversations: [Conversation],
@@ -62,12 +63,17 @@ func summary(
     /// Continues a run that was stopped, or that ended with the app.
     func resume() { follow { $0.continueTraining() } }
 
+    /// Looks for a run to continue. Call it when a view appears.
+    func refresh() async {
+        if !isTraining { canContinue = await tuner.canContinueTraining }
+    }
+
     /// Ends the run, which saves its adapters.
     func stop() { training?.cancel() }
 
     private func follow(_ begin: (FineTuner) -> TrainingUpdates) {
         guard !isTraining else { return }
-        (update, problem) = (nil, nil)
+        (update, problem, canContinue) = (nil, nil, false)
         let updates = begin(tuner)
         training = Task {
             do {
@@ -76,6 +82,7 @@ func summary(
             } catch {
                 problem = error.localizedDescription
             }
+            canContinue = await tuner.canContinueTraining
             training = nil
         }
     }
@@ -177,11 +184,11 @@ func answers(
     /// - Returns: whether the run is complete. It is not if `stop` has ended it.
     func learn(from conversations: [Conversation], _ options: TrainingOptions) async throws -> Bool {
         let updates =
-            tuner.canContinueTraining
+            await tuner.canContinueTraining
             ? tuner.continueTraining() : tuner.train(on: conversations, options)
         for try await _ in updates {}
-        try keep()
-        return !tuner.canContinueTraining
+        try await keep()
+        return await !tuner.canContinueTraining
     }
 
     /// Learns while a background task runs.
@@ -198,7 +205,7 @@ func answers(
 
     /// Loads the newest version. Call it when the app is in front, because loading uses the GPU.
     func refresh() async throws {
-        try keep()
+        try await keep()
         guard versions.contains(chosen), chosen != loaded else { return }
         try await use(chosen)
     }
@@ -224,8 +231,8 @@ func answers(
     }
 
     /// Copies the adapters of a complete run, also if the app ended before it could do so.
-    private func keep() throws {
-        guard !tuner.canContinueTraining, let learned = try? tuner.adapters else { return }
+    private func keep() async throws {
+        guard await !tuner.canContinueTraining, let learned = try? tuner.adapters else { return }
         let newest = versions.last ?? 0
         guard !FileManager.default.contentsEqual(atPath: matrices(learned.url), andPath: matrices(place(newest)))
         else { return }

@@ -28,12 +28,13 @@ import Testing
         let seen = Seen()
         let state = SavedState(
             step: 1, plan: plan, settings: trainer.model.settings, sources: SavedState.Sources(weights: "", data: [:]))
-        let look: @Sendable (URL) -> Void = { url in
+        let look: @Sendable (URL, StoragePolicy) -> Void = { url, policy in
+            #expect(policy == .state)
             let size = (try? FileManager.default.attributesOfItem(atPath: url.path))?[.size] as? Int
             let place = folder.appendingPathComponent("state.safetensors").path
             seen.files.append((url.lastPathComponent, size ?? -1, FileManager.default.fileExists(atPath: place)))
         }
-        try Backups.$leaveOut.withValue(look) { try state.save(trainer, in: folder) }
+        try StoragePolicy.$set.withValue(look) { try state.save(trainer, in: folder) }
         #expect(seen.files.map(\.name) == ["state.safetensors.partial"])
         #expect(seen.files.first?.size == 0 && seen.files.first?.isInPlace == false)
     }

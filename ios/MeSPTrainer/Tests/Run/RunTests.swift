@@ -407,7 +407,7 @@ import Testing
         }
         let sentence = message { try Run.run(run.settings) }
         let wanted =
-            "\(try ModelBundle(url: run.bundle).manifest.name) was trained for 31 positions, and sequences of 32 tokens have more; take a --seq-len up to 31."
+            "\(try ModelBundle(url: run.bundle).manifest.name) was trained for 31 positions, and sequences of 32 tokens have more; take sequences of up to 31."
         #expect(sentence == (isRefused ? wanted : ""))
         #expect(FileManager.default.fileExists(atPath: run.output.path) == !isRefused)
     }

@@ -10,6 +10,7 @@ import Foundation
     var battery: Battery? = Battery(level: 0.8, isCharging: false) { didSet { tell(.change) } }
     var isLowPower = false { didSet { tell(.change) } }
     var availableMemory: Int?
+    var isInUse = false
     var observers = [(DeviceEvent) -> Void]()
 
     func tell(_ event: DeviceEvent) {

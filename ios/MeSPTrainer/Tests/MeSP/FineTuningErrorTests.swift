@@ -1,0 +1,236 @@
+import Foundation
+import MeSP
+import Testing
+
+@testable import MeSPBundle
+@testable import MeSPControl
+@testable import MeSPCore
+@testable import MeSPFiles
+@testable import MeSPSentences
+
+/// Every kind of `FineTuningError` is reached through the public interface, except `other`.
+@Suite(.serialized) final class FineTuningErrorTests: Sendable {
+    private let folder = temporaryFolder()
+
+    init() throws { try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true) }
+
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    private let conversations = (0..<4).map { Conversation([.user("Hi \($0)"), .assistant("Good day")]) }
+    private var runs: URL { folder.appendingPathComponent("runs") }
+
+    private func tuner() async throws -> FineTuner {
+        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        return try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: runs)
+    }
+
+    private func kind(_ body: () async throws -> Void) async -> FineTuningError.Kind? {
+        do {
+            try await body()
+            return nil
+        } catch { return (error as? FineTuningError)?.kind }
+    }
+
+    private func kind(_ updates: TrainingUpdates) async -> FineTuningError.Kind? {
+        await kind { for try await _ in updates {} }
+    }
+
+    private func options(steps: Int = 2, _ change: (inout TrainingOptions) -> Void = { _ in }) -> TrainingOptions {
+        var options = TrainingOptions(steps: steps, sequenceLength: 32)
+        change(&options)
+        return options
+    }
+
+    @Test func optionsMemoryAndRecordsAreNamed() async throws {
+        let tuner = try await tuner()
+        #expect(await kind(tuner.train(on: conversations, options(steps: 0))) == .invalidOption("steps"))
+        #expect(await kind(tuner.train(on: conversations, options { $0.dropout = 1 })) == .invalidOption("dropout"))
+        #expect(
+            await kind(tuner.train(on: conversations, options { $0.sequenceLength = 1 << 20 }))
+                == .invalidOption("sequenceLength"))
+        let limit = await kind(tuner.train(on: conversations, options { $0.memory = .megabytes(1) }))
+        guard case .insufficientMemory(let required, available: 1_000_000) = limit else {
+            Issue.record("\(String(describing: limit))")
+            return
+        }
+        let enough = options { $0.memory = .megabytes((Double(required) / 1e6 * 1.1).rounded(.up)) }
+        #expect(try tuner.predictedPeak(enough) > 0)
+        let wrong = conversations + [Conversation([.user("Hi")])]
+        #expect(await kind(tuner.train(on: wrong, options())) == .invalidRecord(index: 4))
+        #expect(await kind { _ = try await tuner.preview(of: wrong.reversed(), options()) } == .invalidRecord(index: 0))
+    }
+
+    @Test func whatIsNotThereAndWhatIsInTheWay() async throws {
+        let tuner = try await tuner()
+        #expect(await kind(tuner.continueTraining()) == .nothingSaved)
+        #expect(await kind { _ = try tuner.adapters } == .nothingSaved)
+        let updates = tuner.train(on: conversations, options(steps: 1_000_000))
+        #expect(await kind(tuner.train(on: conversations, options())) == .busy)
+        await tuner.stop()
+        for try await _ in updates {}
+        let within = await tuner.whilePaused { await self.kind(tuner.train(on: self.conversations)) }
+        #expect(within == .busy)
+    }
+
+    @Test func filesAndModels() async throws {
+        let nothing = folder.appendingPathComponent("a.mesp")
+        let opened = await kind { _ = try await FineTuner(bundle: nothing, tokenizer: ByteTokenizer()) }
+        #expect(opened == .damaged(nothing))
+        let model = folder.appendingPathComponent("Tiny-4bit")
+        try TinyModel.write(to: model)
+        let bundle = folder.appendingPathComponent("tiny.mesp")
+        func tuner() async throws -> FineTuner {
+            try await FineTuner(model: model, tokenizer: ByteTokenizer(), bundle: bundle, folder: runs)
+        }
+        let config = model.appendingPathComponent("config.json")
+        let text = try String(contentsOf: config, encoding: .utf8)
+        try text.replacing(/"model_type": ?"\w+"/, with: "\"model_type\": \"other\"")
+            .write(to: config, atomically: true, encoding: .utf8)
+        #expect(await kind { _ = try await FineTuner.bundleSize(of: model) } == .unsupportedModel)
+        #expect(await kind { _ = try await tuner() } == .unsupportedModel)
+        try text.write(to: config, atomically: true, encoding: .utf8)
+
+        for try await _ in try await tuner().train(on: conversations, options()) {}
+        let weights = model.appendingPathComponent("model-00001-of-00002.safetensors")
+        var data = try Data(contentsOf: weights)
+        data[data.count - 1] ^= 1
+        try data.write(to: weights)
+        #expect(await kind { _ = try await tuner().adapters } == .otherWeights)
+    }
+
+    @Test func aFullDisk() async throws {
+        let tuner = try await tuner()
+        let handler = signal(SIGXFSZ, SIG_IGN)
+        var limit = rlimit()
+        getrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &limit)
+        var low = limit
+        low.rlim_cur = 100
+        setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &low)
+        let found = await kind(tuner.train(on: conversations, options()))
+        setrlimit(__rlimit_resource_t(RLIMIT_FSIZE.rawValue), &limit)
+        _ = signal(SIGXFSZ, handler)
+        #expect(found == .insufficientDisk(required: nil))
+    }
+
+    @Test func aLossThatIsNotFinite() async throws {
+        let options = options(steps: 50) { $0.learningRate = 1e30 }
+        #expect(await kind(try await tuner().train(on: conversations, options)) == .notFinite)
+    }
+
+    @Test func theKindOfAnInnerSentenceIsKept() {
+        let inner = MeSPError("it is full", .insufficientDisk(required: 3))
+        #expect(FineTuningError(.other, "a").kind == .other)
+        #expect(MeSPError("Cannot write: \(inner.plainSentence).").sentence.kind == .insufficientDisk(required: 3))
+        let refused = MeSPError("No GPU.", .unsupportedDevice)
+        #expect("\(refused.plainSentence)" as Sentence == "No GPU")
+    }
+
+    // MARK: - Records that are left out
+
+    @Test func invalidRecordsAreLeftOutAndListed() async throws {
+        let tuner = try await tuner()
+        var records = conversations
+        records.insert(Conversation([.user("Hi")]), at: 1)
+        records.append(Conversation([.user("Hi"), .assistant(" ")]))
+        let chosen = options { $0.leavesOutInvalidRecords = true }
+        let preview = try await tuner.preview(of: records, chosen)
+        #expect(preview.leftOut.map(\.index) == [1, 5])
+        #expect(preview.leftOut.last?.reason.contains("an answer is empty") == true)
+        #expect(preview.notices.contains("Records that cannot be trained are left out: 2."))
+        var last: TrainingUpdate?
+        for try await update in tuner.train(on: records, chosen) { last = update }
+        #expect(last?.phase == .finished && last?.leftOut == preview.leftOut)
+        let kept = try Data(contentsOf: tuner.adapters.url.appendingPathComponent("adapters.safetensors"))
+        for try await _ in tuner.train(on: conversations, options()) {}
+        #expect(try Data(contentsOf: tuner.adapters.url.appendingPathComponent("adapters.safetensors")) == kept)
+
+        let file = folder.appendingPathComponent("a.jsonl")
+        let line = #"{"prompt": "Hi", "completion": "Good day"}"#
+        try [line, #"{"prompt": "Hi", "completion": "a", "mood": "glad"}"#, line, "[]", line].joined(separator: "\n")
+            .write(to: file, atomically: true, encoding: .utf8)
+        #expect(try await tuner.preview(of: file, chosen).leftOut.map(\.index) == [1, 3])
+        #expect(await kind { _ = try await tuner.preview(of: file, options()) } == .invalidRecord(index: 3))
+    }
+
+    // MARK: - Phases, pauses and deletion
+
+    @Test func updatesTellThePhase() async throws {
+        let tuner = try await tuner()
+        var phases = [TrainingPhase]()
+        for try await update in tuner.train(on: conversations, options(steps: 3)) where phases.last != update.phase {
+            phases.append(update.phase)
+        }
+        #expect(phases.first == .preparing && phases.last == .finished)
+        #expect(Set(phases).isSuperset(of: [.preparing, .training, .evaluating, .saving, .finished]))
+        for try await update in tuner.train(on: conversations, options(steps: 1_000_000)) {
+            phases.append(update.phase)
+            if update.step == 2 { Task { await tuner.stop() } }
+        }
+        #expect(phases.last == .stopped)
+    }
+
+    @MainActor @Test func pausesAndTimeAreOfOneTuner() async throws {
+        let (monitor, bundle) = (TestMonitor(), try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
+        let controller = RunController(monitor: monitor)
+        func make(_ name: String) async throws -> FineTuner {
+            try await FineTuner(
+                bundle: bundle, tokenizer: ByteTokenizer(), folder: folder.appendingPathComponent(name),
+                controller: controller)
+        }
+        let (one, other) = (try await make("one"), try await make("other"))
+        other.pause()
+        other.setBackgroundTime(.continued)
+        for try await update in one.train(on: conversations, options()) {
+            #expect(update.pause == nil && controller.grant == nil)
+        }
+        var (pauses, isInUse) = (Set<MeSP.PauseReason>(), false)
+        for try await update in other.train(on: conversations, options()) {
+            isInUse = isInUse || monitor.isInUse
+            guard let pause = update.pause else { continue }
+            pauses.insert(pause)
+            #expect(controller.grant == .continued)
+            one.resume()
+            other.resume()
+        }
+        #expect(pauses == [.user] && controller.grant == nil && isInUse && !monitor.isInUse)
+    }
+
+    @Test func whatAPersonHasTaughtIsDeleted() async throws {
+        let tuner = try await tuner()
+        let other = folder.appendingPathComponent("runs/keep.txt")
+        for try await _ in tuner.train(on: conversations, options()) {}
+        try Data().write(to: other)
+        Task { for try await _ in tuner.train(on: conversations, options(steps: 1_000_000)) {} }
+        try await tuner.deleteLastRun()
+        try await tuner.deleteRuns()
+        #expect(try FileManager.default.contentsOfDirectory(atPath: runs.path) == ["keep.txt"])
+        #expect(await kind { _ = try tuner.adapters } == .nothingSaved)
+        let bundle = folder.appendingPathComponent("copy.mesp")
+        try FileManager.default.copyItem(at: tuner.bundle, to: bundle)
+        try await FineTuner(bundle: bundle, tokenizer: ByteTokenizer(), folder: runs).deleteBundle()
+        #expect(!FileManager.default.fileExists(atPath: bundle.path))
+    }
+
+    @Test func runsAreNotInBackups() async throws {
+        final class Seen: @unchecked Sendable { var policies = [String: StoragePolicy]() }
+        let (seen, lock, tuner) = (Seen(), NSLock(), try await tuner())
+        let note: @Sendable (URL, StoragePolicy) -> Void = { url, policy in
+            lock.withLock { seen.policies[url.path] = policy }
+        }
+        try await StoragePolicy.$set.withValue(note) {
+            for try await _ in tuner.train(on: conversations, options()) {}
+        }
+        #expect(lock.withLock { seen.policies[runs.path] } == .state)
+    }
+
+    // MARK: - What the system asks of a library
+
+    /// Apple's checks read the manifest in the package's resources.
+    @Test func thePrivacyManifestIsAResource() throws {
+        let file = try #require(TextData.resources.url(forResource: "PrivacyInfo", withExtension: "xcprivacy"))
+        let plist = try PropertyListSerialization.propertyList(from: Data(contentsOf: file), format: nil)
+        let accessed = (plist as? [String: Any])?["NSPrivacyAccessedAPITypes"] as? [[String: Any]] ?? []
+        let reasons = accessed.map { $0["NSPrivacyAccessedAPITypeReasons"] as? [String] ?? [] }
+        #expect(reasons == [["E174.1"], ["C617.1"]])
+    }
+}
