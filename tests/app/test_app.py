@@ -622,7 +622,6 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
     for example in library_examples(tmp_path):
         compile(example.stem, example)
     compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md", 0))
-    compile("Moved", short_example(tmp_path / "Moved.swift", ROOT / "docs" / "migration.md", 1))
     compile("tutor", *sorted((HOME / "Example").glob("*.swift")))
     compile("BesideMLXSwiftLM", example_beside_mlx_swift_lm(tmp_path / "BesideMLXSwiftLM.swift"))
     if system == "macOS":

@@ -521,7 +521,7 @@ Polling is the longest time in which `eval` keeps a core busy. Fast, strict and 
 trainer's command buffers in place of MLX's. Fast: each is complete at once. Strict: none is
 complete before it must be, and the last one's completion handlers are late. Slow: those of many are
 late. Modelled: the seconds, from the counts and assumed speeds of a phone.
-See docs/ledger.md.""",
+See docs/gpu.md.""",
     ),
     "functions": Kind(
         functions_rows,
@@ -612,7 +612,7 @@ length that holds it, and packed into one sequence a step.""",
         packing_gpu_rows,
         None,
         ("kernels", "evals", "modelled s", "records/s"),
-        """The table packing on a phone's GPU, with the ledger's model of the time (docs/ledger.md).
+        """The table packing on a phone's GPU, with the ledger's model of the time (docs/gpu.md).
 Counts of unpacked records are means over steps, and the peak is the largest.""",
     ),
     "convergence": Kind(
