@@ -42,7 +42,6 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from helpers.commands import HANG, command
 from helpers.federations import RECORDS, SGD, B, equal, federation, trained_here
-from helpers.paths import ROOT
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate import federation as federations
@@ -966,31 +965,3 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
         assert record["left_out"] == []
     simulated = federation(bundle, data, tmp_path / "simulated", *options)
     assert equal(server.rounds.arrays(3), served(simulated))
-
-
-# The study
-
-
-def study(name: str, *arguments: object) -> str:
-    path = ROOT / "tools" / "studies" / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, path, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MESP_ENGINE": str(find_engine())},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_study_begins_alike_and_trains_each_way(tmp_path: Path):
-    options = ("--rounds", 1, "--steps", 2, "--out", tmp_path / "out")
-    said = study("federations", *options, "--plot", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    tables = re.findall(r"by round\n\n(.*?)\n\n", said, flags=re.DOTALL)
-    losses, _ = ([re.findall(r"[^|]+", line) for line in each.splitlines()] for each in tables)
-    names, _, before, after = ([cell.strip() for cell in line] for line in losses)
-    assert names == ["round", "alone", "federated", "noise 0.1", "noise 1", "together"]
-    assert len(set(before[1:])) == 1
-    lowered = dict(zip(names, [float(cell) < float(before[1]) for cell in after], strict=True))
-    assert lowered["alone"] and lowered["federated"] and lowered["together"]

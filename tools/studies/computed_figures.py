@@ -44,7 +44,6 @@ from studies.benchmarks.cells import Cell, Row, quantized_models
 from studies.benchmarks.preferences import write_pairs
 from studies.benchmarks.tables import COUNTED, KINDS, PARTS, TABLES, Bench
 from studies.benchmarks.variants import OFFLOADS
-from studies.dora import parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASUREMENTS = ROOT / "docs" / "measurements.json"
@@ -128,7 +127,9 @@ class Bundles:
 
     def parameters(self, size: Size, dora: bool = False) -> int:
         """Returns the number of trained parameters."""
-        return parameters(self.find(size)[1].architecture, size.rank, dora)
+        blocks = self.find(size)[1].architecture.blocks
+        outputs = sum(out for block in blocks for out, _ in block.sizes().values())
+        return sum(block.lora_size(size.rank) for block in blocks) + dora * outputs
 
 
 class HollowBench(Bench):

@@ -52,14 +52,13 @@ def export(
     task: Task,
     model: str,
     folder: Path,
-    more_ranks: Iterable[int] = (),
     gsm8k: str = GSM8K_DATA,
     more_lengths: Iterable[int] = (),
 ) -> Path:
     """Exports a model with a task's data, and returns the bundle's path.
 
-    The bundle has the ranks `RANK` and `more_ranks`, and the task's sequence length and
-    `more_lengths`. `gsm8k` is the data source for the task GSM8K.
+    The bundle has the task's sequence length and `more_lengths`. `gsm8k` is the data source for the
+    task GSM8K.
     """
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:
@@ -71,12 +70,7 @@ def export(
     command(
         "mesp.commands.export",
         *("--model", model, "--out", bundle, "--overwrite"),
-        *(
-            "--seq-len",
-            ",".join(map(str, (task.seq_len, *more_lengths))),
-            "--rank",
-            ",".join(map(str, (RANK, *more_ranks))),
-        ),
+        *("--seq-len", ",".join(map(str, (task.seq_len, *more_lengths))), "--rank", RANK),
         *("--data", *data),
     )
     return bundle
