@@ -332,7 +332,9 @@ def test_a_weight_that_the_engine_has_no_room_for_is_named(
     bundle: Path, adapters: Path, weight: str
 ):
     said = refused("generate", bundle, "--prompt", "a", "--adapters", adapters, "--weights", weight)
-    rule = "; give numbers from 0 to 10." if weight == "1e39" else ", which is 0 in float32; give 0."
+    rule = (
+        "; give numbers from 0 to 10." if weight == "1e39" else ", which is 0 in float32; give 0."
+    )
     assert said == f"Error: --weights has {float(weight):g}{rule}\n"
 
 
