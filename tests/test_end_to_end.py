@@ -1,5 +1,3 @@
-"""Tests of the demo model's export and training with the real engine."""
-
 import json
 import re
 import resource
@@ -64,7 +62,6 @@ def test_training_lowers_the_held_out_loss(trained: Path):
 
 
 def test_the_defaults_learn(bundle: Path, tmp_path: Path):
-    """The default settings lower the loss clearly in 60 steps. The paper's settings do not."""
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
@@ -86,7 +83,6 @@ def quantized_demo_model() -> nn.Module:
 def held_out_loss(model: nn.Module, bundle: Path) -> float:
     tokens = mx.array(Bundle(bundle).tokens("valid"))
     windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(VAL_BATCHES)]
-    # `default_loss` takes a range of target positions, which are counted from 1.
     lengths = mx.array([[0, SEQ_LEN]])
     losses = [default_loss(model, w[None].astype(mx.int32), lengths)[0] for w in windows]
     return mx.mean(mx.stack(losses)).item()
@@ -259,7 +255,6 @@ def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
 
 
 def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
-    """A limit on file sizes simulates a full disk."""
     assert train(bundle, tmp_path / "first", "--steps", 1).returncode == 0
     settings = json.loads((tmp_path / "first" / "settings.json").read_text())
     settings |= {"output": str(tmp_path / "run"), "steps": 1, "val_batches": 0}

@@ -1,5 +1,3 @@
-"""The package's own exceptions, and context managers that raise them."""
-
 import errno
 import re
 import signal
@@ -13,8 +11,8 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class MespError(Exception):
     """An error of this package. Its message tells the problem and, where possible, the remedy.
 
-    A command prints `message` after ``Error:`` and exits with code 2. Subclasses have other exit
-    codes. `str` names Python's arguments in place of a command's options.
+    A command prints `message` after ``Error:`` and exits with code 2. `str` names Python's
+    arguments in place of a command's options.
     """
 
     def __init__(self, message: str) -> None:
@@ -25,7 +23,6 @@ class MespError(Exception):
         return name_arguments(self.message)
 
 
-# A pattern for an option, or for a whole command with its options.
 _TYPED = re.compile(
     r"(?P<command>\b(?:mesp[ -][a-z]+|lm-eval|llama-gguf-split) (?:(?![;:,]|\. ).)*)"
     r"|(?<![\w./-])--(?P<no>no-)?(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
@@ -75,13 +72,12 @@ class Ended(KeyboardInterrupt):
 def exit_at_signals() -> Iterator[None]:
     """Lets SIGINT, SIGTERM and SIGHUP end the process by an exception, so `finally` blocks run.
 
-    The exit code is 128 plus the signal's number. Ignored signals stay ignored.
+    The exit code is 128 plus the signal's number.
     """
 
     def end(number: int, _: object) -> None:
         raise Ended(number)
 
-    # Python handles signals only in its main thread.
     is_main = threading.current_thread() is threading.main_thread()
     taken = [
         number

@@ -1,5 +1,3 @@
-"""A model's licence: the licence files, and the licence in the model card."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -8,7 +6,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
-# Patterns for names of licence files, in any letter case.
 _LICENSES = (
     "LICENSE*",
     "LICENCE*",
@@ -29,7 +26,6 @@ def _in_any_case(pattern: str) -> str:
     return "".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else c for c in pattern)
 
 
-# Patterns for the names of licence files, for the Hub's client.
 LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
@@ -42,7 +38,6 @@ def is_terms(name: str) -> bool:
 
 
 def has_license(license: str | None, license_name: str | None, names: Iterable[str]) -> bool:
-    """Returns whether a model's licence is known by name or by a file in `names`."""
     is_named = bool(license_name) or license not in _UNNAMED
     return is_named or any(_fits(name, _LICENSES) for name in names)
 
@@ -78,7 +73,6 @@ class License:
 
     @classmethod
     def of_card(cls, model_card: Path) -> License:
-        """Returns the licence in the front matter of a README.md, or `UNKNOWN`."""
         from huggingface_hub import ModelCard
 
         try:

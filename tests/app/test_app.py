@@ -1,7 +1,7 @@
 """Checks of the app without a Mac.
 
 The Swift sources are compiled as for iOS and macOS, against stand-ins for Apple's modules
-(stand_ins/). The views' behaviour is in MeSPAppModel, whose Swift tests run everywhere.
+(stand_ins/).
 """
 
 import json
@@ -29,8 +29,8 @@ HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
-# The stand-ins by system. Each follows the modules that it imports. `BESIDE` has the modules that
-# only an app with mlx-swift-lm needs.
+# Each follows the modules that it imports. `BESIDE` has the modules that only an app with
+# mlx-swift-lm needs.
 BESIDE = ("MLXNN", "MLXLMCommon", "FoundationModels", "MLXFoundationModels")
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts", *BESIDE)
 STAND_INS = {
@@ -50,7 +50,6 @@ VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
 
 def parse(text: str) -> dict:
-    """Parses a property list in the old style of Xcode's projects: {}, (), "…" and words."""
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = re.sub(r"^//.*$", "", text, flags=re.M)
     tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
@@ -139,9 +138,6 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
 
 
 def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
-    """Returns a target's build settings by configuration. The target's settings override the
-    project's.
-    """
     (project,) = of(objects, "PBXProject")
     found = {}
     for holder in (project, target):
@@ -152,9 +148,6 @@ def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
 
 
 def target_of(objects: dict[str, dict], kind: str) -> dict:
-    """Returns the project's only target of a kind: `application`, `app-extension` or
-    `ui-testing`.
-    """
     kinds = {t["productType"].replace(".", " ").split()[-1]: t for t in targets(objects)}
     return kinds[kind]
 
@@ -234,7 +227,6 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
 
 
 def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
-    """iOS matches data from the app to the widget by the name of the type."""
     widget = target_of(objects, "app-extension")
     (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == WIDGET
@@ -248,7 +240,6 @@ def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, d
 
 
 def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
-    """No target depends on the UI test, so that a first build needs no team for it."""
     app, test = target_of(objects, "application"), target_of(objects, "ui-testing")
     (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
@@ -264,7 +255,6 @@ def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str
     apps = settings_of(objects, app)
     for name, settings in settings_of(objects, test).items():
         assert settings["TEST_TARGET_NAME"] == app["name"]
-        # The scheme offers all destinations of the app, so the UI test must support all of them.
         assert platforms(settings) == platforms(apps[name])
     others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
     assert test not in [objects[objects[each]["target"]] for each in others]
@@ -313,9 +303,6 @@ def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict])
 
 
 def test_the_app_takes_the_files_that_it_says_it_takes():
-    """Info.plist declares the types of files that the app opens. It also gives a computer access to
-    the app's folder.
-    """
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
     kinds = {
@@ -359,7 +346,7 @@ def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
 
 def test_every_stand_in_says_what_it_was_read_from():
     """In a stand-in, each group of declarations begins with the documentation page, the header or
-    the source file that it was read from. A group ends at an empty line.
+    the source file that it was read from.
     """
     for stand_in in (HERE / "stand_ins").glob("*.swift"):
         text = stand_in.read_text(encoding="utf-8")
@@ -398,7 +385,6 @@ def used(patterns: dict[str, str]) -> set[str]:
     return {key for key, pattern in patterns.items() if re.search(pattern, text)}
 
 
-# APIs that the sandbox of a Mac permits only with an entitlement.
 ENTITLED = {
     "device.audio-input": r"\bAVAudio(?:Session|Engine)\b",
     "device.camera": r"\bAVCapture\w+",
@@ -485,21 +471,18 @@ def test_the_demo_bundle_that_comes_with_the_app_is_whole():
     bundle = Bundle(HOME / "Demo.mesp")
     bundle.verify()
     assert {"train", "valid"} <= set(bundle.manifest.data)
-    # The Train screen states what the data is about (`TrainingForm.lesson`).
     tokens = array("I", (bundle.path / "data" / "train.bin").read_bytes())
     text = Tokenizer.from_file(str(bundle.path / "tokenizer.json")).decode(list(tokens))
     assert text.count("Python") > 20 and "An assignment statement evaluates" in text
 
 
 class Compiler:
-    """Compiles for `system`, against the stand-ins in `modules`.
-
-    The output is SIL, because type-checking alone finds neither data races nor missing returns. A
-    copy of the sources is compiled, in which conditions such as `os(iOS)` have their values for
+    """The output is SIL, because type-checking alone finds neither data races nor missing returns.
+    A copy of the sources is compiled, in which conditions such as `os(iOS)` have their values for
     `system`.
     """
 
-    # The modules of the package. The app is outside of it, and sees only public declarations.
+    # The modules of the package.
     PACKAGE = {f"MeSP{part}" for part in PARTS} | {"engine"}
 
     def __init__(self, system: str, folder: Path) -> None:
@@ -518,10 +501,7 @@ class Compiler:
         return self.run(name, *command, *self.copies(name, *sources), version=version)
 
     def compile_what_differs(self, name: str, *sources: Path) -> subprocess.CompletedProcess:
-        """Compiles a module for import, and its files with conditions to SIL.
-
-        SwiftPM's own build checks the other files, which are the same for every system.
-        """
+        """SwiftPM's own build checks the other files, which are the same for every system."""
         copies = self.copies(name, *sources)
         command = ["-emit-module", "-whole-module-optimization", "-parse-as-library"]
         command += ["-Xfrontend", "-experimental-skip-all-function-bodies", "-emit-module-path"]
@@ -548,7 +528,6 @@ class Compiler:
             copy = folder / source.relative_to(source.anchor)
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
-            # Code for the newest Xcode is compiled too.
             newest = r"\bcompiler\(>=[\d.]+\)|\bcanImport\(\w+, _version: \d+\)"
             text = re.sub(newest, "true", text)
             copy.write_text(text, encoding="utf-8")
@@ -583,7 +562,6 @@ class Compiler:
         return modules | {"MeSPTrainer": APP_SOURCES}
 
 
-# Faults that must not compile, and the compiler's message for each.
 FAULTS = {
     "risks causing data races": (
         "final class Count { var value = 0 }\n"
@@ -618,7 +596,6 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
             done = compiler.compile_what_differs(name, *sources)
             assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
         compile("MeSPTrainer", *views)
-    # The examples are compiled as an app is, outside of the package.
     for example in library_examples(tmp_path):
         compile(example.stem, example)
     compile("Landing", short_example(tmp_path / "Landing.swift", CATALOGUE / "MeSP.md", 0))
@@ -648,7 +625,7 @@ def test_the_ui_test_compiles(tmp_path: Path):
 
 
 def test_the_ui_test_looks_for_what_the_app_shows():
-    """Only Xcode runs the UI test. This test checks that the app has the texts of the UI test."""
+    """This test checks that the app has the texts of the UI test."""
     (source,) = UI_TESTS.glob("*.swift")
     text = source.read_text(encoding="utf-8")
     views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
@@ -665,13 +642,11 @@ def test_the_ui_test_looks_for_what_the_app_shows():
     assert labels - shown == set(), "no view says them"
     for words in re.findall(r'\.saying\("([^"]+)"\)', text):
         assert any(each.startswith(words) for each in shown), words
-    # Each tab has a screenshot.
     tabs = set(re.findall(r'\.tabItem \{ Label\("(\w+)"', views))
     assert tabs and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
 
 
 CATALOGUE = HOME / "MeSP" / "MeSP.docc"
-# The pages of the catalogue that belong to no symbol.
 ARTICLES = [
     page for page in sorted(CATALOGUE.glob("*.md")) if "# ``" not in page.read_text("utf-8")
 ]
@@ -691,7 +666,6 @@ def library_examples(folder: Path) -> Iterator[Path]:
         yield source
 
 
-# Values that short examples use without declaring them.
 GIVEN = """import Foundation
 import MeSP
 
@@ -724,9 +698,7 @@ def example_beside_mlx_swift_lm(source: Path) -> Path:
 
 
 def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
-    """Swift tests run all examples except views, because Linux has no SwiftUI. Of the page on
-    mlx-swift-lm they run the part that needs the library alone.
-    """
+    """Of the page on mlx-swift-lm they run the part that needs the library alone."""
     run = (HOME / "Tests" / "MeSP" / "Examples.swift").read_text(encoding="utf-8")
     blocks = [
         re.sub(r"^import \w+\n", "", block, flags=re.M).strip()
@@ -739,8 +711,6 @@ def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
 
 
 def test_the_librarys_documentation_builds(symbol_graphs: Path, tmp_path: Path):
-    """DocC converts the documentation without warnings, for example without links that have no
-    target."""
     graphs = tmp_path / "graphs"
     graphs.mkdir()
     for graph in symbol_graphs.glob("MeSP[.@]*"):
@@ -788,7 +758,6 @@ def catalog(name: str) -> dict[str, dict]:
 
 
 def test_the_string_catalog_has_every_sentence_of_the_views():
-    """Literals that have a letter, and begin with a capital or contain a space, are sentences."""
     said = {
         text
         for view in [
@@ -815,13 +784,11 @@ def test_numbers_of_things_have_plural_forms():
 
 
 def test_every_row_can_be_reached_and_read():
-    """A control is a button, a deletable row has a menu, and only symbols have a signal colour."""
     views = {view.name: view.read_text(encoding="utf-8") for view in VIEWS}
     for name, text in views.items():
         assert "onTapGesture" not in text, name
         if ".onDelete" in text:
             assert re.search(r"RowMenu\(|\.contextMenu", text), name
-        # Text in a signal colour would be hard to read.
         for line in text.splitlines():
             if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
                 assert "Image(systemName:" in line, f"{name}: {line.strip()}"
@@ -872,7 +839,6 @@ def assert_catalog_has(said: set[str]) -> None:
     listed = catalog("Sentences")
     assert said - set(listed) == set(), "add them to Sentences.xcstrings"
     assert set(listed) - said == set(), "nothing says them"
-    # Xcode does not find these keys in sources, and removes entries that are not marked manual.
     assert {entry["extractionState"] for entry in listed.values()} == {"manual"}
 
 
@@ -888,7 +854,6 @@ def test_views_keep_to_the_systems_type_sizes_and_colors():
 
 
 def test_views_say_what_their_symbols_mean():
-    """VoiceOver has no words for a symbol: an Image has a label, or is hidden from VoiceOver."""
     for view in VIEWS:
         for line in view.read_text(encoding="utf-8").splitlines():
             if "Image(systemName:" in line:

@@ -1,6 +1,4 @@
-"""Checks the Swift packages of a first build in Xcode, without a Mac.
-
-package_releases.json records facts about the packages' releases, for example the commit and the
+"""package_releases.json records facts about the packages' releases, for example the commit and the
 tools version.
 """
 
@@ -29,7 +27,6 @@ def version(text: str) -> tuple[int, ...]:
 
 
 def manifest(folder: Path, wheel: str | None) -> dict:
-    """Returns Package.swift as SwiftPM reads it, with MESP_HOST_MLX set to `wheel`, or not set."""
     environment = {name: value for name, value in os.environ.items() if name != "MESP_HOST_MLX"}
     if wheel:
         environment["MESP_HOST_MLX"] = wheel
@@ -44,10 +41,8 @@ def app_manifest(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.fixture(scope="module")
 def ranges(app_manifest: dict) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the accepted range of each package: the first version in it, and the first after it.
-
-    All requirements are ranges of versions, because SwiftPM refuses to use a released package that
-    requires a commit of another package.
+    """All requirements are ranges of versions, because SwiftPM refuses to use a released package
+    that requires a commit of another package.
     """
     found = {}
     for dependency in app_manifest["dependencies"]:

@@ -1,7 +1,3 @@
-"""Tests the public API of the library MeSP, and that other modules have no needless public
-declarations.
-"""
-
 import re
 from pathlib import Path
 
@@ -46,12 +42,7 @@ def test_everything_public_is_documented(symbols: list[Symbol]):
 
 
 def test_nothing_else_is_public_without_the_app_needing_it(symbols: list[Symbol]):
-    """The app's views are outside of the package, so a declaration that they name may be public.
-
-    The same holds for a declaration in the signature or a default value of a named declaration.
-    Cases are public with their type, and requirements with their protocol. Literals call
-    `appendInterpolation`.
-    """
+    """The app's views are outside of the package, so a declaration that they name may be public."""
     places = [APP / place for place in ("App", "Widget")]
     text = "\n".join(file.read_text("utf-8") for place in places for file in place.rglob("*.swift"))
 

@@ -1,5 +1,3 @@
-"""Tests of bundles without block functions, as programs other than mesp-export may write them."""
-
 import json
 import sys
 from dataclasses import replace
@@ -56,7 +54,6 @@ def test_written_again_it_has_functions(bare: Path):
     wanted = read_manifest(whole)
     call("export", "--from", bare, "--out", again)
     Bundle(again).verify()
-    # The ids of a function's arrays differ from one trace to the next.
     assert replace(read_manifest(again), files=()) == replace(wanted, files=())
     assert content(again).keys() == content(whole).keys()
 

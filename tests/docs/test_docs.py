@@ -1,5 +1,3 @@
-"""Tests of the documents: their links, files, tests, targets, options, figures and words."""
-
 import importlib
 import json
 import re
@@ -20,7 +18,6 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(HOME.rglob("*.docc/*.md")),
 ]
-# Maps the first part of a path in a document to the folder that the path starts from.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
     **dict.fromkeys(("Adapters", "App", "AppModel", "Bundle", "Control", "Core"), HOME),
@@ -32,9 +29,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def split(page: Path) -> tuple[list[str], list[str]]:
-    """Returns the lines inside the code fences of a page, and the lines outside. A command over
-    several lines in a fence becomes one line.
-    """
+    """A command over several lines in a fence becomes one line."""
     text = page.read_text(encoding="utf-8")
     parts = re.split(r"^```.*\n", text, flags=re.M)
     assert len(parts) % 2, f"{page.name} has a fence without an end"
@@ -43,7 +38,6 @@ def split(page: Path) -> tuple[list[str], list[str]]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """Yields the code of a page: lines in fences without their comments, and spans in backticks."""
     fenced, prose = split(page)
     yield from (line.partition(" #")[0] for line in fenced)
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", "\n".join(prose)):
@@ -86,8 +80,6 @@ def test_targets_of_make_exist(page: Path):
 def not_terms() -> tuple[dict[str, str], dict[str, str]]:
     """Returns the words and the names that CONTRIBUTING.md's table forbids, each with the term to
     use.
-
-    The table has names in backticks.
     """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     section = text.split("\n## Terms\n")[1].split("\n## ")[0]
@@ -100,8 +92,6 @@ def not_terms() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def spelled_out(text: str) -> str:
-    """Returns the words of a text and its commas, semicolons, colons and periods, in lower case,
-    with spaces around each. Names are split into words."""
     return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
 
 

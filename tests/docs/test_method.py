@@ -1,5 +1,3 @@
-"""Tests of the examples, sections and links of docs/method.md."""
-
 import doctest
 import re
 
@@ -11,7 +9,6 @@ from mesp import reference
 DOCUMENT = ROOT / "docs" / "method.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")
 SECTIONS = re.split(r"^(?=## )", TEXT, flags=re.MULTILINE)[1:]
-# [name]: path, [text][name] and [text](path#heading)
 FILES = dict(re.findall(r"^\[(.+)\]: (.+)$", TEXT, re.MULTILINE))
 NAMED = sorted(set(re.findall(r"\[`(\w+)`\]\[(.+?)\]", TEXT)))
 INLINE = sorted(set(re.findall(r"\[[^]]+\]\((?!https:)([^)]+)\)", TEXT)))

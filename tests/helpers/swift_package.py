@@ -1,5 +1,3 @@
-"""Compiles the Swift package's modules and reads their public declarations."""
-
 import json
 import shutil
 import subprocess
@@ -14,14 +12,12 @@ from mesp.engine.build import find_engine
 PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control", "")
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
-# A source like the one that SwiftPM adds to a target with resources.
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
 TYPES = {"class", "struct", "enum", "protocol", "actor"}
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
 def tool(name: str) -> str:
-    """Returns the path of a program of the Swift toolchain."""
     found = shutil.which(name)
     if not found and shutil.which("xcrun"):
         found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
@@ -38,7 +34,7 @@ def sources(part: str) -> list[Path]:
 
 
 def write_symbol_graphs(folder: Path) -> Path:
-    """Compiles the modules without function bodies. Returns the folder of symbol graphs."""
+    """Returns the folder of symbol graphs."""
     build = find_engine().parent  # contains MLX's compiled module
     modules, graphs, resources = folder / "modules", folder / "graphs", folder / "Resources.swift"
     modules.mkdir(parents=True)
@@ -82,7 +78,6 @@ class Symbol(NamedTuple):
     is_required: bool
     references: frozenset[str]
     conformances: tuple[str, ...]
-    # Whether the declaration is in an extension of a type from outside the package.
     is_in_foreign_type: bool
 
     @property
@@ -91,12 +86,10 @@ class Symbol(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name without argument labels."""
         return self.path[-1].partition("(")[0]
 
 
 def public_symbols(graphs: Path) -> list[Symbol]:
-    """Returns the public declarations of the symbol graphs, module by module."""
     found = []
     for file in sorted(graphs.glob("*.symbols.json")):
         module, _, extended = file.name.removesuffix(".symbols.json").partition("@")
@@ -129,7 +122,6 @@ def public_symbols(graphs: Path) -> list[Symbol]:
 
 
 def public_api(symbols: list[Symbol]) -> str:
-    """Returns the declarations of MeSP and MeSPTokenizers, one a line."""
     lines = []
     for each in symbols:
         if each.module in ("MeSP", "MeSPTokenizers"):

@@ -1,5 +1,3 @@
-"""Tests of the workflows, of the locked packages, and of the nightly check."""
-
 import re
 import subprocess
 import sys
@@ -63,7 +61,6 @@ def test_only_locked_packages_are_installed(workflow: Path):
 
 
 def test_the_image_has_only_locked_packages():
-    """In the image, `pip install` installs only MeSP itself or packages with hashes."""
     text = (ROOT / "Dockerfile").read_text("utf-8")
     let_in = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     installs = re.findall(r"pip install ([^\\\n]*)", text)

@@ -1,8 +1,4 @@
-"""Tests that the loss of two real models in 4 bits is within bounds (`make test-slow`).
-
-The models come from PyPI and are dequantized first. The scored text is Python's documentation, and
-`--calibrate` reads docs/guide.md.
-"""
+"""The models come from PyPI and are dequantized first."""
 
 from __future__ import annotations
 
@@ -33,10 +29,8 @@ SEQUENCES, LENGTH = 8, 256
 
 
 class Bars(NamedTuple):
-    """Upper bounds for an export in 4 bits with groups of 64."""
-
-    kl: float  # KL divergence from the source, without calibration
-    calibrated: float  # KL divergence from the source, with calibration
+    kl: float
+    calibrated: float
     perplexity: float  # ratio to the perplexity with 8 bits
     size: float  # ratio to the bytes of MLX's nearest quantization
 
@@ -63,7 +57,6 @@ def test_an_export_keeps_the_model(name, request, monkeypatch, tmp_path):
     of_source = compute_head_inputs(original, sequences)
 
     def export(*options: object) -> tuple[QuantizationLoss, int]:
-        """Returns the loss of an export, and the bytes of its arrays without the norms."""
         out = tmp_path / "model.mesp"
         call("export", "--model", model, "--out", out, "--overwrite", "--seq-len", 8, *options)
         bundle = Bundle(out)

@@ -1,5 +1,3 @@
-"""Tests of the command tools/collect.py, with a folder and with a fake phone."""
-
 import json
 import os
 import shutil
@@ -173,7 +171,7 @@ def test_another_run_of_the_same_name_gets_a_place_of_its_own(tmp_path: Path):
     write_run(source / "a", steps=3)
     collect("--from", source, "--out", out)
     write_run(source / "a", steps=5, seed=1)
-    for _ in range(2):  # The second call finds the copied run again.
+    for _ in range(2):
         assert rows(collect("--from", source, "--out", out))["a-2"][4] == "5"
     assert sorted(path.name for path in out.iterdir()) == ["a", "a-2"]
     weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
@@ -225,7 +223,6 @@ def test_what_a_run_is_called_is_text(tmp_path: Path, name: str):
 @pytest.mark.parametrize("place", ["adapters", "adapters/more", "samples.json", "metrics.jsonl"])
 @pytest.mark.parametrize("what", ["a file", "a folder", "a pipe"])
 def test_what_is_no_regular_file_is_not_collected(tmp_path: Path, place: str, what: str):
-    """A link may lead to private files, and a pipe blocks."""
     private, run = tmp_path / "private", write_run(tmp_path / "runs" / "a")
     private.mkdir()
     (private / "key").write_text("secret")
@@ -241,9 +238,6 @@ def test_what_is_no_regular_file_is_not_collected(tmp_path: Path, place: str, wh
     assert not any("secret" in each.read_text() for each in copied)
     assert not any(each.is_symlink() for each in (tmp_path / "out").rglob("*"))
     assert bool(copied) == (place != "metrics.jsonl")
-
-
-# From a phone
 
 
 def collect_phone(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
@@ -347,9 +341,6 @@ def test_a_machine_without_xcrun(tmp_path: Path):
     )
 
 
-# With pymobiledevice3, which needs no Xcode
-
-
 @pytest.fixture
 def others(phones: Phones) -> Phones:
     phones.program = "pymobiledevice3"
@@ -361,7 +352,7 @@ def test_without_xcode_the_only_phone_is_read(others: Phones):
     others.add("Left at home", tunnelState="unavailable")
     write_run(runs / "a")
     assert list(rows(collect_phone(others))) == ["a"]
-    pulls = [["apps", "pull"], ["apps", "pull"]]  # for runs and for self-checks
+    pulls = [["apps", "pull"], ["apps", "pull"]]
     assert [call[:2] for call in others.calls()] == [["usbmux", "list"], *pulls]
 
 

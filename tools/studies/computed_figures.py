@@ -56,13 +56,11 @@ Figures = dict[str, list[float]]
 
 
 class Size(NamedTuple):
-    """A model's short name or folder, and the options of its export."""
-
     model: str
     seq_len: int = 256
     rank: int = 8
     layers: int | None = None
-    is_read: bool = False  # whether the manifest has the digests of the weight files
+    is_read: bool = False
 
 
 class Bundles:
@@ -99,7 +97,6 @@ class Bundles:
         return folder, manifest
 
     def _plan(self, size: Size, threads: int, **settings: Any) -> dict[str, Any]:
-        """Returns the engine's plan of a run. The default optimizer is SGD."""
         folder, _ = self.find(size)
         asked = {"bundle": str(folder), "seq_len": size.seq_len, "rank": size.rank}
         os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
@@ -111,22 +108,18 @@ class Bundles:
         return list(KINDS[table].rows(bench))
 
     def pairs(self, size: Size, labelled: bool) -> str:
-        """Returns a folder with pairs of answers or, if not `labelled`, with ordinary examples."""
         folder, manifest = self.find(size)
         blocks = manifest.architecture.num_hidden_layers
         cell = Cell(size.model, folder, blocks, size.seq_len, size.rank, "cpu", DTYPE_OF["cpu"])
         return str(write_pairs(cell, 8, folder / ("pairs" if labelled else "records"), labelled))
 
     def peak(self, size: Size, threads: int = 2, **settings: Any) -> float:
-        """Returns the predicted peak in MB."""
         return self.plan(size, threads, **settings)["predicted_peak_bytes"] / 1e6
 
     def mapped(self, size: Size) -> float:
-        """Returns the size of the mapped weights in MB."""
         return self.plan(size, 2)["mapped_bytes"] / 1e6
 
     def parameters(self, size: Size, dora: bool = False) -> int:
-        """Returns the number of trained parameters."""
         blocks = self.find(size)[1].architecture.blocks
         outputs = sum(out for block in blocks for out, _ in block.sizes().values())
         return sum(block.lora_size(size.rank) for block in blocks) + dora * outputs
@@ -151,8 +144,6 @@ class HollowBench(Bench):
 
 
 class Table(NamedTuple):
-    """A table in a document, with a function that computes a row's figures."""
-
     page: str
     heading: str
     figures: Callable[[Bundles, list[str]], Figures]
@@ -173,7 +164,6 @@ def number(text: str) -> int:
 
 
 def blocks(text: str) -> int | None:
-    """Returns the number of blocks in a row's name, or None for the whole model."""
     found = re.search(r"(\w+) blocks", text)
     return found and (4 if found[1] == "four" else int(found[1]))
 
@@ -372,7 +362,6 @@ DOCUMENTED = (
 
 
 def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
-    """Computes the figure of an entry of docs/measurements.json, in the entry's unit."""
     names = {name: computed[name] for name in Size._fields if name in computed}
     settings = {name: value for name, value in computed.items()
                 if name not in ("figure", *Size._fields)}  # fmt: skip
@@ -387,7 +376,6 @@ def of_sentence(bundles: Bundles, computed: dict[str, Any]) -> float:
 
 
 def restated(stated: float | int, value: float) -> float | int:
-    """Rounds the computed value to the decimals of the stated one."""
     decimals = len(str(stated).partition(".")[2])
     return round(value, decimals) if decimals else round(value)
 
@@ -398,8 +386,6 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 def rewritten(cell: str, values: list[float | None]) -> str:
     """Replaces the first number of each part of a table's cell by the part's value, and keeps its
     number of decimals. The parts are separated by ` / `.
-
-    A number whose value is None stays unchanged.
     """
     parts = re.split(r"( / )", cell)
     for index, value in zip(range(0, len(parts), 2), values, strict=True):
@@ -415,7 +401,6 @@ def split_row(line: str) -> list[str]:
 
 
 def table_lines(lines: list[str], table: Table) -> Iterator[int]:
-    """Yields the indices of the lines with a table's rows, without its two heading lines."""
     headings = [
         i for i, line in enumerate(lines) if re.fullmatch(rf"#+ {re.escape(table.heading)}", line)
     ]

@@ -83,8 +83,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
                 config[key] = None if key == "rope_scaling" else kept
     by_type = "full_attention" in (config.get("rope_parameters") or {})
     if by_type and "rope_local_base_freq" not in config:
-        # If rope_scaling and rope_parameters both exist, transformers reads only rope_scaling. Its
-        # class of Gemma 3 reads both.
+        # If rope_scaling and rope_parameters both exist, transformers reads only rope_scaling.
         config = {key: value for key, value in config.items() if key != "rope_scaling"}
     if name := CLASSES.get(config["model_type"]):
         config = {**config, "architectures": [name]}
@@ -92,10 +91,7 @@ def config_of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
-    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files.
-
-    Raises OSError if the files cannot be written, or the disk has less space than they take.
-    """
+    """Writes tensors as safetensors files, divided as in mlx-lm, and the index of the files."""
     from mesp.dependencies import mlx_lm
 
     size = sum(array.nbytes for array in tensors.values())
@@ -117,7 +113,6 @@ def save_checkpoint(folder: Path, tensors: dict[str, mx.array]) -> None:
 
 
 def _alone(config: dict[str, Any]) -> str | None:
-    """Returns the model_type that a larger model's text part has as a model of its own, or None."""
     text = (config.get("text_config") or {}).get("model_type")
     text = _ALONE.get(text, text)
     return text if text in FAMILIES and not FAMILIES[text].texts else None

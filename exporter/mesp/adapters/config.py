@@ -1,7 +1,7 @@
 """Reads adapter_config.json, as mlx-lm and PEFT write it.
 
 fields.json lists the keys that are used, the keys that are ignored, and the keys that may only have
-certain values. Any other key is refused unless its value is null.
+certain values.
 """
 
 from __future__ import annotations
@@ -45,11 +45,6 @@ class AdapterConfig:
 
         As in PEFT, a string in `target_modules` or `exclude_modules` is a regular expression of
         whole names, except `all-linear`.
-
-        Args:
-            layer: the layer's full name, without PEFT's prefix
-            index: the number of the block
-            count: the model's number of blocks
         """
         if not self.is_peft:
             last, keys = self.fields.get("num_layers"), self.fields["lora_parameters"].get("keys")
@@ -69,9 +64,6 @@ class AdapterConfig:
         return _names(layer, targets) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
-        """Returns whether PEFT would give the experts' parameter `name` adapters. `name` is a full
-        name.
-        """
         return _names(name, self.fields.get("target_parameters") or [])
 
 
@@ -79,7 +71,7 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
     """Reads a folder's adapter_config.json.
 
     Raises ValueError if the file is missing, invalid or unsupported, and OSError if the file cannot
-    be read. The text of a ValueError is the end of a sentence.
+    be read.
     """
     try:
         config = read_object(folder / CONFIG)
@@ -137,8 +129,8 @@ def check_ranks(is_supported: bool) -> None:
     """Raises ValueError unless `is_supported`, which tells whether a configuration's ranks and
     alphas are supported.
 
-    There are two supported cases. Either all layers have the configuration's rank and alpha, or,
-    without rsLoRA, exactly the layers that join n modules have n times that rank and alpha.
+    Either all layers have the configuration's rank and alpha, or, without rsLoRA, exactly the
+    layers that join n modules have n times that rank and alpha.
     """
     if not is_supported:
         raise unsupported("rank_pattern or alpha_pattern")
@@ -182,16 +174,13 @@ def _joins(adapters: AdapterConfig, arch: Architecture) -> bool:
 
 
 def _names(layer: str, names: list[str] | str) -> bool:
-    """Returns whether a layer's name ends with one of `names`, or matches a regular expression."""
     if isinstance(names, str):
         return _matches(names, layer)
     return any(f".{layer}".endswith(f".{name}") for name in names)
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Returns whether a regular expression matches a whole name.
-
-    Raises ValueError if the expression is not valid, or repeats a repetition, which may take
+    """Raises ValueError if the expression is not valid, or repeats a repetition, which may take
     unlimited time.
     """
     if _NESTED.search(pattern):

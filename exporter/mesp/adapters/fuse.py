@@ -1,5 +1,3 @@
-"""Fuses adapters into the weights: the result is a model for mlx-lm that needs no adapters."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -51,7 +49,6 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
     model.update_modules(tree_unflatten(fused))
     if bits == BFLOAT16:
         mlx_lm.utils.dequantize_model(model)
-    # whether the array at `path` may be cast
     keeps = getattr(model, "cast_predicate", lambda path: True)
     model.update(
         tree_map_with_path(
@@ -78,9 +75,8 @@ def save(
 ) -> None:
     """Writes a fused model into `folder`: the weights and config.json.
 
-    Also copies the bundle's licence files and the files of its tokenizer, and writes the model card
-    of `write_card`. If the bundle has end tokens, they are written to generation_config.json. If
-    nothing is quantized, both transformers and mlx-lm can read the tensors.
+    If the bundle has end tokens, they are written to generation_config.json. If nothing is
+    quantized, both transformers and mlx-lm can read the tensors.
     """
     config = bundle.config()
     config.pop("quantization_config", None)

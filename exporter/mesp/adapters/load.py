@@ -1,7 +1,3 @@
-"""Reads folders of adapters from mlx-lm or PEFT, adds them up, and applies them to mlx-lm's
-model.
-"""
-
 from __future__ import annotations
 
 import math
@@ -24,7 +20,7 @@ from mesp.source_model.safetensors import TENSOR_DTYPES
 
 _FLOATS = {"F32", "F16", "BF16"}
 WEIGHTS, PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
-_PEFT = "base_model.model."  # the prefix of PEFT's layer names
+_PEFT = "base_model.model."
 # The prefix of layer names if PEFT trained only the text part of a larger model.
 _TEXT_PREFIX = "model"
 
@@ -35,8 +31,7 @@ class Adapters:
 
     A module has A [in, rank], B [rank, out] and, with DoRA, m [out], in float32. Experts have A
     [experts, rank, in] and B [experts, out, rank]. `scale` multiplies the product of A and B. From
-    mlx-lm, `scale` is the configuration's scale. From PEFT, `scale` is alpha / rank or, with
-    rsLoRA, alpha / √rank.
+    PEFT, `scale` is alpha / rank or, with rsLoRA, alpha / √rank.
     """
 
     folder: Path
@@ -50,8 +45,7 @@ class AdapterSum:
     """The change that adapters make to a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B +
     bias.
 
-    A and B have the shapes that they have in `Adapters`. `gains` has G [out] of the modules with
-    magnitudes. For any other module, G is 1.
+    `gains` has G [out] of the modules with magnitudes. For any other module, G is 1.
     """
 
     matrices: dict[str, tuple[mx.array, mx.array]]
@@ -91,8 +85,8 @@ def stack_adapters(weighted: Sequence[tuple[Adapters, float]], model: nn.Module)
     """Returns the weighted sum of the changes that adapters make to a model of mlx-lm.
 
     Adapters of weight 0 are left out. The sum of several adapters has scale 1, and its rank is the
-    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. The
-    gain of a row of zeros is 0. Adapters with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
+    sum of their ranks. DoRA's m becomes the gain g = m / ‖W + s (A B)ᵀ‖ of each row of W. Adapters
+    with DoRA add (g - 1) ∘ W + g ∘ s (A B)ᵀ to W.
 
     Raises MespError naming the folder if a matrix fits no layer of the model, or if its numbers are
     too large.
@@ -160,7 +154,6 @@ def _linear(
 
 
 def dequantized(linear: nn.Module) -> mx.array:
-    """Returns W [out, in] of a linear layer, quantized or not."""
     if not isinstance(linear, nn.QuantizedLinear):
         return linear.weight
     return mx.dequantize(
@@ -211,7 +204,6 @@ class _Layer:
         return config.rank * (len(self.paths) if config.joins else 1)
 
     def shapes(self, config: AdapterConfig) -> list[list[int]]:
-        """Returns the shapes of A, B and DoRA's m in the file."""
         rank, outputs, stack = self.rank(config), sum(self.outputs), self.stack
         magnitudes = [[outputs]] * (len(self.names) - 2)
         if not config.is_peft and not stack:
@@ -224,7 +216,6 @@ class _Layer:
     def matrices(
         self, arrays: list[mx.array], config: AdapterConfig
     ) -> dict[str, tuple[mx.array, ...]]:
-        """Returns A, B and DoRA's m in mlx-lm's form, by the layer's path."""
         if not config.is_peft:
             return {self.paths[0]: tuple(arrays)}
         a, b, *magnitudes = arrays
@@ -245,7 +236,6 @@ class _Layer:
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
-    """Returns the shape of each tensor of a file. Raises ValueError if the file cannot be used."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{file.name} is not a regular file")
@@ -267,7 +257,6 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 def _layers(
     arch: Architecture, config: AdapterConfig, shapes: dict[str, list[int]]
 ) -> list[_Layer]:
-    """Returns the layers of the model that may have adapters."""
     prefix = arch.hf_prefix if config.is_peft else arch.mlx_prefix
     if config.is_peft and not any(name.startswith(f"{_PEFT}{prefix}.layers.") for name in shapes):
         prefix = _TEXT_PREFIX
@@ -338,7 +327,6 @@ def _check(layers: list[_Layer], shapes: dict[str, list[int]], config: AdapterCo
 
 
 def _array(tensor: dict[str, Any]) -> mx.array:
-    """Returns a tensor from `deserialize`, in float32."""
     stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
     array = np.frombuffer(tensor["data"], stored).reshape(tensor["shape"])
     return mx.array(array).view(dtype).astype(mx.float32)

@@ -1,5 +1,3 @@
-"""Writes a Modelfile for Ollama beside a GGUF file with fused adapters."""
-
 from __future__ import annotations
 
 import re
@@ -49,8 +47,8 @@ def _terms(folder: Path, bundle: Bundle) -> list[str]:
 
 
 def _text(file: Path) -> str:
-    """Returns a file's text. Returns a reference to the file if the text is empty, is not UTF-8, or
-    cannot stand in a Modelfile.
+    """Returns a reference to the file if the text is empty, is not UTF-8, or cannot stand in a
+    Modelfile.
     """
     try:
         text = read_bytes(file).decode()

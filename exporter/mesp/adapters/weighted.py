@@ -61,7 +61,6 @@ def check_folder(folder: Path) -> None:
 
 
 def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
-    """Returns a list of folders from None, one folder or a sequence of folders."""
     if adapters is None:
         return []
     given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters

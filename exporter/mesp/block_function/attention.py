@@ -1,5 +1,3 @@
-"""Attention in three forms: MLX's fused primitive, tiles, and plain operations."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -97,7 +95,7 @@ def keys_and_values(
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
-    """Returns cap · tanh(scores / cap). Without a cap, returns the scores."""
+    """Returns cap · tanh(scores / cap)."""
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 
@@ -158,7 +156,6 @@ def fused_attention(
 def plain_attention(
     q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """Returns the result of `attention`, computed without tiles."""
     _, heads, length, head_dim = q.shape
     everything = slice(0, length)
     q, k, v = place(q, everything), k.astype(mx.float32), v.astype(mx.float32)

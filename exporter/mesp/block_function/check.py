@@ -1,8 +1,7 @@
 """Checks a file of functions against `allowed_primitives.json`, before MLX reads it.
 
 MLX does not check output shapes or `Gather` indices in a file. A function that passes the check
-here reads and writes only within its arrays. The check does not tell what a function computes, or
-how long it takes.
+here reads and writes only within its arrays.
 """
 
 from __future__ import annotations
@@ -364,7 +363,6 @@ def _gather(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int, int]) -> None:
-    """Raises ValueError unless a `Gather`'s indices are certain to be within bounds."""
     (place,), _ = primitive.state
     size, kind = inputs[0].shape[place], _TYPES[inputs[1].dtype]
     top = greatest.get(primitive.inputs[1], 255 if kind == "uint8" else None)
@@ -458,7 +456,6 @@ def _attention(primitive: Primitive, inputs: list[Array]) -> list[Array]:
 
 
 def has_attention(heads: int, kv_heads: int, length: int, head_dim: int) -> bool:
-    """Returns whether Metal has an attention kernel for these sizes."""
     kernels = ALLOWED["attention"]
     if length > kernels["short"]:
         return head_dim in kernels["long_dims"]

@@ -1,5 +1,3 @@
-"""Causal depthwise convolutions, and the short-convolution mixer."""
-
 from __future__ import annotations
 
 import mlx.core as mx

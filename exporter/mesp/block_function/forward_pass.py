@@ -48,7 +48,6 @@ from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, Short
 
 BlockFunction = Callable[..., list[mx.array]]
 
-# For each mixer, a function that returns four intermediates and the output projection's input.
 MIX = {
     AttentionMixer: mix_by_attention,
     GatedDeltaNet: mix_by_gated_delta_net,

@@ -16,7 +16,6 @@ from mesp.block_function.check import has_attention
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Returns `mx.fast.rms_norm` of arrays of one dtype."""
     return _trace("RMSNorm", (eps,), [x, weight], x.shape)
 
 

@@ -16,8 +16,7 @@ def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[m
     """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the output
     projection's input.
 
-    The input projection's output is z, xBC and dt, concatenated. Heads do not depend on each other,
-    so they are computed in tiles.
+    The input projection's output is z, xBC and dt, concatenated.
     """
     values, dtype = mixer.values, parts.dtype
     projected = parts.project("in", x).astype(dtype)

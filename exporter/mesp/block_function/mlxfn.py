@@ -51,7 +51,6 @@ def has_layout(version: str) -> bool:
 
 
 def check_mlx() -> None:
-    """Raises MespError unless `has_layout` accepts the installed MLX."""
     if not has_layout(mx.__version__):
         raise MespError(
             f"The layout of the functions of MLX {mx.__version__!r:.40} is not known; "
@@ -81,9 +80,8 @@ def one_primitive(
 
 
 def on_device(file: bytes, device: str) -> bytes:
-    """Returns the file with every primitive moved to the first stream of `device`, "cpu" or "gpu".
-
-    Raises what `primitives` raises.
+    """Returns the file with every primitive moved to the first stream of `device`, "cpu"
+    or "gpu".
     """
     moved = bytearray(file)
     for primitive in primitives(file):
@@ -153,7 +151,6 @@ class _Reader:
         self.file, self.at = file, 0
 
     def header(self) -> int:
-        """Reads the header, and returns the number of traces."""
         if not has_layout(self.text()):
             raise ValueError(f"it is not in the layout of MLX {MLX}")
         traces, shapeless = self.take("i?")
@@ -205,9 +202,8 @@ class _Reader:
 
 
 def functions(file: bytes) -> list[Function]:
-    """Returns the functions in a file.
-
-    Raises ValueError if the file is not valid, and KeyError for a primitive that `STATES` lacks.
+    """Raises ValueError if the file is not valid, and KeyError for a primitive that
+    `STATES` lacks.
     """
     reader = _Reader(file)
     # Shared by all traces, because MLX writes each constant once.
@@ -259,5 +255,4 @@ def functions(file: bytes) -> list[Function]:
 
 
 def primitives(file: bytes) -> list[Primitive]:
-    """Returns the primitives of all functions, in file order. Raises what `functions` raises."""
     return [each for function in functions(file) for each in function.primitives]

@@ -1,5 +1,3 @@
-"""The operands of the formulas of a block's forward pass."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,8 +11,6 @@ from mesp.block_function.projection import Projection
 
 @dataclass(frozen=True)
 class Parts:
-    """A block's projections and weights, and how to compute with them."""
-
     p: dict[str, Projection]
     arrays: dict[str, mx.array]
     eps: float

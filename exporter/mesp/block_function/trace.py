@@ -1,5 +1,3 @@
-"""Traces a block function and writes it as a file, ``….mlxfn``."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""Compares a bundle with its source: what quantization changes, and whether anything else
-differs.
-"""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -131,8 +127,6 @@ def _own_model(bundle: Bundle, source: Source) -> nn.Module:
 
 
 def _for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
-    """Returns the source's config.json for mlx-lm, with RoPE converted to mlx-lm's keys if
-    necessary."""
     read = for_mlx_lm(complete(config), length)
     rope = {key: read[key] for key in _ROPE if key in read}
     is_long = (read.get("rope_scaling") or {}).get("type") == "longrope"

@@ -1,5 +1,3 @@
-"""Writes the data of a new bundle, and replaces the data of a finished one."""
-
 from __future__ import annotations
 
 import json
@@ -23,7 +21,6 @@ FOLDERS = ("data", "data.2")
 
 
 def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, DataSplit]:
-    """Writes the splits to `folder` in the bundle, and returns their manifest entries."""
     if splits:
         remove_link(bundle / folder)
         (bundle / folder).mkdir(exist_ok=True)
@@ -53,17 +50,14 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
 
 
 def end_tokens_of(splits: Mapping[str, Split]) -> tuple[int, ...]:
-    """Returns the end tokens of all splits, ascending."""
     return tuple(sorted({token for split in splits.values() for token in split.ends}))
 
 
 def encoding_of(splits: Mapping[str, Split]) -> Mapping[str, Any]:
-    """Returns the encoding options of the first split. All splits have the same options."""
     return next((split.encoding for split in splits.values()), {})
 
 
 def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
-    """Writes data.json, which lists the splits' files for mesp-engine."""
     with create(folder / "data.json") as file:
         file.write(json.dumps({name: split.to_json() for name, split in data.items()}).encode())
 
@@ -110,8 +104,6 @@ def _remove_unused(bundle: Path) -> str:
 
 
 def describe_data(data: Mapping[str, DataSplit]) -> str:
-    """Returns a description of the manifest's ``data``."""
-
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:
             return f"{split.tokens:,} {name} tokens"

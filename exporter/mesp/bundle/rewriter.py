@@ -1,5 +1,3 @@
-"""Rewrites an existing bundle with other functions, and the same weights and data."""
-
 from __future__ import annotations
 
 import os
@@ -84,7 +82,6 @@ def check_data(bundle: Bundle, seq_len: int) -> None:
 
 
 def link(file: Path, new: Path) -> None:
-    """Makes a hard link to a file, or copies it if a link is not possible."""
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file, new)

@@ -1,5 +1,3 @@
-"""Writes a new bundle."""
-
 from __future__ import annotations
 
 import logging
@@ -55,10 +53,7 @@ def write_bundle(
     options: ExportOptions,
     progress: ProgressCallback | None = None,
 ) -> Manifest:
-    """Writes the bundle `options.out` and returns its manifest.
-
-    Raises MespError if the bundle cannot be written. Then nothing of the bundle is left.
-    """
+    """Raises MespError if the bundle cannot be written. Then nothing of the bundle is left."""
     check_quantizations(arch, options.quantizations)
     check_lengths(source.config, options.seq_lens)
     total = weight_bytes(weight_files(None, arch, options))
@@ -131,16 +126,14 @@ def tokenize(
             f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
             "--data (random weights then get random tokens), or give a folder with a tokenizer."
         )
-    tokenizer = tokenizer or load_tokenizer(source.folder)  # raises an error without a tokenizer
+    tokenizer = tokenizer or load_tokenizer(source.folder)
     return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """Returns the moments for quantization by least squares.
-
-    Returns None with --quantize nearest, for random weights, and for a model that is already
+    """Returns None with --quantize nearest, for random weights, and for a model that is already
     quantized.
     """
     quantizations = options.quantizations

@@ -1,5 +1,3 @@
-"""The shared behaviour of all commands: their errors, exit codes, notes and help."""
-
 from __future__ import annotations
 
 import logging
@@ -87,8 +85,6 @@ _METAVARS: dict[type, str] = {
 
 
 class Several(click.ParamType[list[Any]]):
-    """The type of an option with several values, separated by commas."""
-
     name = "list"
 
     def __init__(self, kind: click.ParamType[Any] = click.STRING, comma: str = ",") -> None:

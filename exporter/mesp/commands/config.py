@@ -1,5 +1,3 @@
-"""`--config FILE`: reads a command's options, by their long names, from a YAML file."""
-
 from __future__ import annotations
 
 from pathlib import Path

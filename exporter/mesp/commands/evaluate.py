@@ -1,5 +1,3 @@
-"""`mesp evaluate`: measures a bundle's model, with adapters and without."""
-
 from __future__ import annotations
 
 from pathlib import Path

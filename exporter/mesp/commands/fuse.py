@@ -1,6 +1,3 @@
-"""`mesp fuse`: writes a bundle's model with fused adapters, for mlx-lm, Transformers and
-llama.cpp."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -135,10 +132,6 @@ def measure_with_progress(
 
 
 def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> str:
-    """Returns a description of the matrices' quantization before and after `fuse`.
-
-    `quantized` is the result of `fuse`.
-    """
     had = BundleWeights(bundle).quantizations()
     if not quantized:
         kinds = dict.fromkeys(describe_quantization(had.of(name)) for name in had.others)
@@ -160,7 +153,6 @@ def describe_changes(bundle: Bundle, quantized: dict[str, dict[str, int]]) -> st
 
 
 def describe_losses(base: float, tuned: float, fused: float, bits: str) -> str:
-    """Returns a description of the three losses, with a warning if quantization loses much."""
     lines = [
         f"Held-out loss {decimal(base, 3)}, {decimal(tuned, 3)} with adapters, "
         f"{decimal(fused, 3)} fused (nats a token)."

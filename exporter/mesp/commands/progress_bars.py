@@ -1,5 +1,3 @@
-"""Shows the progress of an export, a training run or an evaluation on standard error."""
-
 from __future__ import annotations
 
 import time
@@ -128,10 +126,8 @@ def _bars(*columns: ProgressColumn) -> Iterator[ProgressCallback]:
 
 
 def export_progress() -> AbstractContextManager[ProgressCallback]:
-    """Returns the progress bars of an export, in bytes."""
     return _bars(DownloadColumn())
 
 
 def evaluation_progress() -> AbstractContextManager[ProgressCallback]:
-    """Returns the progress bars of an evaluation, one for each model."""
     return _bars(MofNCompleteColumn())

@@ -36,7 +36,7 @@ KNOWN = ("role", "content", "weight", CALLS, *REASONING, "tool_call_id", "id", "
 # Splits a text into the white space before it, its body, and the white space and flags such as
 # /no_think after it. A template may leave out the flags, which switch reasoning on or off.
 ENDS = re.compile(r"(?s)(?P<before>\s*)(?P<body>.*?)(?P<after>(?:\s|/no_?think\b|/think\b)*)")
-PROBE = "MeSP"  # text that tests what a template does
+PROBE = "MeSP"
 QUESTION = {"role": "user", "content": PROBE}
 MARK, MARKS = "Mk{:04}yQ", re.compile(r"Mk(\d{4,})yQ")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -67,8 +67,6 @@ class Text(NamedTuple):
 class Place(NamedTuple):
     """The number of a text, its mark's bounds in the marked rendering, and its bounds in the
     rendering.
-
-    A `start` is inclusive, and a `stop` is exclusive.
     """
 
     text: int
@@ -99,7 +97,6 @@ class Form:
 
     @cached_property
     def marked(self) -> str:
-        """The rendered conversation."""
         return self.apply(self.messages)
 
     @cached_property
@@ -118,9 +115,7 @@ class Form:
         asks: bool = False,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns `messages` rendered, with the `arguments` or, by default, the form's. With
-        `asks`, the generation prompt follows.
-        """
+        """Returns `messages` rendered, with the `arguments` or, by default, the form's."""
         given = self.arguments if arguments is None else arguments
         taken = template_messages(messages, self.with_text)
         return apply_template(self.tokenizer, taken, add_generation_prompt=asks, **given)
@@ -141,11 +136,9 @@ class Form:
             return self.apply([*messages[:first], QUESTION, *messages[first:]], asks)
 
     def render_question(self, asks: bool) -> str:
-        """Returns a question rendered alone. With `asks`, the generation prompt follows."""
         return self.apply([QUESTION], asks)
 
     def marks_of(self, message: int) -> list[re.Match[str]]:
-        """Returns the marks of a message, in the order of the rendering."""
         marks = MARKS.finditer(self.marked)
         return [mark for mark in marks if self.owners[int(mark[1])] == message]
 
@@ -191,7 +184,6 @@ class Form:
         return unread
 
     def _is_same(self, messages: list[Message], arguments: Mapping[str, Any] | None = None) -> bool:
-        """Returns whether the rendering with marks stays the same with other inputs."""
         return self.apply(messages, arguments=arguments) == self.marked
 
 
@@ -217,7 +209,6 @@ class Rendering:
 
     @cached_property
     def text(self) -> str:
-        """The rendered conversation."""
         return self.render(self.conversation.messages)
 
     @property
@@ -226,7 +217,6 @@ class Rendering:
         return self._marks[1]
 
     def render(self, messages: list[Message], asks: bool = False) -> str:
-        """Returns the rendered messages. With `asks`, the generation prompt follows."""
         return self.form.apply(messages, asks, self._arguments)
 
     @property
@@ -235,7 +225,6 @@ class Rendering:
 
     @cached_property
     def form(self) -> Form:
-        """The conversation with marks. Conversations often have the same form."""
         messages, texts = self._marks
         inputs = json.dumps([messages, self._arguments, [t.message for t in texts]], default=str)
         return _form(self.tokenizer, str(self.tokenizer.chat_template), inputs)
@@ -296,10 +285,6 @@ class Rendering:
         return self._places(self.form.marked, self.text)
 
     def _places(self, marked: str, text: str) -> list[Place]:
-        """Returns the places of the texts in `text`.
-
-        Raises MespError unless `text` is `marked` with texts in place of marks.
-        """
         first, *others = MARKS.split(marked)
         found, at = [], len(first)
         for mark, following in zip(MARKS.finditer(marked), others[1::2], strict=True):
@@ -320,9 +305,9 @@ class Rendering:
     def written(self, marked: str, text: str) -> list[tuple[int, int]]:
         """Returns the bounds of the special tokens in the conversation's texts.
 
-        Without `split_special`, the result is empty. `text` is a rendering, and `marked` is the
-        same rendering with marks. Raises MespError if a special token in a text cannot be told from
-        the template's, or if the conversation has a special token outside of its texts.
+        `text` is a rendering, and `marked` is the same rendering with marks. Raises MespError if a
+        special token in a text cannot be told from the template's, or if the conversation has a
+        special token outside of its texts.
         """
         if not self.split_special:
             return []
@@ -358,7 +343,6 @@ class Rendering:
         return TAGS.sub("", json.dumps(beside, ensure_ascii=False, default=str))
 
     def places_of(self, message: int) -> list[Place]:
-        """Returns the places of a message's texts."""
         return [place for place in self.places if self.texts[place.text].message == message]
 
     def places_in(self, start: int, stop: int) -> list[Place]:

@@ -1,5 +1,3 @@
-"""The columns of a record: those that a kind reads, and those that are left."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -73,20 +71,17 @@ class Fields:
         self.unread: list[str] = []
 
     def has(self, *keys: str) -> bool:
-        """Returns whether each of the columns has a value."""
         return all(self.values.get(key) is not None for key in keys)
 
     def take(self, key: str) -> Any:
-        """Returns and removes a column's value, or None."""
         return self.values.pop(key, None)
 
     def take_text(self, key: str) -> str:
-        """Returns and removes a column's text. Raises MespError if it is not a string."""
+        """Raises MespError if it is not a string."""
         value = self.take(key)
         if not isinstance(value, str):
             raise MespError(f'{self.where} has a "{key}" that is not a string: write it as one.')
         return value
 
     def left(self) -> tuple[str, ...]:
-        """Returns the names of what has a value and was not taken."""
         return (*(key for key, value in self.values.items() if not is_empty(value)), *self.unread)

@@ -1,5 +1,3 @@
-"""Reads datasets whose splits the `datasets` library finds."""
-
 from __future__ import annotations
 
 import glob
@@ -26,7 +24,6 @@ OF_FILES = ("name", "version", "data_dir", "data_files", "description")
 
 
 def is_saved(path: Path) -> bool:
-    """Returns whether a folder is one that the library's `save_to_disk` wrote."""
     return any((path / name).is_file() for name in SAVED)
 
 
@@ -116,10 +113,7 @@ def _find_files(
 
 
 def _saved(datasets: ModuleType, data: str) -> dict[str, Callable[[], Iterator[Row]]]:
-    """Returns the readers of a folder that `save_to_disk` wrote, by split.
-
-    Raises MespError if it names a file outside of it.
-    """
+    """Raises MespError if it names a file outside of it."""
     folder = Path(data)
     for state in (*folder.glob("state.json"), *folder.glob("*/state.json")):
         for file in read_object(state)["_data_files"]:
@@ -151,8 +145,7 @@ def _read(data: str, files: Sequence[tuple[str, str | None]]) -> Iterator[Row]:
 def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
     """Returns a file's name within its dataset and, on the Hub, the revision.
 
-    Raises MespError if the file is outside of the dataset. A dataset's README.md may name any file
-    of this machine.
+    A dataset's README.md may name any file of this machine.
     """
     folder = Path(data)
     if folder.is_dir():

@@ -37,7 +37,7 @@ from mesp.errors import MespError
 
 log = logging.getLogger(__name__)
 
-Records = dict[str, list[AnyRecord]]  # by split
+Records = dict[str, list[AnyRecord]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def load_additional(
     """Returns the train split of additional data, with nothing held out.
 
     The data is encoded with the bundle's `encoding` (see `DataOptions.encoding`), but messages
-    always go through the chat template. Raises MespError as `load` does.
+    always go through the chat template.
     """
     records = read_data(data, Selection())
     options = DataOptions(hold_out=0).encoded_as(encoding)
@@ -171,7 +171,6 @@ def tokenize(
 
 
 def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens at which a model that was trained on `split` stops generating."""
     ends = end_tokens(tokenizer)
     if split.examples is not None:
         special = special_tokens(tokenizer)
@@ -186,10 +185,7 @@ def ends_of(split: Split, tokenizer: Any) -> tuple[int, ...]:
 
 
 def leave_out(data: str, records: Records, loss_on: str) -> Records:
-    """Returns the records that have something to train.
-
-    Raises MespError if no record of a split is left.
-    """
+    """Raises MespError if no record of a split is left."""
     marked = {k: [r for r in those if not r.is_left_out] for k, those in records.items()}
     kept = {k: [r for r in those if has_answer(r, loss_on)] for k, those in marked.items()}
     for split in records:
@@ -208,7 +204,6 @@ def leave_out(data: str, records: Records, loss_on: str) -> Records:
 
 
 def has_answer(record: AnyRecord, loss_on: str) -> bool:
-    """Returns whether a part of the record is in the loss. With ``all``, everything is."""
     is_chat = isinstance(record, Conversation) and record.texts is None and loss_on != "all"
     return not is_chat or bool(record.trained(loss_on))
 
@@ -217,8 +212,7 @@ def encode_all(data: str, records: Records, encoder: Encoder) -> dict[str, list[
     """Returns the encoded records of each split. In preference data, each answer is encoded
     separately.
 
-    Raises MespError if a record cannot be used. The message names the first such record and counts
-    the others.
+    The message names the first such record and counts the others.
     """
     encoded: dict[str, list[Encoded]] = {split: [] for split in records}
     refused: list[MespError] = []

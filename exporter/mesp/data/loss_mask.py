@@ -1,5 +1,3 @@
-"""Encodes a conversation with the chat template, and finds the tokens of its answers."""
-
 from __future__ import annotations
 
 import re
@@ -93,14 +91,13 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
 
 
 def empty_answer(index: int) -> MespError:
-    """Returns the error for an answer that is to be trained and has neither text nor calls."""
     return MespError(
         f"message {index + 1} is an empty answer: leave it out, or give it the weight 0."
     )
 
 
 def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> list[int]:
-    """Returns the ids of the first `count` messages. With `asks`, the generation prompt follows.
+    """Returns the ids of the first `count` messages.
 
     Raises MespError if special tokens in texts cannot be told from the template's.
     """
@@ -132,9 +129,6 @@ def _check_asked(rendering: Rendering, index: int, prompt: Sequence[int]) -> Non
             "conversation in the chat template: take records of messages and --loss-on answers, "
             "or leave it out."
         )
-
-
-# Finding where answers are
 
 
 def _spans(rendering: Rendering, answers: Sequence[int], notes: list[str]) -> dict[int, Span]:
@@ -172,9 +166,6 @@ def _not_found(index: int) -> MespError:
 def _bounds(form: Form, index: int) -> tuple[int, int, str]:
     """Returns the bounds of the answer in message `index` in the rendering with marks, and a note
     for the user, which may be empty.
-
-    The rendering is compared with a rendering of the messages before the answer, followed by the
-    generation prompt.
     """
     marked, first = form.marked, form.marks_of(index)[0].start()
     is_last = index == len(form.messages) - 1
@@ -217,13 +208,10 @@ def _bounds(form: Form, index: int) -> tuple[int, int, str]:
 
 
 def _asked(form: Form, index: int) -> str:
-    """Returns the marked messages before `index`, rendered with the generation prompt.
-
-    Returns an empty string for the first message, or if the template fails.
-    """
+    """Returns an empty string for the first message, or if the template fails."""
     try:
         return form.render(index, asks=True) if index else ""
-    except Exception:  # a template can raise anything
+    except Exception:
         return ""
 
 
@@ -234,7 +222,6 @@ def _stop(form: Form, index: int) -> int:
 
 
 def alike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Returns the length of the common beginning of two sequences."""
     return sum(1 for _ in takewhile(bool, map(eq, a, b)))
 
 
@@ -242,8 +229,7 @@ def _last_mark(form: Form, beginning: str) -> tuple[int, int]:
     """Finds the last text that is in both the full rendering and `beginning`, a rendering of the
     first messages.
 
-    Returns the text's end in the full rendering, and its end in `beginning`. Both are 0 if the
-    renderings share no text.
+    Returns the text's end in the full rendering, and its end in `beginning`.
     """
     for found in reversed(list(MARKS.finditer(beginning))):
         # A template may repeat a text, such as a tool's name. So occurrences of a mark are counted.
@@ -264,9 +250,6 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
     one, other = (tokens(tokenizer, text) for text in (a, b[: 2 * len(a) + 100]))
     same = alike(one["input_ids"], other["input_ids"])
     return int(one["offset_mapping"][same - 1][1]) if same else 0
-
-
-# Finding where answers end
 
 
 def _with_ends(
@@ -314,7 +297,7 @@ def _end_patterns(
     tokenizer: Any, template: str, *ends: int
 ) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Returns a pattern for a text that ends with an end token, and one for a text that begins with
-    it. White space may follow or precede the token.
+    it.
     """
     followed = _template_ends(tokenizer, template)[1]
     written = {tokenizer.decode([id]) for id in {*ends, *followed}}
@@ -359,9 +342,6 @@ def end_tokens(tokenizer: Any) -> set[int]:
 
 @lru_cache(maxsize=4)
 def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]]:
-    """Returns the special tokens that end an answer in the chat template: an answer that is the
-    last message, and an answer before a question.
-    """
     turns = [
         {"role": role, "content": MARK.format(number)}
         for number, role in enumerate(("user", "assistant", "user"))
@@ -370,7 +350,7 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
     try:
         asked = _tail(tokenizer, turns[:2], 0)
         last, followed = (_tail(tokenizer, turns[:count], 1) for count in (2, 3))
-    except Exception:  # a template can raise anything
+    except Exception:
         return [], []
     ends, shared, others, after_question = (
         [token for token in ids if token in special]
@@ -383,9 +363,6 @@ def _template_ends(tokenizer: Any, _template: str) -> tuple[list[int], list[int]
 
 
 def _tail(tokenizer: Any, turns: list[dict[str, str]], number: int) -> list[int]:
-    """Returns the ids of the template's text after message `number`, up to the next message or the
-    end.
-    """
     text = apply_template(tokenizer, turns)
     _, _, after = text.partition(turns[number]["content"])
     return list(tokenizer.encode(MARKS.split(after)[0], add_special_tokens=False))

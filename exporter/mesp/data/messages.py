@@ -1,8 +1,7 @@
 """Converts a record's messages to the form that chat templates take.
 
 `content` is a string, the `arguments` of a tool call are an object, and `weight` is 0 for an answer
-that is not trained. Other keys are kept, so that a later check can tell whether the chat template
-uses them.
+that is not trained.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ FIXED_OPTIONS = (
 
 
 def read_messages(fields: Fields, key: str) -> list[Message]:
-    """Takes the messages in the column `key`, without the ignored keys.
-
-    Raises MespError if a message cannot be used, for example because it has no role, or content
+    """Raises MespError if a message cannot be used, for example because it has no role, or content
     that is not text.
     """
     messages = fields.take(key)
@@ -125,7 +122,6 @@ def _text(fields: Fields, where: str, content: Any) -> str:
 
 
 def _taken(fields: Fields, entries: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the entries that are not ignored. Those that are not `known` are unread."""
     taken = {k: v for k, v in entries.items() if k in known or k not in fields.ignored}
     fields.unread += [k for k, v in taken.items() if k not in known and not is_empty(v)]
     return taken
@@ -193,10 +189,6 @@ def read_template_inputs(fields: Fields) -> dict[str, Any]:
 
 
 def check_options(where: str, options: Any) -> dict[str, Any]:
-    """Returns options for the chat template; `where` begins the messages of errors.
-
-    Raises MespError if they are no object, or have a name of `FIXED_OPTIONS`.
-    """
     options = {} if options is None else options
     if not isinstance(options, dict):
         raise MespError(f"{where} that are not an object: write one.")
@@ -209,13 +201,12 @@ def check_options(where: str, options: Any) -> dict[str, Any]:
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
     """Removes from `entries` the fields that say whether a message or a record is trained.
 
-    Returns 1 if it is trained, 0 if not, and None if no such field has a value. Raises MespError,
-    whose message begins with `where`, for a value that means neither yes nor no.
+    Returns 1 if it is trained, 0 if not, and None if no such field has a value.
     """
     weights = []
     for key in [key for key in WEIGHTS if key in entries]:
         value = as_truth(entries.pop(key))
-        if value not in (None, 0, 1):  # True equals 1
+        if value not in (None, 0, 1):
             raise MespError(
                 f'{where} "{key}" {json.dumps(value):.40}, which is neither 0 nor 1: write 1 '
                 f"to train it and 0 not to, or leave the field out with --ignore {key}."
@@ -226,7 +217,4 @@ def read_weight(where: str, entries: dict[str, Any]) -> int | None:
 
 
 def as_truth(value: Any) -> Any:
-    """Returns the number or boolean that a table's cell stands for (0, 1, true or false), None for
-    an empty cell, or the unchanged value.
-    """
     return TRUTHS.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,5 +1,3 @@
-"""Encodes texts without a chat template: a text, a prompt, or a prompt joined with its answer."""
-
 from __future__ import annotations
 
 import re
@@ -68,8 +66,8 @@ def _normal(text: str) -> str:
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """Returns the ids of a text to be continued.
 
-    The begin token is added if the tokenizer uses one and the text lacks it. No end token is added.
-    With `split_special`, special tokens in the text are encoded as ordinary text.
+    The begin token is added if the tokenizer uses one and the text lacks it. With `split_special`,
+    special tokens in the text are encoded as ordinary text.
     """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
@@ -81,7 +79,7 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 
 
 def encode_text(tokenizer: Any, text: str, is_file: bool, split_special: bool) -> list[int]:
-    """Returns the ids of a text, as mlx-lm's TextDataset does. An empty text is accepted.
+    """Returns the ids of a text, as mlx-lm's TextDataset does.
 
     The text of a file is encoded in pieces. Begin and end tokens in the text are not repeated,
     unless `split_special` makes them ordinary text.
@@ -110,7 +108,6 @@ def _has_end(tokenizer: Any, text: str) -> bool:
 
 
 def begin_of_text(tokenizer: Any) -> int | None:
-    """Returns the token that the tokenizer puts before a text; None if there is no such token."""
     begin = tokenizer.bos_token_id
     return begin if begin is not None and tokenizer.encode("")[:1] == [begin] else None
 

@@ -1,5 +1,3 @@
-"""Builds or finds mesp-engine or mesp-count: `python -m mesp.engine`."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Evaluates a bundle's model with mesp-engine, with and without adapters."""
-
 from __future__ import annotations
 
 import os
@@ -179,7 +177,6 @@ def evaluate(
 
 
 def check_unused(options: dict[str, Any], why: str) -> None:
-    """Raises MespError if one of the options was given. `why` ends the message."""
     for name, value in options.items():
         if value not in (None, (), []) and value is not False:
             raise MespError(f"{name} {why}.")

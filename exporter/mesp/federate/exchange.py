@@ -1,8 +1,7 @@
 """The messages between the server and its clients: LoRA matrices.
 
 An array joins one module's A, or its B, of all trained blocks. For example,
-`self_attn.q_proj.lora_b` has the shape [blocks, rank, out]. A phone needs several requests for each
-array, so few arrays save requests.
+`self_attn.q_proj.lora_b` has the shape [blocks, rank, out].
 
 A client gets the round's arrays and returns the trained arrays. With `freeze_a`, only each B is
 sent, because every client makes the same A from the run's seed.
@@ -37,8 +36,6 @@ MOST = 1e6
 def read_arrays(folder: Path) -> Arrays:
     """Returns the matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank,
     out].
-
-    Matrices of experts are A [blocks, experts, rank, in] and B [blocks, experts, out, rank].
     """
     try:
         matrices = load_file(folder / WEIGHTS)
@@ -77,22 +74,18 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
 
 
 def select_exchanged(arrays: Arrays, freeze_a: bool) -> Arrays:
-    """Returns the matrices that are sent: with `freeze_a`, only each B."""
     return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:
     """Rounds finite float32 numbers to bfloat16, to nearest, ties to even. Returns the bits as
     uint16.
-
-    Neither NumPy nor Flower's messages have bfloat16.
     """
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Returns float32 numbers from bfloat16's bits, uint16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -105,9 +98,6 @@ def unpack(arrays: Arrays) -> Arrays:
 
 
 def check_arrays(arrays: Arrays, expected: Arrays) -> None:
-    """Raises MespError unless names, shapes and dtypes agree, and all numbers are finite and
-    between -`MOST` and `MOST`.
-    """
     for name in expected.keys() ^ arrays.keys():
         what = "lacks" if name in expected else "has"
         raise MespError(f"it {what} {name}, and so is of another model or other settings")
@@ -126,7 +116,6 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 
 
 def clip_update(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
-    """Returns `arrays`, with their change from `start` scaled down to a norm of at most `norm`."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
     # In float32, the squares of small numbers would underflow to 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))

@@ -1,5 +1,3 @@
-"""A client's part of a round: a run of mesp-engine from the round's adapters."""
-
 from __future__ import annotations
 
 import json
@@ -60,9 +58,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     """Trains from the `received` float32 matrices with the server's `config`.
 
     The optimizer and the learning rate's schedule start again in each round. The order of the data
-    and the random numbers continue. Raises MespError if the run fails or takes more than
-    ``timeout`` seconds, if all of its steps were skipped, or if the bundle's model is not the
-    server's.
+    and the random numbers continue.
     """
     manifest = read_manifest(client.bundle)
     model, arch = str(manifest.model), manifest.architecture
@@ -100,7 +96,6 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
 
 
 def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog:
-    """Runs mesp-engine, and returns the run's log. Raises MespError if the engine fails."""
     output = Path(settings["output"])
     path = output / "settings.json"
     with plain_os_errors(f"Cannot write to {output}"):
@@ -119,6 +114,5 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> RunLog
 
 
 def scale(settings: Mapping[str, Any]) -> float:
-    """Returns the scale of the adapters' product: alpha / rank or, with rsLoRA, alpha / √rank."""
     rank = settings["rank"]
     return float(settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank))

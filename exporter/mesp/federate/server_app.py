@@ -1,5 +1,3 @@
-"""Flower's ServerApp, which runs a federation's rounds."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,8 +25,7 @@ Show = Callable[[dict[str, Any]], None]
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
     """Runs all missing rounds. Saves each round, and passes its record to `show`.
 
-    After `timeout` seconds, a round continues without clients that have not answered. If `timeout`
-    is None, there is no limit.
+    After `timeout` seconds, a round continues without clients that have not answered.
     """
     with locked(federation.folder, f"server is at work in {federation.folder}"):
         options, rounds = federation.options, federation.rounds
@@ -83,9 +80,6 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Serves the federation in the folder that the run's configuration names. Flower's SuperLink
-    runs this app.
-    """
     federation = Federation.read(Path(str(context.run_config["output"])))
     with RoundsProgress(federation.options["rounds"]) as report:
         timeout = federation.options["timeout"] + TO_ANSWER

@@ -1,7 +1,3 @@
-"""Simulates a federation on one machine, with Flower's simulation engine and a mesp-engine for each
-client.
-"""
-
 from __future__ import annotations
 
 import logging
@@ -28,10 +24,6 @@ from mesp.federate.server_app import Show, serve
 
 
 def simulate(federation: Federation, show: Show) -> None:
-    """Runs all missing rounds. Enough cores let several clients run at the same time.
-
-    Raises MespError if a round fails.
-    """
     failed: list[MespError] = []
     server = ServerApp()
 
@@ -47,7 +39,7 @@ def simulate(federation: Federation, show: Show) -> None:
     def find(context: Context) -> Client:
         return federation.client(int(context.node_config["partition-id"]))
 
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` reports the rounds instead
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
     run_simulation(
         server,
         client_app(find, tells=True),

@@ -1,5 +1,3 @@
-"""Completes, checks and converts a Hugging Face config.json."""
-
 from __future__ import annotations
 
 import json
@@ -15,7 +13,7 @@ from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 # The largest allowed values of some keys. These values are checked before lists are made whose
 # lengths depend on them.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-# Keys whose values must be positive numbers. The value 0 counts as missing.
+# The value 0 counts as missing.
 _POSITIVE = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
@@ -38,8 +36,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json with only the keys that transformers reads for its class, and with the
     class's defaults. RoPE is in the keys of transformers and of mlx-lm.
 
-    Raises MespError if the architecture, or a value of a key, is not supported. Raises KeyError,
-    ValueError or other errors if the config.json is invalid.
+    Raises MespError if the architecture, or a value of a key, is not supported.
     """
     config = plain_json(config)
     model_type = config.get("model_type")
@@ -184,7 +181,6 @@ def _complete_rope_of(
 
 
 def plain_json(value: Any) -> Any:
-    """Returns a JSON value with {"__float__": "Infinity"} and the like replaced by numbers."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in _NUMBERS:
             return _NUMBERS[value["__float__"]]
@@ -193,15 +189,10 @@ def plain_json(value: Any) -> Any:
 
 
 def check_numbers(config: dict[str, Any]) -> None:
-    """Raises ValueError if the value of a key in `_POSITIVE` is not a positive number. The value 0
-    counts as missing.
-    """
     refuse_unsound({key: is_positive(config[key]) for key in _POSITIVE if config.get(key)})
 
 
 def _check_scaling(scaling: dict[str, Any], key: str) -> None:
-    """Raises MespError if RoPE's scaling has an unknown type, or a key that this type does not
-    use."""
     kind = type_of(scaling)
     if kind not in SCALINGS:
         raise unsupported(key, scaling)
@@ -243,8 +234,7 @@ def find_positions(config: dict[str, Any]) -> int | None:
     """Returns the number of positions that a model was trained for, or None if config.json lacks
     it.
 
-    `config` is a complete config.json. With YaRN, the result is at least the original number times
-    YaRN's factor.
+    With YaRN, the result is at least the original number times YaRN's factor.
     """
     most = config.get("max_position_embeddings")
     if type(most) is not int or most < 1:
@@ -293,7 +283,6 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def unsupported(key: str, value: object) -> MespError:
-    """Returns the error for an unsupported value in a config.json."""
     said = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return MespError(
         f"The model's config.json sets {key} to {said}, which is not supported; take a model "

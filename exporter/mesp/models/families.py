@@ -1,5 +1,3 @@
-"""The supported families of models, and the properties of each `model_type`."""
-
 from __future__ import annotations
 
 import json
@@ -14,7 +12,6 @@ import mlx.core as mx
 from mesp.models.mixers import Modules
 from mesp.models.mlps import Experts
 
-# Pairs of a linear layer's name and the projections that it computes, in the order of its rows.
 SEPARATE_ATTENTION: Modules = (
     ("self_attn.q_proj", ("q",)),
     ("self_attn.k_proj", ("k",)),
@@ -58,7 +55,6 @@ NO_LIMITS = [0.0, 1e38]
 
 
 def short(module: str) -> str:
-    """Returns the short name of a module, such as `q` of ``self_attn.q_proj``."""
     return module.split(".")[-1].removesuffix("_proj")
 
 
@@ -73,7 +69,7 @@ TRAINABLE = (
 # The factor of the embedding: 1, √hidden_size, or √hidden_size rounded to bfloat16.
 EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
-# transformers' names of activations -> MeSP's names. Several names have the same formula.
+# Several names have the same formula.
 ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu"),
@@ -82,25 +78,22 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Family:
-    """The properties that a ``model_type`` implies. All others are in the config.json."""
-
     attention: Modules = SEPARATE_ATTENTION
     mlp: Modules = SEPARATE_MLP
-    biases: tuple[str, ...] = ()  # modules that always have a bias
+    biases: tuple[str, ...] = ()
     qk_norm: bool = False
     v_norm: bool = False
-    experts: Experts | None = None  # the experts' properties, without the sizes in config.json
-    beside_experts: Modules = ()  # the linear layers of an MLP that runs beside the experts
-    per_layer: Modules = ()  # the linear layers of per-layer embeddings
+    experts: Experts | None = None
+    beside_experts: Modules = ()
+    per_layer: Modules = ()
     output_gate: bool = False
     post_norms: bool = False
-    # the number to add to a norm's weight in a checkpoint, except for Gated DeltaNet's norm
     norm_offset: int = 0
     # MeSP's names of modules -> their names in checkpoints, if the names differ.
     names: dict[str, str] = field(default_factory=dict)
     # The `model_type`s that the text part of a multimodal model may have.
     texts: tuple[str, ...] = ()
-    mlx_type: str | None = None  # mlx-lm's `model_type`, if it differs from Hugging Face's
+    mlx_type: str | None = None
     # Whether mlx-lm shares the embedding with the head of a tied model. Otherwise mlx-lm copies the
     # embedding to the head.
     mlx_ties: bool = True
@@ -133,7 +126,6 @@ class Family:
         return not any(special) and self.other_layers == "sliding_attention"
 
     def embedding_scale(self, hidden: int) -> float:
-        """Returns the embedding's factor in a model with this hidden size."""
         root = math.sqrt(hidden)
         rounded = mx.array(root, mx.bfloat16).item()
         return {"one": 1.0, "root": root, "rounded_root": rounded}[self.embedding_factor]
@@ -246,7 +238,6 @@ def _in_several(text: Family, *names: str, **changes: Any) -> Family:
 
 
 def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns MiniCPM's scaling factors under Granite's names."""
     return {
         "embedding_multiplier": config["scale_emb"],
         "residual_multiplier": config["scale_depth"] / math.sqrt(config["num_hidden_layers"]),
@@ -465,7 +456,6 @@ VARIANTS = {
     "num_global_key_value_heads": None,
 }
 
-# Other known models, by `model_type`, each with the reason why MeSP cannot train it.
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),

@@ -1,22 +1,17 @@
-"""The mixers: the parts of a block that mix tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-# (linear layer, projections that it computes) pairs
 Modules = tuple[tuple[str, tuple[str, ...]], ...]
-Shape = tuple[int, int]  # (outputs, inputs) of a projection
+Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class AttentionMixer:
-    """Attention, with or without a sliding window."""
-
     type: ClassVar[str] = "attention"
-    out: ClassVar[str] = "o"  # the name of the output projection
+    out: ClassVar[str] = "o"
 
     modules: Modules
     num_attention_heads: int
@@ -54,7 +49,6 @@ class AttentionMixer:
         return replace(self, sliding_window=None) if unlimited else self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         heads = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         queries = 2 * heads if self.output_gate else heads
@@ -68,16 +62,13 @@ class AttentionMixer:
         return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
-        """Returns the length of each norm's weight, by the weight's name."""
         normed = [each for each in "qk" if self.qk_norm and each in self._projections]
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Returns an empty dictionary: all weights are in linear layers or in `norms`."""
         return {}
 
     def check(self) -> None:
-        """Raises an exception if a field has an impossible value."""
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
         sizes += [] if self.sliding_window is None else [self.sliding_window]
         cap = self.attn_logit_softcapping
@@ -113,24 +104,20 @@ class GatedDeltaNet:
     num_value_heads: int
     key_head_dim: int
     value_head_dim: int
-    kernel_size: int  # the width of the convolution in tokens
+    kernel_size: int
 
     def within(self, length: int) -> GatedDeltaNet:
-        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property
     def conv_dim(self) -> int:
-        """The number of channels of the convolution: those of q, k and v."""
         return 2 * self.num_key_heads * self.key_head_dim + self.values
 
     @property
     def values(self) -> int:
-        """The total size of the value heads' outputs."""
         return self.num_value_heads * self.value_head_dim
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         outputs = {"qkv": self.conv_dim, "z": self.values}
         outputs |= {"b": self.num_value_heads, "a": self.num_value_heads}
         return {name: (out, hidden) for name, out in outputs.items()} | {
@@ -138,7 +125,6 @@ class GatedDeltaNet:
         }
 
     def norms(self) -> dict[str, int]:
-        """Returns an empty dictionary: the norm's weight is in `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -153,7 +139,6 @@ class GatedDeltaNet:
         return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises an exception if a field has an impossible value."""
         sizes = (
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
             self.kernel_size,
@@ -175,18 +160,15 @@ class ShortConvolution:
     out: ClassVar[str] = "out"
 
     modules: Modules
-    kernel_size: int  # the width of the convolution in tokens
+    kernel_size: int
 
     def within(self, length: int) -> ShortConvolution:
-        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
 
     def norms(self) -> dict[str, int]:
-        """Returns an empty dictionary: the mixer has no norms."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -194,7 +176,6 @@ class ShortConvolution:
         return {"conv.conv.weight": (hidden, self.kernel_size)}
 
     def check(self) -> None:
-        """Raises ValueError if a field has an impossible value."""
         refuse_unsound(
             {
                 "kernel_size": is_size(self.kernel_size),
@@ -219,30 +200,25 @@ class Mamba2Mixer:
     head_dim: int
     num_groups: int  # groups of heads; the heads of a group share B and C
     state_size: int  # the size of B, and of C, in each group
-    kernel_size: int  # the width of the convolution in tokens
-    norm_eps: float  # the ε of the output's norm
+    kernel_size: int
+    norm_eps: float
 
     def within(self, length: int) -> Mamba2Mixer:
-        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property
     def values(self) -> int:
-        """The total size of the heads' outputs."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_dim(self) -> int:
-        """The number of channels of the convolution: those of x, B and C."""
         return self.values + 2 * self.num_groups * self.state_size
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the mixer's projections."""
         outputs = self.values + self.conv_dim + self.num_heads
         return {"in": (outputs, hidden), "out": (hidden, self.values)}
 
     def norms(self) -> dict[str, int]:
-        """Returns an empty dictionary: the norm's weight is in `vectors`."""
         return {}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -259,7 +235,6 @@ class Mamba2Mixer:
         return {f"mamba.{name}": shape for name, shape in shapes.items()}
 
     def check(self) -> None:
-        """Raises an exception if a field has an impossible value."""
         sizes = (
             self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
         )  # fmt: skip
@@ -280,10 +255,6 @@ _TYPES = {
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
-    """Returns the mixer that a manifest entry describes.
-
-    Raises ValueError, TypeError or KeyError if the entry has the wrong form.
-    """
     fields = {**entry, "modules": modules_from_manifest(entry["modules"])}
     if "frequencies" in fields:
         fields["frequencies"] = tuple(fields["frequencies"])
@@ -291,35 +262,28 @@ def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:
 
 
 def modules_from_manifest(entry: list[list]) -> Modules:
-    """Converts a JSON list of pairs to `Modules`."""
     return tuple((name, tuple(computes)) for name, computes in entry)
 
 
 def projections_of(modules: Modules) -> Iterator[str]:
-    """Returns the projections that the modules compute, in order."""
     return (name for _, computes in modules for name in computes)
 
 
-# The bounds of numbers: float32's smallest normal number, and less than 2⁶³.
 NUMBERS = (2.0**-126, 2.0**63)
-# The largest width of a layer.
 WIDTH = 1 << 20
 
 
 def is_size(value: Any) -> bool:
-    """Returns whether a value is a valid count."""
     return type(value) is int and 0 < value < 1 << 31
 
 
 def is_positive(value: Any) -> bool:
-    """Returns whether a value is a number within `NUMBERS`."""
     if type(value) not in (int, float) or not NUMBERS[0] <= value < NUMBERS[1]:
         return False
     return float(value) < NUMBERS[1]  # an integer may round up to the bound
 
 
 def refuse_unsound(checks: dict[str, Any]) -> None:
-    """Raises ValueError with the name of the first failed check."""
     for what, is_sound in checks.items():
         if not is_sound:
             raise ValueError(f"its {what} cannot be used")

@@ -1,5 +1,3 @@
-"""The MLP of each layer of a model, from its config.json."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -11,7 +9,6 @@ from mesp.models.mlps import MLP
 
 
 def mlps_by_layer(config: dict[str, Any], mixers: list[Mixer]) -> list[MLP]:
-    """Returns the MLP of each layer, as transformers builds it from the same config.json."""
     family = FAMILIES[config["model_type"]]
     dense = [MLP(family.mlp, width) for width in _widths(config, mixers)]
     if family.experts is None or config["num_experts"] == 0:

@@ -1,7 +1,4 @@
-"""The models that have a short name, with their config.json.
-
-`mesp models` lists these models. `mesp-export --random-weights` exports them without a download.
-"""
+"""The models that have a short name, with their config.json."""
 
 from __future__ import annotations
 
@@ -76,9 +73,6 @@ _granite = partial(
 def _granite4h(
     hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **others: float
 ) -> dict[str, Any]:
-    """Returns the config.json of a Granite 4.0-H model. Its mixers are Mamba-2, except in the
-    layers in `attention`.
-    """
     types = ["attention" if i in attention else "mamba" for i in range(layers)]
     experts = {"num_local_experts": 0, "num_experts_per_tok": 0}
     return _config(
@@ -388,7 +382,6 @@ _MODELS = (
     ),
 )  # fmt: skip
 
-# Short names that differ from the last part of the id.
 _SHORT_NAMES = {
     "google/gemma-3-270m": "Gemma-3-270m",
     "google/gemma-3-270m-it": "Gemma-3-270m-it",
@@ -432,5 +425,4 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def geometries() -> list[list[str]]:
-    """Returns the short names, grouped by geometry."""
     return [list(names) for _, names in groupby(KNOWN, key=lambda name: id(KNOWN[name][2]))]

@@ -1,5 +1,3 @@
-"""Translates tensor names in checkpoints to MeSP's names, which are the same for every family."""
-
 from __future__ import annotations
 
 import re
@@ -26,7 +24,6 @@ BUFFERS = (
     "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".masked_bias",
     "self_attn.k_scale", "self_attn.v_scale", "self_attn.kv_scale",
 )  # fmt: skip
-# Prefixes of tensor names in a checkpoint without the language-model head.
 HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
 # Matches the name of one expert's matrix in checkpoints that store each matrix separately.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
@@ -38,8 +35,6 @@ CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 
 def name_here(name: str, model_type: str) -> str | None:
-    """Returns MeSP's name of a checkpoint's tensor or module, or None if training does not use
-    it."""
     family = FAMILIES[model_type]
     if name.startswith(UNUSED) or name.endswith(LIMITS):
         return None
@@ -84,8 +79,6 @@ def names_here(name: str, arch: Architecture) -> list[str]:
         matrix = _MATRICES.get(matrix, matrix)
         return [f"{layer}.{experts.matrices}.{number}.{matrix}.{suffix}"]
     for theirs, parts in arch.hf_modules + family.hf_experts:
-        # In transformers 5, experts' matrices are parameters, whose names do not end with
-        # `.weight`.
         if ours.endswith(f".{theirs}"):
             ours = f"{ours}.weight"
         layer, is_there, suffix = ours.partition(f".{theirs}.")
@@ -95,17 +88,11 @@ def names_here(name: str, arch: Architecture) -> list[str]:
 
 
 def name_of_expert(name: str, number: int) -> str:
-    """Returns the name of one expert's matrix, from the name of the stacked matrices."""
     matrices, _, matrix = name.rpartition(".")
     return f"{matrices}.{number}.{matrix}"
 
 
 def name_of_stacked(name: str) -> tuple[str, int | None]:
-    """Splits the name of one expert's matrix into the name of the stacked matrices and the expert's
-    number.
-
-    Any other name is returned unchanged, with None.
-    """
     found = _STACKED.fullmatch(name)
     return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
 
@@ -118,5 +105,4 @@ def name_there(name: str, model_type: str) -> str:
 
 
 def _renamed(name: str, old: str, new: str) -> str:
-    """Replaces each dot-separated part `old` of a name with `new`."""
     return f".{name}.".replace(f".{old}.", f".{new}.").strip(".")

@@ -1,5 +1,3 @@
-"""The interface to a source model's tensors, whatever the format of their files."""
-
 from __future__ import annotations
 
 from typing import Protocol

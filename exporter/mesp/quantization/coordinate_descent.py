@@ -1,5 +1,3 @@
-"""Coordinate descent over the quantized codes of a matrix."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -16,9 +14,6 @@ SHRINKAGE = 0.2
 
 
 def shrink(moments: mx.array) -> np.ndarray:
-    """Returns the argument `products` [in, in] of `descend`, from sums of x xᵀ over the matrix's
-    inputs x.
-    """
     squares = mx.diag(moments)
     products = np.array((1 - SHRINKAGE) / mx.maximum(squares.mean(), 1e-30) * moments)
     np.fill_diagonal(products, damp(squares, len(squares)))
@@ -29,7 +24,7 @@ def descend(
     matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
     quantization: Quantization, last: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """Returns better codes of W [out, in], packed. The scales and biases of W stay unchanged.
+    """Returns better codes of W [out, in], packed.
 
     Each code in turn is set to the value that minimizes eᵀ P e. Here e is the error of the code's
     row, P is `products`, and the other codes are fixed. `last` is the highest code, by default

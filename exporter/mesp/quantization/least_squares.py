@@ -1,5 +1,3 @@
-"""Computes scales and biases by weighted least squares."""
-
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -14,7 +12,7 @@ from mesp.models.quantization_formats import Quantization
 # largest weight, where n is the highest code. If a > 0, the largest weights are clipped.
 GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
 REFITS = 2
-# A fraction of the mean moment. It is added to each moment, so that no channel has weight 0.
+# It is added to each moment, so that no channel has weight 0.
 DAMPING = 1e-3
 ROUNDER = 1.5 * 2**23  # adding and subtracting it rounds a float32 to an integer
 

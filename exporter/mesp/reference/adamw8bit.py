@@ -1,5 +1,3 @@
-"""AdamW with 8-bit moments, as in bitsandbytes (Dettmers et al., arXiv:2110.02861)."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -49,7 +47,6 @@ def quantize(x: mx.array, signed: bool) -> Quantized:
 
 
 def dequantize_moment(moment: Quantized, signed: bool) -> mx.array:
-    """Returns the dequantized numbers, float32 [P]."""
     scales = mx.repeat(moment.scales, MOMENT_BLOCK)[: moment.codes.size]
     return dynamic_map(signed)[moment.codes] * scales
 

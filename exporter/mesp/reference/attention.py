@@ -1,5 +1,3 @@
-"""Causal grouped-query attention, with the norms and RoPE of q and k."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -66,11 +64,7 @@ def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, 
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, mixer: AttentionMixer) -> mx.array:
-    """Returns O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
-
-    q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]; a is the attention
-    scale.
-    """
+    """Returns O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated."""
     k, v = k[:, :, None], v[:, :, None]
     _, P = _scores(_by_group(q, k.shape[1]), k, mixer)
     return merge_heads((P @ v).reshape(q.shape))
@@ -119,12 +113,11 @@ def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixe
 def place_backward(
     x: mx.array, dy: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer
 ) -> mx.array:
-    """Returns dx of `place`."""
     dy = rope_backward(dy, mixer)
     return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
 
 
-Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or their gradients
+Shared = tuple[mx.array, mx.array]
 
 
 def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:

@@ -1,5 +1,3 @@
-"""A mixture of experts: gated MLPs; a router chooses some of them for each token."""
-
 from __future__ import annotations
 
 import mlx.core as mx
@@ -144,13 +142,11 @@ def weigh_mlp_backward(
 
 
 def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
-    """Returns g [1, hidden] as float32, or None if the MLP has no g."""
     name = mlp.experts and mlp.experts.mlp_gate
     return dequantize(weights, f"{name}.", hidden) if name else None
 
 
 def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, mx.array]:
-    """Returns the experts of each token and their weights, both [T, k]."""
     z = x @ dequantize(weights, f"{experts.router}.", x.shape[-1]).T
     bias = None if experts.bias is None else weights[experts.bias].astype(mx.float32)
     chosen = choose(z, bias, experts)
@@ -159,8 +155,6 @@ def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, m
 
 
 def _by_expert(chosen: mx.array, experts: Experts) -> list[tuple[int, mx.array, mx.array]]:
-    """Returns (expert, tokens that chose it, its index in each token's list), for each chosen
-    expert."""
     found = []
     for e in range(experts.num_experts):
         rows, slots = np.nonzero(np.array(chosen) == e)

@@ -33,7 +33,7 @@ from mesp.reference.pieces import (
 )
 from mesp.reference.short_convolution import convolution, convolution_backward
 
-CHUNK = 64  # tokens
+CHUNK = 64
 UNIT_EPS = 1e-6  # added to the sum of squares in the norms of q and k
 
 
@@ -161,7 +161,6 @@ def _chunks(c: Chunk) -> list[Chunk]:
 
 
 def _states(chunks: list[Chunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """Returns the state before each chunk, and each chunk's output."""
     heads, _, key_dim = chunks[0].k.shape
     S, states, outputs = mx.zeros((heads, key_dim, chunks[0].v.shape[-1])), [], []
     for chunk in chunks:
@@ -242,12 +241,10 @@ def gated_norm_backward(
 
 
 def _heads(x: mx.array, size: int) -> mx.array:
-    """Reshapes [1, T, n·size] to [n, T, size]."""
     return x.reshape(x.shape[1], -1, size).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
-    """Reshapes [n, T, size] to [1, T, n·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 

@@ -32,10 +32,6 @@ from mesp.reference.short_convolution import convolution, convolution_backward
 
 
 class StateSpaceChunk(NamedTuple):
-    """The tokens of a chunk: u = Δ ∘ x [H, n, P], κ [H, n, 1], and B and C [H, n, N] of each head's
-    group.
-    """
-
     u: mx.array
     log_decay: mx.array
     B: mx.array
@@ -105,7 +101,6 @@ def _chunks(
 
 
 def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.array]]:
-    """Returns the state before each chunk, and each chunk's output."""
     heads, _, size = chunks[0].u.shape
     S, states, outputs = mx.zeros((heads, size, chunks[0].B.shape[-1])), [], []
     for chunk in chunks:
@@ -175,7 +170,6 @@ class Mamba2(NamedTuple):
         return cls(*arrays, mixer.num_groups, mixer.norm_eps)
 
     def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """Splits the output of the projection `in` into z, xBC and dt."""
         values, channels = self.norm.size, self.conv_bias.size
         z, xBC, dt = mx.split(projected, [values, values + channels], axis=-1)
         return z, xBC, dt
@@ -194,12 +188,10 @@ class Mamba2(NamedTuple):
 
 
 def _heads(x: mx.array, count: int) -> mx.array:
-    """Reshapes [1, T, count·size] to [count, T, size]."""
     return x.reshape(x.shape[1], count, -1).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
-    """Reshapes [count, T, size] to [1, T, count·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 

@@ -1,5 +1,3 @@
-"""Formulas that several parts of a model share."""
-
 from __future__ import annotations
 
 import math
@@ -74,7 +72,6 @@ def _masked(x: mx.array, M: mx.array | None) -> mx.array:
 
 
 def _rows(x: mx.array) -> mx.array:
-    """Reshapes [..., n] to [tokens, n]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -94,12 +91,10 @@ def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: 
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
-    """Reshapes [1, T, heads·D] to [1, heads, T, D]."""
     return x.reshape(1, x.shape[1], heads, -1).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: mx.array) -> mx.array:
-    """Reshapes [1, heads, T, D] to [1, T, heads·D], the inverse of `split_heads`."""
     return x.transpose(0, 2, 1, 3).reshape(1, x.shape[2], -1)
 
 
@@ -141,7 +136,7 @@ ACTIVATIONS = {"silu": (silu, silu_derivative), "gelu": (gelu, gelu_derivative)}
 
 
 def gated(gate: mx.array, up: mx.array, hidden_act: str) -> mx.array:
-    """Returns y = act(gate) ∘ up.   All [..., n]"""
+    """Returns y = act(gate) ∘ up."""
     act, _ = ACTIVATIONS[hidden_act]
     return act(gate) * up
 

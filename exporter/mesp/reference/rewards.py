@@ -1,5 +1,3 @@
-"""Group relative policy optimization (arXiv:2402.03300)."""
-
 from __future__ import annotations
 
 import math

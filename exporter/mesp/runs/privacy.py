@@ -6,8 +6,7 @@ subsampled Gaussian mechanism composes over the steps (Mironov et al., arXiv:190
 data sets differ by one additional example.
 
 A federation adds noise by the Gaussian mechanism. Its ε is exact (the analytic Gaussian mechanism,
-arXiv:1805.06530). k releases have the ε of one release with 1/√k of the noise. No sampling of
-clients is assumed.
+arXiv:1805.06530). k releases have the ε of one release with 1/√k of the noise.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
-    """Returns the ε of a number of releases together.
-
-    The noise of each release is Gaussian. Its standard deviation is `noise` times the release's
-    sensitivity.
-    """
+    """Returns the ε of a number of releases together."""
     from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
     return float(get_epsilon_gaussian(noise / math.sqrt(releases), delta))

@@ -1,5 +1,3 @@
-"""The table of runs that tools/collect.py prints and `mesp report` shows in its page."""
-
 from __future__ import annotations
 
 from mesp.formatting import decimal, megabytes

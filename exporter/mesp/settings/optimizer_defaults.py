@@ -1,21 +1,14 @@
-"""The default optimizer and learning rate of a run.
-
-docs/decisions.md has the reasons. `Core/Run/OptimizerDefaults.swift` must have the same rule.
-"""
-
 from __future__ import annotations
 
 import math
 from typing import Any
 
-# The paper's optimizer and learning rate.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
 
 ADAMW = ("adamw8bit", "adamw")  # with 8-bit and float32 moments
 
 
 def choose_optimizer(method: str) -> str:
-    """Returns "sgd" for MeZO, and else "adamw8bit"."""
     return "sgd" if method == "mezo" else "adamw8bit"
 
 

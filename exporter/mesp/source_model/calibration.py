@@ -23,7 +23,6 @@ WIDEST = 4096
 
 
 def draw_tokens(vocab_size: int) -> np.ndarray:
-    """Returns uniformly random token ids, to be used without a text."""
     return np.random.default_rng(0).integers(vocab_size, size=SEQUENCES * LENGTH)
 
 
@@ -44,8 +43,7 @@ def choose_excerpts(
 class Moments:
     """The second moments of the inputs of a model's matrices over `sequences`.
 
-    The moments are sums of x² over the tokens or, `with_products`, sums of x xᵀ. `of_block` must be
-    called for the blocks in order.
+    The moments are sums of x² over the tokens or, `with_products`, sums of x xᵀ.
     """
 
     def __init__(

@@ -1,5 +1,3 @@
-"""Finds the model to export: a folder, a GGUF file, a model on the Hub, a short name or `demo`."""
-
 from __future__ import annotations
 
 import os

@@ -22,7 +22,7 @@ from mesp.models.weights import Weights, read_norm
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import read_rows
 
-TILE = 1 << 22  # elements of a matrix that are multiplied at a time
+TILE = 1 << 22
 
 # A callback that gets a module's name and input.
 Seen = Callable[[str, mx.array], None]
@@ -52,8 +52,6 @@ class SourceProjection:
 
 @dataclass
 class SideInputs:
-    """The inputs of a sequence's blocks besides the previous block's output."""
-
     tokens: Sequence[int]
     x0: mx.array  # the first block's input
     # Keys and values that several blocks use, by the index of the block that computes them.
@@ -62,8 +60,6 @@ class SideInputs:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A source model without LoRA, computed in float32."""
-
     weights: Weights
     arch: Architecture
     quantizations: Quantizations  # as in the source's files
@@ -86,7 +82,6 @@ class SourceModel:
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
 
     def table(self, name: str, rows: slice) -> mx.array:
-        """Returns some rows of the embedding or the head, float32."""
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
@@ -110,7 +105,6 @@ class SourceModel:
     def block(
         self, index: int, x: mx.array, side: SideInputs, seen: Seen = lambda module, x: None
     ) -> mx.array:
-        """Returns the output of a block for the input x [1, T, hidden]."""
         block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
 
         def vector(name: str, shape: tuple[int, ...]) -> mx.array:
@@ -165,7 +159,6 @@ class SourceModel:
         return y
 
     def final(self, x: mx.array) -> mx.array:
-        """Returns the input of the head, from the last block's output."""
         size, arch = (self.arch.hidden_size,), self.arch
         weight = read_norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)

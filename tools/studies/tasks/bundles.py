@@ -1,5 +1,3 @@
-"""The parity study's tasks, and their bundles."""
-
 from __future__ import annotations
 
 import json
@@ -95,7 +93,6 @@ def write_data(task: Task, folder: Path) -> Path:
 
 
 def command(module: str, *arguments: object) -> None:
-    """Runs a command of the project. Raises MespError with the error output on failure."""
     line = [sys.executable, "-c", f"from {module} import main; main()", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode != 0:

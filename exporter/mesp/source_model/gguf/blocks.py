@@ -24,7 +24,6 @@ WIDE = Quantization(8, 32)
 
 
 def _half(fields: np.ndarray) -> np.ndarray:
-    """Converts float16 bytes [..., 2] to float32 [...]."""
     return np.ascontiguousarray(fields).view("<f2")[..., 0].astype(np.float32)
 
 
@@ -124,8 +123,6 @@ def _q1_0(blocks: np.ndarray) -> Arrays:
 
 
 def _quarters(fields: np.ndarray) -> np.ndarray:
-    """Splits bytes [..., n] into 2-bit codes [..., 4, n], with the lowest bits of all bytes
-    first."""
     return fields[..., None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
 
 
@@ -208,7 +205,6 @@ def arrays(kind: str, data: np.ndarray) -> Arrays:
 
 
 def numbers(kind: str, data: np.ndarray) -> np.ndarray:
-    """Dequantizes rows of blocks of a supported type to float32."""
     if kind not in _NOT_OF_THE_PACKAGE:
         return gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     codes, *others = arrays(kind, data)

@@ -26,8 +26,6 @@ _INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "GRANITE_HYBRID", "MINICPM", "MIS
 
 
 class Names:
-    """The names of tensors, and the order of their rows and columns, in a GGUF file."""
-
     def __init__(self, arch: Architecture):
         self.arch = arch
         self.name = ARCHITECTURES[arch.model_type]
@@ -38,10 +36,7 @@ class Names:
         self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
-        """Returns the name in the file of a tensor with MeSP's name `name`.
-
-        Raises KeyError if the architecture has no such tensor.
-        """
+        """Raises KeyError if the architecture has no such tensor."""
         theirs = name_there(name, self.arch.model_type).replace(".dt_bias", ".dt_proj.bias")
         theirs = theirs.replace(".expert_bias", ".expert_bias.bias")
         theirs = theirs.replace(".switch_mlp.", ".experts.")

@@ -1,5 +1,3 @@
-"""Writes a GGUF file's tokenizer in Hugging Face's format."""
-
 from __future__ import annotations
 
 import json
@@ -22,9 +20,8 @@ from tokenizers import (
 from mesp.errors import MespError
 from mesp.source_model.gguf.header import GGUF
 
-# Token types in GGUF.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_LONGEST, _MOST = 1024, 1 << 20  # maximum characters of a token, and maximum number of tokens
+_LONGEST, _MOST = 1024, 1 << 20
 # The maximum number of characters of all merges together: about 32 for each of 500,000 merges.
 _MERGED = 1 << 24
 
@@ -56,7 +53,6 @@ PRE_TOKENIZERS = {
 }
 # Tokenizers that keep a word whole if it is a token. By default, they also add the begin token.
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
-# Tokenizers that first normalize a text to NFC.
 _COMPOSED = ("qwen2", "qwen35")
 
 # Tokens that end an answer, in addition to those in the metadata.
@@ -67,10 +63,7 @@ _ENDS = (
 
 
 def write_tokenizer(file: GGUF, folder: Path) -> None:
-    """Writes the file's tokenizer into a folder, in Hugging Face's format.
-
-    Raises MespError if the tokenizer is invalid, or of an unsupported kind.
-    """
+    """Raises MespError if the tokenizer is invalid, or of an unsupported kind."""
     kind = file.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise MespError(

@@ -32,8 +32,6 @@ _PARTS = ("weight", "scales", "biases")
 
 
 class GGUFWeights:
-    """The tensors of a memory-mapped GGUF file. See `Weights`."""
-
     is_converted = True
 
     def __init__(self, file: GGUF, arch: Architecture):
@@ -67,7 +65,6 @@ class GGUFWeights:
 
     @property
     def is_quantized_file(self) -> bool:
-        """Whether any matrix in the file is quantized."""
         return any(kind not in UNQUANTIZED for kind in self.types)
 
     @property
@@ -92,8 +89,6 @@ class GGUFWeights:
         return entries
 
     def describe(self) -> str:
-        """Returns a text on the shares of the weights that are carried over and that are
-        quantized."""
         total = sum(self.types.values())
 
         def share(kinds: tuple[str, ...]) -> str:
@@ -129,7 +124,6 @@ class GGUFWeights:
         return self._floats(name, self._tensor(name), rows)
 
     def _tensor(self, name: str) -> Tensor:
-        """Returns the tensor with MeSP's name `name`."""
         theirs = self.names.tensor(name)
         tensor = self.file.tensors.get(theirs)
         if tensor is None:
@@ -144,14 +138,12 @@ class GGUFWeights:
         return tensor
 
     def _block(self, name: str) -> tuple[Block | None, str]:
-        """Returns a tensor's block, if any, and the tensor's name in the block."""
         for prefix, block in self.blocks.items():
             if name.startswith(prefix):
                 return block, name.removeprefix(prefix)
         return None, name
 
     def _data(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray:
-        """Returns the bytes of rows of a matrix, in MeSP's order of rows."""
         block, local = self._block(name)
         order = None if block is None else self.names.rows(block, local)
         if order is None:
@@ -184,7 +176,6 @@ class GGUFWeights:
         return self.quantized[1]
 
     def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
-        """Returns the codes, scales and, if the type has them, biases of rows."""
         codes, *others = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
         order = self._columns(module)
         if order is None:
