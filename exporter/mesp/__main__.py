@@ -1,5 +1,3 @@
-"""`mesp COMMAND`, or `python -m mesp COMMAND`: all commands of the package."""
-
 from __future__ import annotations
 
 from importlib import import_module

@@ -11,8 +11,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class MespError(Exception):
     """An error of this package. Its message tells the problem and, where possible, the remedy.
 
-    A command prints `message` after ``Error:`` and exits with code 2. `str` names Python's
-    arguments in place of a command's options.
+    A command prints `message` after ``Error:`` and exits with code 2.
     """
 
     def __init__(self, message: str) -> None:
@@ -33,8 +32,8 @@ _RENAMED = {"json": "is_json"}  # options whose argument has another name
 def name_arguments(sentence: str) -> str:
     """Returns a sentence with Python's arguments in place of options.
 
-    For example, --seq-len becomes `seq_len`, and --no-chat becomes `chat=False`. Whole commands
-    stay unchanged."""
+    Whole commands stay unchanged.
+    """
 
     def name(found: re.Match[str]) -> str:
         if found["command"]:
@@ -50,10 +49,7 @@ class EngineError(MespError):
 
 
 class Interrupted(MespError):
-    """A second signal, such as another Ctrl-C, which ends the work immediately.
-
-    A command exits with 128 plus the first signal's number.
-    """
+    """A second signal, such as another Ctrl-C, which ends the work immediately."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -61,7 +57,7 @@ class Interrupted(MespError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks for an end, such as SIGTERM. Like Ctrl-C, it lets `finally` blocks run."""
+    """A signal that asks for an end, such as SIGTERM."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -70,10 +66,7 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def exit_at_signals() -> Iterator[None]:
-    """Lets SIGINT, SIGTERM and SIGHUP end the process by an exception, so `finally` blocks run.
-
-    The exit code is 128 plus the signal's number.
-    """
+    """Lets SIGINT, SIGTERM and SIGHUP end the process by an exception, so `finally` blocks run."""
 
     def end(number: int, _: object) -> None:
         raise Ended(number)

@@ -10,7 +10,7 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
     """Returns the first match of `pattern` in `text`, or the match's first group if the pattern has
     groups.
 
-    Returns None if nothing matches. Without a pattern, returns the text.
+    Returns None if nothing matches.
     """
     if pattern is None:
         return text.strip()
@@ -29,8 +29,6 @@ def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bo
 
 
 def f1(answer: str, reference: str) -> float:
-    """Returns the F1 score of two texts' words, without case, punctuation and articles, as in
-    SQuAD."""
     ours, theirs = (_words(text) for text in (answer, reference))
     if not ours or not theirs:
         return float(ours == theirs)

@@ -18,7 +18,7 @@ DEPTH = 64
 
 
 def open_regular(path: Path, root: Path | None = None) -> BinaryIO:
-    """Opens a regular file for reading. `path` may be a symbolic link to the file.
+    """Opens a regular file for reading.
 
     If `root` is given, a link must not lead out of this folder (see `root_of`). Raises OSError if
     the file cannot be read. Raises ValueError if a link leads out of `root`, or if the file is not
@@ -67,8 +67,7 @@ class UnclearError(ValueError):
 def parse_json(text: str | bytes, strict: bool = False) -> Any:
     """Raises ValueError if the text is not valid JSON, is nested more than `DEPTH` deep, or has a
     number that is too large for a float or a string that UTF-8 cannot encode. With `strict`, also
-    raises UnclearError for the words NaN, Infinity and -Infinity, and for repeated keys. Without
-    `strict`, these words are allowed, and the last value of a repeated key counts.
+    raises UnclearError for the words NaN, Infinity and -Infinity, and for repeated keys.
     """
     hooks: dict[str, Any] = {"parse_float": _finite}
     if strict:
@@ -151,10 +150,8 @@ def _check(value: Any, has_escapes: bool) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of `name` in a folder, at any depth.
-
-    Raises ValueError if the name is invalid or leads out of the folder, or if a part of the path is
-    a symbolic link.
+    """Raises ValueError if the name is invalid or leads out of the folder, or if a part of the path
+    is a symbolic link.
     """
     parts = name.split("/")
     if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):
@@ -188,10 +185,7 @@ def remove_link(path: Path) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """Opens a new file for writing, after removing any file or link at `path`.
-
-    So a symbolic link's target is never written to.
-    """
+    """Opens a new file for writing, after removing any file or link at `path`."""
     path.unlink(missing_ok=True)
     return open(path, "xb")
 

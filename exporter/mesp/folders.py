@@ -73,8 +73,6 @@ def check_disk(folder: Path, size: int) -> None:
 def put_in_place(new: Path, path: Path) -> None:
     """Renames the folder `new` to `path`. A previous folder `path` that is not empty is renamed to
     `new`.
-
-    If the file system cannot exchange two names, `path` is missing for a moment.
     """
     if not path.exists() or not any(path.iterdir()):
         os.rename(new, path)

@@ -6,7 +6,6 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """Returns the text with a space in place of each character that cannot be printed."""
     return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 
 
@@ -47,7 +46,6 @@ def quality(record: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration such as `2 h 5 min`, `5 min 7 s` or `7 s`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (

@@ -29,7 +29,6 @@ WEIGHTS = ("model*.safetensors", "*.safetensors.index.json")
 
 
 def refuse_path(name: str) -> None:
-    """Raises MespError for a name that can only be a path, and so is no name on the Hub."""
     if name.startswith("~"):
         raise MespError(f"There is no folder or file {name}: write the path out, without ~.")
     is_rooted = name.startswith((".", "/")) or "\\" in name or name.endswith("/")
@@ -74,13 +73,12 @@ def download_gguf_file(repo: str, file: str) -> Path:
 def download(kind: str, repo: str, patterns: list[str], revision: str | None = None) -> Path:
     """Returns the folder with the files of a repository that match `patterns`.
 
-    `kind` is ``model`` or ``dataset``. The default revision is the newest. The folder's name is the
-    hash of the revision's commit.
+    `kind` is ``model`` or ``dataset``. The folder's name is the hash of the revision's commit.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, logging
 
-    logging.set_verbosity_error()  # hides warnings, for example of patterns without a file
+    logging.set_verbosity_error()
     if not sys.stderr.isatty():
         disable_progress_bars()
     with _plain_errors(kind, repo):

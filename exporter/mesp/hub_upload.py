@@ -9,7 +9,6 @@ from mesp.bundle.model_card import front_matter
 from mesp.errors import MespError
 from mesp.license import LICENSE_PATTERNS, License, has_license
 
-# An upload deletes the repository's files that match a pattern and that the new bundle lacks.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json"]
 OF_A_BUNDLE += [pattern for pattern in LICENSE_PATTERNS if not pattern.startswith("*")]
 

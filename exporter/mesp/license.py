@@ -18,7 +18,6 @@ _LICENSES = (
 )
 _OTHERS = ("NOTICE*", "*_NOTICE*", "USE_POLICY*", "*_USE_POLICY*")
 _SUFFIXES = ("", ".txt", ".md", ".pdf")
-# Values of `license` on the Hub that state no licence.
 _UNNAMED = (None, "", "other", "unknown")
 
 
@@ -30,10 +29,6 @@ LICENSE_PATTERNS = [_in_any_case(pattern) for pattern in (*_LICENSES, *_OTHERS)]
 
 
 def is_terms(name: str) -> bool:
-    """Returns whether a file is a licence file, by its name.
-
-    Licence files must accompany everything that is made from the model.
-    """
     return _fits(name, (*_LICENSES, *_OTHERS))
 
 
@@ -53,10 +48,10 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class License:
-    """A model's licence, as the model card or the GGUF file states it. A field that is not stated
-    is None.
+    """A model's licence, as the model card or the GGUF file states it.
 
-    `license` is an identifier such as ``apache-2.0``, or ``other``."""
+    `license` is an identifier such as ``apache-2.0``, or ``other``.
+    """
 
     license: str | None = None
     license_name: str | None = None
@@ -64,10 +59,6 @@ class License:
 
     @classmethod
     def of(cls, read: Any) -> License:
-        """Returns the licence whose fields `read` returns by name.
-
-        A value that is not one printable line of text counts as missing.
-        """
         found = (read(name) for name in ("license", "license_name", "license_link"))
         return cls(*(v if isinstance(v, str) and v and v.isprintable() else None for v in found))
 

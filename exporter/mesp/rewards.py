@@ -21,7 +21,7 @@ BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 def find_reward(name: str, may_import: bool) -> Reward:
     """Returns the reward of this name: one of `BUILT_IN`, or ``module:function``.
 
-    The module is in the working folder or installed. It is imported only if `may_import` is set.
+    The module is in the working folder or installed.
     """
     kind, _, rest = name.partition(":")
     if name == "exact":

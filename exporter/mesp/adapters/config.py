@@ -1,8 +1,4 @@
-"""Reads adapter_config.json, as mlx-lm and PEFT write it.
-
-fields.json lists the keys that are used, the keys that are ignored, and the keys that may only have
-certain values.
-"""
+"""Reads adapter_config.json, as mlx-lm and PEFT write it."""
 
 from __future__ import annotations
 
@@ -27,12 +23,6 @@ FIELDS = read_object(Path(__file__).with_name("fields.json"))
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The properties of an adapter_config.json that the readers use.
-
-    `is_dora` tells whether layers have magnitudes. `joins` tells whether a PEFT layer that joins n
-    layers of mlx-lm has n times the rank.
-    """
-
     is_peft: bool
     is_dora: bool
     rank: int
@@ -117,7 +107,6 @@ def read_config(folder: Path, arch: Architecture) -> AdapterConfig:
 
 
 def check_fields(config: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Raises ValueError, which names the key, if the readers do not support a key or its value."""
     for key, value in sorted(config.items()):
         allowed = [json.dumps(each) for each in fields["required"].get(key, [None])]
         if key in fields["used"] or key in fields["ignored"] or json.dumps(value) in allowed:

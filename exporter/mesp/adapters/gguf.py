@@ -1,5 +1,3 @@
-"""Writes adapters for llama.cpp: as a GGUF adapter file, or fused into a model's GGUF file."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -126,10 +124,6 @@ _Tensor = tuple[float, np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def _tensors(adapters: AdapterSum, arch: Architecture) -> dict[str, _Tensor]:
-    """Returns each matrix's adapters, by the matrix's name in the GGUF file.
-
-    Columns and rows are in the GGUF file's order.
-    """
     names, found = _names(arch), {}
     for path, (a, b) in adapters.matrices.items():
         layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")

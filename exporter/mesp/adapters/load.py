@@ -30,8 +30,8 @@ class Adapters:
     """The LoRA matrices of a folder, by the modules' paths in the model.
 
     A module has A [in, rank], B [rank, out] and, with DoRA, m [out], in float32. Experts have A
-    [experts, rank, in] and B [experts, out, rank]. `scale` multiplies the product of A and B. From
-    PEFT, `scale` is alpha / rank or, with rsLoRA, alpha / √rank.
+    [experts, rank, in] and B [experts, out, rank]. From PEFT, `scale` is alpha / rank or, with
+    rsLoRA, alpha / √rank.
     """
 
     folder: Path
@@ -44,8 +44,6 @@ class Adapters:
 class AdapterSum:
     """The change that adapters make to a model's linear layers: y = G ∘ (x Wᵀ) + scale · (x A) B +
     bias.
-
-    `gains` has G [out] of the modules with magnitudes. For any other module, G is 1.
     """
 
     matrices: dict[str, tuple[mx.array, mx.array]]
@@ -188,8 +186,7 @@ def _stack(kept: Sequence[tuple[AdapterSum, float]], path: str) -> tuple[mx.arra
 class _Layer:
     """A linear layer, or a parameter of experts' matrices, that may have adapters.
 
-    One PEFT layer may stand for several layers of mlx-lm, with concatenated outputs. `names` are
-    the names of A, B and DoRA's m in the file. `paths` are the paths of mlx-lm's layers. `stack` is
+    One PEFT layer may stand for several layers of mlx-lm, with concatenated outputs. `stack` is
     empty, or has the number of experts.
     """
 
@@ -274,8 +271,7 @@ def _layers(
             names: tuple[str, ...] = (f"{layer}.lora_a", f"{layer}.lora_b")
             magnitudes = f"{layer}.m"
             if config.is_peft:
-                # PEFT wraps a parameter in a layer with the name of the parameter's module. If two
-                # parameters of a module are wrapped, the second wrapper contains the first.
+                # PEFT wraps a parameter in a layer with the name of the parameter's module.
                 others = (blocks + other for other, _ in joined if other != name)
                 is_nested = any(map(config.adapts_parameter, others))
                 inside = ".base_layer" if len(parts) > 1 and is_nested else ""

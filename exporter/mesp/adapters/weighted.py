@@ -68,7 +68,6 @@ def list_folders(adapters: StrPath | Sequence[StrPath] | None) -> list[Path]:
 
 
 def describe(adapters: Sequence[WeightedAdapters]) -> str:
-    """Returns the folders and weights as text: `0.7 * runs/a/adapters + runs/b/adapters`."""
     return " + ".join(
         str(folder) if weight == 1 else f"{weight:g} * {folder}" for folder, weight in adapters
     )

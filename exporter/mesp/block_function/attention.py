@@ -11,8 +11,7 @@ from mesp.block_function.parts import Parts
 from mesp.block_function.rope import Turn, fast_rope, rope
 from mesp.models.mixers import AttentionMixer
 
-# The values of head_dim for which MLX's fused attention is used. For a head_dim without a Metal
-# kernel, fused attention holds all heads·T·T scores.
+# The values of head_dim for which MLX's fused attention is used.
 FUSED_HEADS = (64, 80, 128)
 
 
@@ -33,8 +32,7 @@ def mix_by_attention(
 ) -> tuple[list[mx.array], mx.array]:
     """Returns [q, k, v, attn_out] of x [1, T, hidden], and the input of the output projection.
 
-    The input of the output projection is attn_out, or gated attn_out if there are gates. In q, the
-    gate of a head follows the head's query.
+    In q, the gate of a head follows the head's query.
     """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
@@ -113,8 +111,6 @@ def visible(rows: slice, keys: slice, scoring: Scoring) -> mx.array:
 def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring) -> mx.array:
     """Returns causal grouped-query attention, computed in tiles of query rows.
 
-    `k` is given after QK-norm and RoPE. `place` applies both to each tile of `q`.
-
     q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim] -> float32 [1, T, heads·head_dim]
     """
     _, heads, length, head_dim = q.shape
@@ -126,7 +122,6 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
         tile = q[:, :, rows]
         if parts:
             tile = mx.depends(tile, parts[-1])
-        # The query heads that share a key head become rows of one matrix.
         tile = place(tile, rows).reshape(kv_heads, -1, head_dim) * scoring.scale
         scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), scoring.cap)
         scores = scores.reshape(heads, rows.stop - rows.start, -1)
@@ -142,8 +137,7 @@ def fused_attention(
 ) -> mx.array:
     """Returns the result of `attention`, computed by the fused primitive of `fast`.
 
-    The primitive has no soft cap. The primitive gets float32, because the backward pass recomputes
-    the scores in float32.
+    The primitive gets float32, because the backward pass recomputes the scores in float32.
     """
     everything = slice(0, q.shape[2])
     causal = scoring.window is None and scoring.starts is None

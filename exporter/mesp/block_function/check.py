@@ -65,8 +65,8 @@ def check_block_functions(
     """Raises ValueError unless a file has one function of `block` for each rank and length, in this
     order.
 
-    The functions must have the inputs and outputs that the architecture implies. Errors of
-    `check_functions` are raised too. `words` is the number of uint32 words in the block's weights.
+    The functions must have the inputs and outputs that the architecture implies. `words` is the
+    number of uint32 words in the block's weights.
     """
     found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
     expected = [

@@ -15,8 +15,6 @@ from mesp.models.mixers import Mamba2Mixer
 def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[mx.array], mx.array]:
     """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the output
     projection's input.
-
-    The input projection's output is z, xBC and dt, concatenated.
     """
     values, dtype = mixer.values, parts.dtype
     projected = parts.project("in", x).astype(dtype)
@@ -52,8 +50,6 @@ def _tiles(mixer: Mamba2Mixer, length: int, plain: bool) -> list[slice]:
 def _convolved(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, channels: slice, size: int
 ) -> mx.array:
-    """Returns silu(conv(xBC) + bias) of `channels`, in heads of `size` channels: float32 [n, T,
-    size]."""
     w, bias = (parts.vector(f"mamba.conv1d.{name}")[channels] for name in ("weight", "bias"))
     y = silu(convolution(xBC[..., channels], w, parts.starts) + bias)
     return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
@@ -63,8 +59,6 @@ def _heads_output(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, dt: mx.array, B: mx.array, C: mx.array,
     heads: slice,
 ) -> mx.array:  # fmt: skip
-    """Returns o of `heads`, concatenated: [1, T, heads·head_dim]. B and C belong to the heads'
-    groups."""
     size = mixer.head_dim
     x = _convolved(mixer, parts, xBC, slice(heads.start * size, heads.stop * size), size)
     A_log, dt_bias, D = (
@@ -80,9 +74,8 @@ def state_space(u: mx.array, log_decay: mx.array, B: mx.array, C: mx.array) -> m
     """Returns Y, of u's shape, for u = Δ ∘ x [heads, T, P], the log decays [heads, T], B and C
     [groups, T, N].
 
-    All arrays are float32. Y is computed in chunks. `decays` returns Γ, γ and δ of a chunk, and γ'
-    is the chunk's last γ. U is the chunk's u, S the state before the chunk, and S₊ the state after
-    it:
+    `decays` returns Γ, γ and δ of a chunk, and γ' is the chunk's last γ. U is the chunk's u, S the
+    state before the chunk, and S₊ the state after it:
 
         Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U        S₊ = γ' S + (δ ∘ U)ᵀ B
     """

@@ -10,7 +10,7 @@
     stream    index i32, type of device i32 (0 is the CPU, 1 the GPU), device i32
     array     shape, dtype; a shape is a list of i32, a dtype i32 and the element size u8
 
-A list is its length u64 and its items. Ids are a list of u64. A text is a list of bytes.
+A list is its length u64 and its items.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES = (
 )
 
 STREAM = "<iii"
-SHAPE = "S"  # stands for a shape among the codes of `struct`
+SHAPE = "S"
 STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
@@ -61,10 +61,8 @@ def check_mlx() -> None:
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """Returns a file with one function: the primitive `name` on the CPU, with inputs like `inputs`.
-
-    The function returns one array, of `shape` and `dtype`. `state` has the items that `STATES`
-    lists for the primitive, none of which may be a shape.
+    """Returns a file with one function: the primitive `name` on the CPU, with inputs like
+    `inputs`.
     """
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids

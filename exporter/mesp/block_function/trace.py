@@ -24,9 +24,6 @@ def export_block(
 ) -> None:
     """Writes `function` to `path` (``….mlxfn``), with a trace for each rank and sequence length.
 
-    `packed` tells whether `function` takes packed records. The traces are made on the CPU, for
-    either device.
-
     Raises RuntimeError or OSError if the file cannot be written, ValueError if
     `check_block_functions` refuses the file, and MespError if the installed MLX has another file
     layout.

@@ -16,7 +16,6 @@ from mesp.errors import plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
 from mesp.folders import check_disk, locked
 
-# A bundle's data lies in one of these two folders; new data is written to the other one.
 FOLDERS = ("data", "data.2")
 
 
@@ -66,7 +65,7 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
     """Replaces the data of a finished bundle, and returns the bundle's new manifest.
 
     One rename switches to the new manifest and the new data. So an interruption leaves the bundle
-    whole. The next call removes files that an interrupted call has left.
+    whole.
     """
     with (
         plain_os_errors(f"Cannot write the data to {bundle}"),

@@ -101,8 +101,7 @@ class BlockGroup:
     length.
 
     A GPU uses `functions` and, for packed records, `packed_functions`. A CPU uses
-    `plain_functions`. Blocks with experts have no functions. The trainer computes blocks without
-    functions by its own formulas.
+    `plain_functions`. Blocks with experts have no functions.
     """
 
     layers: tuple[int, ...]
@@ -148,8 +147,7 @@ class Table:
 class DataSplit:
     """The files of a split. The split has `tokens` token ids, as one stream or as `count` examples.
 
-    `begin` replaces the first token of each window of a stream, unless it is None. With `pack`,
-    short examples share a sequence in training.
+    `begin` replaces the first token of each window of a stream, unless it is None.
     """
 
     file: str
@@ -213,11 +211,9 @@ class Manifest:
     blocks: tuple[BlockGroup, ...]
     embedding: Table
     head: Table
-    # The weight files of the per-layer embeddings, by matrix name.
     per_layer: Mapping[str, Table] = field(default_factory=dict)
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     end_tokens: tuple[int, ...] = ()
-    # The options that changed how the data's text was encoded; their names are in `ENCODING`.
     encoding: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[File, ...] = ()
 

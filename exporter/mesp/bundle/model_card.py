@@ -14,7 +14,6 @@ from mesp.source_model.copied_files import copy_files
 
 
 def front_matter(manifest: Manifest, **others: str) -> str:
-    """Returns a model card's YAML front matter, with `others` first."""
     model = manifest.model
     entries: dict[str, Any] = {**others}
     if model.revision:
@@ -30,9 +29,6 @@ def front_matter(manifest: Manifest, **others: str) -> str:
 
 
 def write_card(manifest: Manifest, folder: Path) -> None:
-    """Writes nothing if a README.md exists, or if the model is not from the Hugging Face Hub and
-    its licence is not known.
-    """
     path, head = folder / "README.md", front_matter(manifest)
     if not head or os.path.lexists(path):
         return

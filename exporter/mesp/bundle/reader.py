@@ -54,8 +54,7 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
 
 
 class Bundle:
-    """A bundle, read from its folder. Weight files are memory-mapped. MLX arrays copy the
-    mapped data."""
+    """A bundle, read from its folder. Weight files are memory-mapped."""
 
     def __init__(self, path: str | os.PathLike[str], formats: tuple[int, ...] = (FORMAT,)):
         self.path = Path(path)
@@ -120,11 +119,6 @@ class Bundle:
         return files
 
     def _expected_layouts(self) -> dict[str, Layout]:
-        """Returns the layouts that the weight files must have, up to offsets.
-
-        Raises ValueError or KeyError if the manifest's matrices are not those of the architecture,
-        or if a quantization is unknown.
-        """
         arch, dtype, files = self.architecture, self.manifest.dtype, self.weight_files()
         for group in self.manifest.blocks:
             block = arch.blocks[group.layers[0]]
@@ -304,9 +298,8 @@ class Bundle:
         `packed` its function for packed records.
 
         The function takes (x, lora, scale, weights), the inputs whose shapes `Block.given_shapes`
-        returns and, if `packed`, starts. `mesp.block_function.forward_pass` lists its outputs.
-        Raises MespError if the bundle lacks this function, the installed MLX does not read it, or
-        `check_block_functions` refuses its file.
+        returns and, if `packed`, starts. Raises MespError if the bundle lacks this function, the
+        installed MLX does not read it, or `check_block_functions` refuses its file.
         """
         group = self.group(index)
         if not group.files and self.architecture.blocks[index].mlp.experts:

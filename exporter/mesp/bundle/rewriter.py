@@ -22,9 +22,8 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced again. The other files are hard links or, if links are not possible,
-    copies. Raises MespError if the new bundle cannot be written. Then nothing of the new bundle is
-    left, and `source` is unchanged.
+    The other files are hard links or, if links are not possible, copies. Raises MespError if the
+    new bundle cannot be written. Then nothing of the new bundle is left, and `source` is unchanged.
     """
     in_place = options.out.resolve() == source.resolve()
     another = f"mesp-export or mesp data is writing to {source}"

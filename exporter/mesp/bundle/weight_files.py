@@ -45,8 +45,7 @@ def weight_files(
     """Returns the layout of every weight file and, if `weights` are given, its content.
 
     With `moments`, matrices in the affine mode are quantized by least squares, except the per-layer
-    embeddings. In other matrices, each weight becomes the nearest value. Matrices that the source
-    stores quantized keep their codes. The contents must be read in order.
+    embeddings. Matrices that the source stores quantized keep their codes.
     """
     quantizations = options.quantizations
     files: WeightFiles = {}

@@ -110,8 +110,6 @@ def several(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns an option that takes several values, separated by commas or given by repeating the
     option.
-
-    The command gets the result of `then(option, values)`.
     """
 
     def flat(_: click.Context, option: click.Parameter, given: tuple[list[Any], ...]) -> Any:
@@ -122,8 +120,6 @@ def several(
 
 
 def pairs(keys: tuple[str, ...]) -> Callable[[click.Option, list[str]], dict[str, str]]:
-    """Returns a function that parses KEY=VALUE texts into a dictionary, with a KEY from `keys`."""
-
     def made(option: click.Option, given: list[str]) -> dict[str, str]:
         found = dict(pair.partition("=")[::2] for pair in given)
         for key, value in found.items():

@@ -31,8 +31,6 @@ def given_data_options(context: click.Context) -> list[str]:
 
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options for data to a command. The command gets them as `data_options`."""
-
     @click.option(
         "--pack/--no-pack", default=None, show_default="--pack for text, --no-pack otherwise",
         help="Several records a sequence, or one: text is joined into one stream, and prompts with "

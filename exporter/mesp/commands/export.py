@@ -210,8 +210,7 @@ def describe_weights(manifest: Manifest) -> str:
     """Returns a description of the main quantization and of differences from it. Routers and
     experts' matrices are not considered.
 
-    If only the head differs, alone or with the embedding, its quantization is described. If other
-    matrices differ, the description only says that some do.
+    If only the head differs, alone or with the embedding, its quantization is described.
     """
     main, arch = manifest.quantization, manifest.architecture
     of_blocks = {

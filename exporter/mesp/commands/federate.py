@@ -99,8 +99,7 @@ def main(
 def prepare_federation(context: click.Context, simulated: bool = True) -> Federation:
     """Returns a federation with the command's options, or the federation to resume.
 
-    Writes the federation's settings. For a new federation, also writes the held-out tokens and, in
-    a simulation, all clients' tokens.
+    Writes the federation's settings.
     """
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = find_given(context, FederationSettings), find_given(context, TrainSettings)
@@ -158,8 +157,8 @@ def read_resumed(
     """Returns the bundle, the federation's settings and the training settings of the federation in
     `output`.
 
-    Given options replace recorded settings. Raises MespError if `output` has no federation's
-    settings, or if a given option would change the results.
+    Raises MespError if `output` has no federation's settings, or if a given option would change the
+    results.
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")

@@ -102,7 +102,6 @@ def main(
         save(folder, model, opened, quantized)
         if gguf_base is not None:
             write_modelfile(folder, FUSED_GGUF, opened)
-        # The fused model is measured in float32, like the other two models.
         model.set_dtype(mx.float32)
         losses.append(measure_with_progress(progress, "fused", model, opened, measured))
     if measured:
@@ -124,7 +123,6 @@ def main(
 def measure_with_progress(
     progress: ProgressCallback, what: str, model: nn.Module, bundle: Bundle, count: int
 ) -> float:
-    """Returns the held-out loss, or NaN if `count` is 0."""
     if not count:
         return float("nan")
     task = Task(progress, f"Held-out loss, {what}", count)

@@ -23,7 +23,7 @@ def show_records(path: Path, count: int) -> None:
     """Prints the first `count` records of the train split of the bundle at `path`.
 
     The part in the loss is between ⟦ and ⟧, in colour on a terminal. A stream counts as one record,
-    which is cut to its first sequence. The tokens at which generation stops are printed last.
+    which is cut to its first sequence.
     """
     bundle, console = Bundle(path), Console(soft_wrap=True, highlight=False)
     tokenizer = load_bundle_tokenizer(path)

@@ -7,7 +7,6 @@ from typing import Any
 from mesp.errors import MespError
 
 OPTIONS = "chat_template_kwargs"  # TRL's key for chat template options
-# The keys of a record that --columns can name columns for.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 # Names of columns and keys, in lower case and with _ for -, that no public data set uses for what a
 # model reads or writes.
@@ -15,14 +14,13 @@ NEVER_CONTENT = (*(files("mesp.data") / "never_content.txt").read_text("utf-8").
 
 
 def is_empty(value: Any) -> bool:
-    """Returns whether a value says nothing: null, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def refuse_unread(places: Iterable[tuple[str, Iterable[str]]]) -> None:
     """Raises MespError if a record has columns or keys that nothing reads and that may be content.
 
-    `places` has each record's place, and the names. The message has the names of all records.
+    `places` has each record's place, and the names.
     """
     found: dict[str, list[str]] = {}
     for where, unread in places:
@@ -45,8 +43,7 @@ def refuse_unread(places: Iterable[tuple[str, Iterable[str]]]) -> None:
 class Fields:
     """A record's columns, under the keys that --columns gives them. A kind takes what it reads.
 
-    Null counts as absent. `unread` collects the names of the message's keys that nothing reads.
-    Raises MespError if one of `columns` is not there.
+    Null counts as absent. Raises MespError if one of `columns` is not there.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ from mesp.errors import MespError
 from mesp.files import read_object, root_of
 from mesp.hub_download import download
 
-# Files of a folder that `save_to_disk` wrote: of a dataset, or of its splits in subfolders.
 SAVED = ("state.json", "dataset_dict.json")
 # The keys of a dataset's configuration that do not say how its files are read.
 OF_FILES = ("name", "version", "data_dir", "data_files", "description")
@@ -75,8 +74,6 @@ def read_dataset(
 
 
 def refuse_scripts(datasets: ModuleType) -> None:
-    """Raises MespError for versions of the library below 4, which can run Python scripts of a
-    dataset."""
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise MespError(
             f"The datasets library is {datasets.__version__}, which runs scripts that come with a "
@@ -162,7 +159,7 @@ def _within(data: str, builder: Any, file: str) -> tuple[str, str | None]:
 def _refuse_ways_of_reading(data: str, config: Any, names: Iterable[str]) -> None:
     """Raises MespError if a dataset's README.md sets options for reading its files.
 
-    MeSP's readers ignore such options. Only a tab as the separator of .tsv files is accepted.
+    MeSP's readers ignore such options.
     """
     usual = type(config)()
     ways = [

@@ -50,9 +50,7 @@ def encode_conversation(rendering: Rendering, loss_on: str) -> Encoded:
     """Returns an encoded conversation. `loss_on` names the part in the loss: ``answers``, ``last``
     (the last message, if it is an answer) or ``all``.
 
-    An answer includes its end token. Some templates mark answers by `{% generation %}`. With other
-    templates, the conversation is rendered up to each answer to find the answer. If the template
-    ends the model's turn without an end token, the tokenizer's end token is added.
+    With other templates, the conversation is rendered up to each answer to find the answer.
 
     Raises MespError if the conversation cannot be trained on, for example because an answer is
     empty or contains an end token.
@@ -111,9 +109,6 @@ def rendered_tokens(rendering: Rendering, count: int, asks: bool = False) -> lis
 def _tokens(rendering: Rendering, text: str, written: Bounds, marked: str) -> dict[str, Any]:
     """Returns the ids of a rendering and their bounds. Special tokens within `written` are encoded
     as ordinary text.
-
-    With `split_special`, raises MespError unless the result has the same special tokens as
-    `marked`.
     """
     encoded = tokens(rendering.tokenizer, text, written)
     if rendering.split_special:
@@ -208,7 +203,6 @@ def _bounds(form: Form, index: int) -> tuple[int, int, str]:
 
 
 def _asked(form: Form, index: int) -> str:
-    """Returns an empty string for the first message, or if the template fails."""
     try:
         return form.render(index, asks=True) if index else ""
     except Exception:
@@ -241,9 +235,6 @@ def _last_mark(form: Form, beginning: str) -> tuple[int, int]:
 
 
 def _agreed(tokenizer: Any, a: str, b: str) -> int:
-    """Returns the number of characters in two texts' common beginning. Unless one text begins with
-    the other, the common beginning is cut to whole tokens.
-    """
     longest = min(len(a), len(b))
     if a[:longest] == b[:longest]:
         return longest
@@ -255,11 +246,7 @@ def _agreed(tokenizer: Any, a: str, b: str) -> int:
 def _with_ends(
     rendering: Rendering, spans: dict[int, Span], written: Bounds, notes: list[str]
 ) -> tuple[str, dict[int, Span], Bounds, str]:
-    """Returns the rendering with an end token after each answer that ends the model's turn.
-
-    Also returns the places of the answers and of `written` in the new rendering, and the added
-    text.
-    """
+    """Returns the rendering with an end token after each answer that ends the model's turn."""
     tokenizer, text = rendering.tokenizer, rendering.text
     is_end = _end_patterns(tokenizer, str(tokenizer.chat_template), *end_tokens(tokenizer))
     pieces, ended, at, shift = [], {}, 0, 0
@@ -296,9 +283,6 @@ def _with_ends(
 def _end_patterns(
     tokenizer: Any, template: str, *ends: int
 ) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Returns a pattern for a text that ends with an end token, and one for a text that begins with
-    it.
-    """
     followed = _template_ends(tokenizer, template)[1]
     written = {tokenizer.decode([id]) for id in {*ends, *followed}}
     token = "|".join(map(re.escape, sorted(filter(str.strip, written), key=len, reverse=True)))
@@ -307,9 +291,6 @@ def _end_patterns(
 
 @lru_cache(maxsize=4096)
 def _goes_on(form: Form, index: int) -> bool:
-    """Returns whether the model's turn goes on after the answer in message `index`: the template
-    writes no header before the next answer, or after the results of tools.
-    """
     messages = form.messages
     results = [*takewhile(lambda m: m["role"] in ("tool", "function"), messages[index + 1 :])]
     count = index + 1 + len(results)
@@ -335,7 +316,6 @@ def _goes_on(form: Form, index: int) -> bool:
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Returns the tokenizer's end tokens and the tokens that end an answer in the chat template."""
     last, _ = _template_ends(tokenizer, str(tokenizer.chat_template))
     return {*tokenizer.eos_token_ids, *last}
 

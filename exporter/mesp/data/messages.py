@@ -1,9 +1,3 @@
-"""Converts a record's messages to the form that chat templates take.
-
-`content` is a string, the `arguments` of a tool call are an object, and `weight` is 0 for an answer
-that is not trained.
-"""
-
 from __future__ import annotations
 
 import json
@@ -16,18 +10,16 @@ from mesp.files import parse_json
 Message = dict[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-# The keys of a part of content. The last four hold no text.
+# The keys of a part of content.
 PART_KEYS = ("type", "text", "id", "index", "annotations", "cache_control")
-# Fields that say whether an answer or a record is trained, and the value that means yes. For
-# example, Mistral and OpenAI have `weight`, Axolotl has `train` and `training`, ms-swift has
+# For example, Mistral and OpenAI have `weight`, Axolotl has `train` and `training`, ms-swift has
 # `loss`, and torchtune has `masked`.
 WEIGHTS = {"weight": 1, "train": 1, "training": 1, "trainable": 1, "loss": 1, "masked": 0}
 TRUTHS = {"0": 0, "1": 1, "true": True, "false": False, "": None}
 CALLS = "tool_calls"
 CALL_KEYS = ("id", "type", "index", "function")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
-# Names that a record's options must not have. They are arguments of transformers'
-# `apply_chat_template`, or other variables of the template.
+# Names that a record's options must not have.
 FIXED_OPTIONS = (
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
@@ -128,10 +120,6 @@ def _taken(fields: Fields, entries: dict[str, Any], known: tuple[str, ...]) -> d
 
 
 def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
-    """Returns tool calls in transformers' form.
-
-    The given calls may lack ``function``, and may have arguments as JSON in a string.
-    """
     if not isinstance(calls, list):
         raise MespError(f'{where} with "{CALLS}" that is not a list.')
     found = []
@@ -157,10 +145,6 @@ def _calls(fields: Fields, where: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any, empty: str, fault: str, strict: bool = False) -> Any:
-    """Returns a value, or the value of a JSON text. An empty text counts as the text `empty`.
-
-    Raises MespError with the message `fault` if the text is not valid JSON.
-    """
     try:
         return parse_json(value or empty, strict) if isinstance(value, str) else value
     except ValueError as error:
@@ -199,10 +183,7 @@ def check_options(where: str, options: Any) -> dict[str, Any]:
 
 
 def read_weight(where: str, entries: dict[str, Any]) -> int | None:
-    """Removes from `entries` the fields that say whether a message or a record is trained.
-
-    Returns 1 if it is trained, 0 if not, and None if no such field has a value.
-    """
+    """Returns 1 if it is trained, 0 if not, and None if no such field has a value."""
     weights = []
     for key in [key for key in WEIGHTS if key in entries]:
         value = as_truth(entries.pop(key))

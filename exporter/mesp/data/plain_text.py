@@ -12,7 +12,7 @@ from mesp.data.loss_mask import Encoded, alike, empty_answer, end_tokens
 from mesp.data.special_tokens import encode_split, piece
 from mesp.errors import MespError
 
-PIECE = 1 << 14  # a text is cut at a start of a line after this many characters
+PIECE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ def _normal(text: str) -> str:
 def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False) -> list[int]:
     """Returns the ids of a text to be continued.
 
-    The begin token is added if the tokenizer uses one and the text lacks it. With `split_special`,
-    special tokens in the text are encoded as ordinary text.
+    The begin token is added if the tokenizer uses one and the text lacks it.
     """
     begins = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     if split_special:
@@ -81,8 +80,7 @@ def encode_plain_prompt(tokenizer: Any, prompt: str, split_special: bool = False
 def encode_text(tokenizer: Any, text: str, is_file: bool, split_special: bool) -> list[int]:
     """Returns the ids of a text, as mlx-lm's TextDataset does.
 
-    The text of a file is encoded in pieces. Begin and end tokens in the text are not repeated,
-    unless `split_special` makes them ordinary text.
+    The text of a file is encoded in pieces.
     """
     if is_file:
         begin = begin_of_text(tokenizer)

@@ -39,10 +39,9 @@ def encode_prompt(
 ) -> list[int]:
     """Returns the token ids of `prompt`, for generation.
 
-    With `chat`, the prompt becomes a user's message in the chat template. A `system` message comes
-    first, if given. If `chat` is None, the template is used if there is one. With `split_special`,
-    special tokens in `prompt` and `system` are encoded as ordinary text. `options` are arguments of
-    the template.
+    With `chat`, the prompt becomes a user's message in the chat template. If `chat` is None, the
+    template is used if there is one. With `split_special`, special tokens in `prompt` and `system`
+    are encoded as ordinary text.
     """
     try:
         prompt.encode()
@@ -73,10 +72,6 @@ def encode_prompt(
 def encode_in_template(
     tokenizer: Any, conversation: Conversation, split_special: bool = False
 ) -> list[int]:
-    """Returns the token ids of a conversation in the chat template, with the generation prompt.
-
-    `split_special` is as in `encode_prompt`.
-    """
     rendering = render_checked(tokenizer, conversation, split_special)
     return rendered_tokens(rendering, len(conversation.messages), asks=True)
 

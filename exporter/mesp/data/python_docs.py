@@ -37,11 +37,7 @@ PROMPT_WORDS, ANSWER_WORDS = 8, 12
 
 
 def python_docs_pairs() -> dict[str, list[Pair]]:
-    """Returns pairs of answers made from `python_docs`.
-
-    A prompt is the beginning of a paragraph, the chosen answer its continuation, and the rejected
-    answer the same words in reverse order.
-    """
+    """Returns pairs of answers made from `python_docs`."""
     return {split: _pairs(documents) for split, documents in python_docs().items()}
 
 

@@ -1,6 +1,4 @@
-"""The kinds of records, a class each. `read` takes a record's columns, `render` puts it into the
-chat template or joins its texts, and `mask` gives its token ids and the tokens in the loss.
-"""
+"""The kinds of records, a class each."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ COLUMNS = "Name other columns with --columns, as in prompt=question,completion=a
 # The labels of answers, one byte each. BAD and GOOD are for single answers, and REJECTED and CHOSEN
 # for pairs.
 BAD, GOOD, REJECTED, CHOSEN = range(4)
-# A dialogue in one text, as in Anthropic's HH: each turn begins with its speaker.
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 Said = str | list[Message]  # a prompt or an answer
@@ -38,8 +35,7 @@ Said = str | list[Message]  # a prompt or an answer
 class Record:
     """A record. `where` is its place, for error messages.
 
-    `unread` are the names of its columns and keys that have values and that nothing reads. A record
-    that `is_left_out` is marked not to be trained.
+    `unread` are the names of its columns and keys that have values and that nothing reads.
     """
 
     kind: ClassVar[str]
@@ -280,8 +276,8 @@ def read_record(
 ) -> AnyRecord:
     """Returns a record of one of `KINDS`, with the values of `columns` under their keys.
 
-    Null counts as absent. Raises MespError if the record is of no kind, lacks one of `columns`, or
-    has a value that cannot be used.
+    Raises MespError if the record is of no kind, lacks one of `columns`, or has a value that cannot
+    be used.
     """
     fields = Fields(where, record, columns, ignored)
     weight = read_weight(f"{where} has", fields.values)
@@ -355,7 +351,7 @@ def _alike(chosen: Any, rejected: Any) -> Any:
 
 def _shared_text(chosen: str, rejected: str) -> str | None:
     """Returns the prompt that two texts begin with: all before the last answer of a dialogue, or
-    else whole words. Returns None for dialogues that differ before the last answer.
+    else whole words.
     """
     alike = str(_alike(chosen, rejected))
     if HUMAN in chosen or ASSISTANT in chosen:

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO, NamedTuple
 from mesp.errors import MespError
 from mesp.files import UnclearError, open_regular, parse_json
 
-# The file names and dataset splits that mean train, valid and test.
 SPLITS = {
     "train": ("train",),
     "valid": ("valid", "validation", "val", "dev", "eval", "evaluation"),
@@ -29,7 +28,7 @@ SIZE = 4 << 30
 UNPACKED, TIMES = 16 << 20, 200
 ROWS = 4096
 
-Row = tuple[str, str | dict[str, Any]]  # a place, for error messages, and a text or a record
+Row = tuple[str, str | dict[str, Any]]
 
 
 class FileName(NamedTuple):
@@ -68,7 +67,7 @@ SHARD = re.compile(r"(?P<stem>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-
 def read_file(
     path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
 ) -> Iterator[Row]:
-    """Yields the records of a file, or its one text. Error messages call the file `name`.
+    """Yields the records of a file, or its one text.
 
     Raises MespError if the file cannot be read, is damaged or not regular, has no reader, or has
     more than `size` bytes of text.
@@ -199,7 +198,6 @@ def read_cell(where: str, value: Any, type: Any = None) -> Any:
     return value
 
 
-# The readers. Their arguments are a file, its name, and the maximum size in bytes.
 
 
 def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
@@ -236,9 +234,6 @@ def _line(name: str, number: int, line: str) -> Row:
 
 
 def _read_table(file: BinaryIO, name: str, most: int, delimiter: str = ",") -> Iterator[Row]:
-    """Yields the rows of a table with a header row. Cells are strings, whose line ends are line
-    feeds.
-    """
     csv.field_size_limit(most)
     rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig"), delimiter=delimiter, strict=True)
     columns: list[str] = []

@@ -33,8 +33,7 @@ class Selection:
     """The part of the data that is read.
 
     `subset` is the name of a dataset's configuration. `splits` has the source of each of MeSP's
-    splits, as an expression of the datasets library. `columns` has the column for each key of a
-    record. `ignored` are the fields of records and messages to leave out.
+    splits, as an expression of the datasets library.
     """
 
     subset: str | None = None
@@ -103,8 +102,7 @@ def may_be_data(name: str) -> bool:
 def data_files(folder: Path) -> list[str]:
     """Returns the names of the files in a folder, at any depth, that may be data.
 
-    Links to folders count as files. Raises MespError if there are too many files, or if a folder
-    cannot be listed.
+    Raises MespError if there are too many files, or if a folder cannot be listed.
     """
 
     def stop(error: OSError) -> None:

@@ -1,8 +1,7 @@
 """Encodes special tokens in texts: as special tokens, or split into ordinary text.
 
 With --split-special-tokens, a text outside of a conversation is encoded with transformers' option
-`split_special_tokens`. In a conversation, the chat template's own special tokens stay special. Each
-special token in a message is encoded separately, without SentencePiece's leading space.
+`split_special_tokens`.
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def tokens(tokenizer: Any, text: str, written: Bounds = ()) -> dict[str, Any]:
 def piece(
     tokenizer: Any, text: str, is_first: bool, is_written: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the ids of a piece of a text and their bounds. With `is_written`, the special tokens
-    in the piece are encoded as ordinary text.
+    """Returns the ids of a piece of a text and their bounds.
 
     SentencePiece puts a space before the beginning of a text. So a piece that is not the first is
     encoded after a line feed. If the piece shares a token with the line feed, a colon takes its

@@ -19,18 +19,14 @@ class Split:
     """A tokenized split: `tokens` uint32 [N] and, unless the split is a stream, `examples` uint32
     [M, 2].
 
-    An example is (start, length): the tokens [start, start + length).
-
     `mask` uint8 [N] is 1 if the prediction of a token is in the loss, else 0. Without a mask, all
     predictions are in the loss. No token predicts the first token of an example, whatever its mask.
-    At least one later token of each example is in the loss.
 
     `labels` uint8 [M] are people's labels of the examples, or None. `begin` replaces the first
     token of each window, unless it is None. With `pack`, short examples share a sequence in
     training, but do not see each other's tokens. `ends` are the tokens at which generation stops,
-    ascending. `encoding` has the options that changed the encoding of texts. `too_long` counts
-    records that were cut or split, `left_out` records without a token to predict, and `no_room`
-    records whose tokens in the loss come after the longest sequence.
+    ascending. `too_long` counts records that were cut or split, `left_out` records without a token
+    to predict, and `no_room` records whose tokens in the loss come after the longest sequence.
     """
 
     tokens: np.ndarray
@@ -57,8 +53,7 @@ def as_examples(
     """Returns examples of at most `seq_len` + 1 tokens.
 
     A longer example is cut, or split into pieces. A piece begins with the last token of the piece
-    before it, so each token in the loss is predicted once. Examples without a token in the loss are
-    left out. Raises MespError if no example is left.
+    before it, so each token in the loss is predicted once. Raises MespError if no example is left.
     """
     longest = seq_len + 1
     parts, examples = [], []
@@ -88,9 +83,6 @@ def as_examples(
 
 
 def _joined(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the tokens of all parts, uint32 [N], and their mask, uint8 [N], or None if the mask
-    is all ones.
-    """
     tokens = np.concatenate([np.array(part.ids, np.uint32) for part in parts])
     mask = np.concatenate([part.mask for part in parts])
     return tokens, None if mask.all() else mask.astype(np.uint8)
@@ -98,7 +90,7 @@ def _joined(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
 
 def as_answers(data: str, encoded: Sequence[Encoded], seq_len: int) -> Split:
     """Returns one example for each answer of preference data: prompt and answer, cut to `seq_len` +
-    1 tokens. A pair's chosen answer comes right before its rejected answer.
+    1 tokens.
     """
     longest = seq_len + 1
     parts: list[Encoded] = []
@@ -148,7 +140,7 @@ def check_labels(data: str, splits: Mapping[str, Split]) -> None:
 
 def held_out_of(count: int, fraction: float, least: int = 1) -> int:
     """Returns how many of `count` records or tokens are held out: `fraction` of them, at least
-    `least`. Returns 0 if `fraction` is 0.
+    `least`.
     """
     if not 0 <= fraction < 1:
         raise MespError(f"--hold-out is 0 or more and below 1, and not {fraction}.")
@@ -156,9 +148,6 @@ def held_out_of(count: int, fraction: float, least: int = 1) -> int:
 
 
 def hold_out_records(data: str, records: dict[str, list[Any]], fraction: float) -> None:
-    """Moves the last `fraction` of the records to ``valid``, unless there is a valid split or
-    `fraction` is 0.
-    """
     if "valid" in records:
         return
     train = records["train"]
@@ -173,9 +162,6 @@ def hold_out_records(data: str, records: dict[str, list[Any]], fraction: float) 
 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int, fraction: float) -> None:
-    """Moves the last `fraction` of the stream to ``valid``, unless there is a valid split or
-    `fraction` is 0.
-    """
     train = splits["train"] if "valid" not in splits else None
     held_out = held_out_of(len(train.tokens), fraction, seq_len + 1) if train else 0
     if train and held_out:

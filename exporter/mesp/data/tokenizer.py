@@ -13,10 +13,6 @@ ROUND_TRIP_TEXT = "A text of 2 lines,\nwhich comes back."
 
 
 def load_checked_tokenizer(folder: Path, model: str) -> Any:
-    """Returns the tokenizer in a model's folder; None if the folder has none.
-
-    `model` is the model's name, for error messages.
-    """
     if not _has_tokenizer(folder):
         return None
     tokenizer = load_tokenizer(folder)
@@ -60,8 +56,7 @@ def load_tokenizer(
     """Returns the tokenizer in a model's folder or a bundle, in mlx-lm's wrapper.
 
     The end tokens come from the tokenizer's files, the model's files and the chat template. Raises
-    MespError if the tokenizer cannot be loaded, or if the folder has none. The message for a
-    missing tokenizer includes `without`.
+    MespError if the tokenizer cannot be loaded, or if the folder has none.
     """
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")
@@ -134,9 +129,6 @@ def _kind_of_model(folder: Path) -> Any:
 
 
 def load_bundle_tokenizer(bundle: Path) -> Any:
-    """Returns the bundle's tokenizer. The end tokens of the bundle's manifest are added to the
-    tokenizer's.
-    """
     tokenizer = load_tokenizer(bundle, "which generating needs; export a model that has one")
     with plain_errors(f"The manifest of {bundle} cannot be read"):
         ends = read_object(bundle / "manifest.json").get("end_tokens", [])

@@ -19,8 +19,6 @@ from mesp.errors import MespError
 def main() -> None:
     """Builds or finds mesp-engine and prints its path. With the argument mesp-count, does so for
     mesp-count.
-
-    With --mlx, only prints the folder of the mlx package that the programs are built with.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

@@ -22,13 +22,11 @@ from mesp.errors import MespError, plain_os_errors
 
 log = logging.getLogger(__name__)
 
-# The folder of the checkout, if the package runs from one.
 CHECKOUT = Path(__file__).resolve().parents[3]
 SOURCES = Path(__file__).with_name("sources")
 # The folder with a wheel's built engine. Its file `mlx-version` has the version of MLX that the
 # engine needs.
 CARRIED = Path(__file__).with_name("programs")
-# The path from CARRIED to the installed `mlx` package, in the dynamic loader's notation.
 MLX_FROM_CARRIED = f"{'@loader_path' if sys.platform == 'darwin' else '$ORIGIN'}/../../../mlx"
 
 VERSION_SECONDS = 60.0
@@ -95,9 +93,7 @@ def misfit(carried: Path) -> str:
 def find_counter(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
     """Returns a mesp-count that is ready to run.
 
-    The program is the one beside the engine that MESP_ENGINE names. If that is missing or of
-    another version, the program is the checkout's or the one in the user's cache, built as
-    `find_engine` builds engines.
+    The program is the one beside the engine that MESP_ENGINE names.
     """
     if sys.platform != "linux":
         raise MespError("mesp-count counts on Linux only.")
@@ -173,7 +169,6 @@ def version_of(program: Path) -> str:
 
 
 def ready_in_cache(sources: Path, program: Program = ENGINE) -> Path:
-    """Builds the program if it is missing or does not start."""
     if not has_sources(sources):
         raise MespError(
             f"{program.name}'s sources have not been installed with this package: install MeSP "
@@ -281,9 +276,8 @@ def build_program(
 ) -> Path:
     """Builds a program for release and returns its path.
 
-    `checkout` is the folder of a checkout, or of a copy of its Swift package. `scratch` is the
-    build folder, by default the package's .build. With `for_wheel`, the program runs without an
-    installed Swift, and finds MLX relative to the folder CARRIED.
+    `scratch` is the build folder, by default the package's .build. With `for_wheel`, the program
+    runs without an installed Swift, and finds MLX relative to the folder CARRIED.
     """
     swift = shutil.which("swift")
     if swift is None:

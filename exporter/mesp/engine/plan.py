@@ -14,20 +14,12 @@ from mesp.settings.train_settings import OPTIMIZERS, TrainSettings
 
 
 def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
-    """Returns the plan of a run for each sequence length, with mesp-train's defaults and the
-    bundle's first rank.
-    """
     size = {"bundle": str(bundle.resolve()), "rank": manifest.ranks[0]}
     size["optimizer"] = choose_optimizer("mesp")
     return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest.seq_lens}
 
 
 def predicted_memory(out: Path, manifest: Manifest) -> str | None:
-    """Returns a description of the predicted peak memory and the lowest memory limit, for each
-    length.
-
-    Returns None if the engine has not been built or refuses such a run.
-    """
     try:
         plans = find_plans(out, manifest)
     except MespError:
@@ -40,7 +32,6 @@ def predicted_memory(out: Path, manifest: Manifest) -> str | None:
     return "training peaks at " + ", ".join(peaks)
 
 
-# Descriptions of a plan's `order`: the order in which a step computes its sequences.
 ORDERS = {
     "sequences": "one sequence after the other",
     "blocks": "all its sequences go through a block before the next",

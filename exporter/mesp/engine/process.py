@@ -59,10 +59,7 @@ class Engine:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Lets the signal that kills the engine also raise KeyboardInterrupt in this context.
-
-        The context is for computations in this process that the engine waits for.
-        """
+        """Lets the signal that kills the engine also raise KeyboardInterrupt in this context."""
         self.is_waiting = True
         try:
             yield
@@ -103,9 +100,8 @@ def running(
 ) -> Iterator[Engine]:
     """Runs `mesp-engine COMMAND SETTINGS` or mesp-count. The program ends with the context.
 
-    `environment` is added to this process's environment. With `interruptible`, ending signals are
-    forwarded to the engine, which then stops cleanly. Raises MespError if the engine cannot be
-    started, or takes more than `timeout` seconds.
+    With `interruptible`, ending signals are forwarded to the engine, which then stops cleanly.
+    Raises MespError if the engine cannot be started, or takes more than `timeout` seconds.
     """
     program = engine or find_engine()
     with ExitStack() as stack:
@@ -198,8 +194,7 @@ def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> 
 def _forwarded_signals(engine: Engine) -> Iterator[None]:
     """Forwards signals to the engine, and records those that ask for an end.
 
-    The engine has its own session, so Ctrl-C in a terminal reaches only this process. A second
-    signal that asks for an end kills the engine.
+    A second signal that asks for an end kills the engine.
     """
     process = engine.process
 
@@ -275,8 +270,7 @@ def stream_records(
 ) -> Iterator[Record]:
     """Yields the records that `mesp-engine COMMAND` prints with these settings.
 
-    Signals are forwarded to the engine. If a signal asked the engine to end, the ``end`` record has
-    that ``signal``.
+    If a signal asked the engine to end, the ``end`` record has that ``signal``.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
         for record in started:
@@ -298,7 +292,6 @@ def generate(
     stop: Sequence[int] = (),
     device: str | None = None,
 ) -> Iterator[Record]:
-    """Yields the engine's records as they arrive: ``token`` records, then one ``end`` record."""
     check_device(device)
     settings = {
         "bundle": str(bundle.resolve()),
@@ -328,8 +321,6 @@ class Score(NamedTuple):
 
 
 class Evaluator:
-    """A running engine with a bundle's model. Requests consist of token ids."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 

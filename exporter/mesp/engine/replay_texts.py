@@ -43,7 +43,6 @@ def sample_replay_texts(
 
     Each example is an opening, followed by at most `LENGTH` tokens. The opening is the chat
     template's text before a user's first words or, if there is none, the begin or end token.
-    `options` are arguments of the template.
     """
     start = find_opening(tokenizer, options or {})
     length = min(seq_len + 1, len(start) + LENGTH)

@@ -38,7 +38,6 @@ from mesp.settings.rules import check_settings
 from mesp.settings.train_settings import TrainSettings
 
 SETTINGS_NAME = "settings.json"
-# Subfolders of a run's folder, with tokens of general text and of replayed texts.
 GENERAL, REPLAY = "general", "replay"
 
 StrPath = str | os.PathLike[str]
@@ -358,10 +357,6 @@ def not_settings(folder: Path) -> MespError:
 
 @contextmanager
 def _settings_file(path: Path, settings: bytes, resume: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """Writes a run's settings.json, and yields its path and a list for new folders.
-
-    If the run fails before it has a log, settings.json and the new folders are removed.
-    """
     home, made = path.parent, list[Path]()
     if resume:
         with tempfile.TemporaryDirectory(prefix="mesp-") as temporary:

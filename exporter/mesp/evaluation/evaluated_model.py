@@ -39,8 +39,7 @@ class EvaluatedModel:
         """Returns the token ids of a prompt and of its continuation, as lm-evaluation-harness does.
 
         White space at the end of the prompt moves to the continuation. The continuation's ids are
-        those after the prompt's when both are encoded as one text. An empty prompt becomes
-        `prefix_token`. The encoder is `encode` or, if that is None, the tokenizer.
+        those after the prompt's when both are encoded as one text.
         """
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation

@@ -143,7 +143,6 @@ def run(
     manager: TaskManager,
     kwargs: Mapping[str, Any],
 ) -> tuple[list[Metric], dict[str, Any]]:
-    """Returns the tasks' metrics, and the harness's records of each document."""
     if tasks.chat and not model.tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
     try:
@@ -161,7 +160,7 @@ def run(
         raise
     except MespError as error:
         raise MespError(f"{', '.join(tasks.names)}: {error.message.rstrip('.')}.") from error
-    except Exception as error:  # a task's own YAML and Python can raise anything
+    except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MespError(
             f"lm-evaluation-harness cannot run {', '.join(tasks.names)}: {reason}"
@@ -192,11 +191,6 @@ def _negated_exponential(value: float) -> float:
 
 
 def _metric(name: str, value: float, values: Sequence[Any], **known: Any) -> Metric:
-    """Returns a metric of the harness, with its `value` and the documents' `values`.
-
-    The documents' values are numbers, or pairs of a log-likelihood and its divisor. If no known
-    formula combines them to `value`, the metric has only `value`.
-    """
     try:
         columns = np.asarray(values, float)
     except (TypeError, ValueError):

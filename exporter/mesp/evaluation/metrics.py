@@ -45,7 +45,7 @@ def interval(drawn: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of n records: `final`(Σ sums / Σ weights). Without sums, only `value` is known."""
+    """A metric of n records: `final`(Σ sums / Σ weights)."""
 
     name: str
     value: float

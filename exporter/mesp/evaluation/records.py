@@ -26,8 +26,6 @@ class TextRecord:
 
 @dataclass(frozen=True)
 class ChoiceRecord:
-    """A prompt and its possible continuations. `answer` is the index of the right continuation."""
-
     where: str
     prompt: str
     choices: list[str]

@@ -19,7 +19,7 @@ from mesp.formatting import decimal
 class Row:
     """A metric of a model.
 
-    `adapters` describes the model's adapters. `difference` is the difference from the base model.
+    `adapters` describes the model's adapters.
     """
 
     task: str | None
@@ -33,10 +33,7 @@ class Row:
 def make_rows(
     adapters: Sequence[str | None], metrics: Sequence[Sequence[Metric]]
 ) -> tuple[Row, ...]:
-    """Returns a row for each metric of each model.
-
-    If the first model has no adapters, the other models are compared with the first.
-    """
+    """Returns a row for each metric of each model."""
     return tuple(
         Row(
             metric.task,

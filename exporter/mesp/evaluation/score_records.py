@@ -98,8 +98,6 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
     pairs = [model.encode_pair(prompt, c, not options.chat, encode) for c in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
-    # acc_norm divides the log-likelihood by the number of the choice's characters, as in
-    # lm-evaluation-harness.
     by_length = [v / len(c.strip()) for v, c in zip(values, record.choices, strict=True)]
     chosen = [max(range(len(each)), key=each.__getitem__) for each in (values, by_length)]
     return {
@@ -111,10 +109,6 @@ def _score_choices(model: EvaluatedModel, record: ChoiceRecord, options: Scoring
 
 
 def _in_chat(rendering: Rendering, prompt: str, text: str, add_special_tokens: bool) -> list[int]:
-    """Returns the ids of `text`: the rendered `prompt`, with or without a choice after it.
-
-    Special tokens in the user's message and the choice are encoded as ordinary text.
-    """
     written = rendering.written(rendering.form.render(1, asks=True), prompt)
     choice = special_pattern(rendering.tokenizer).finditer(text, len(prompt.rstrip()))
     bounds = [*written, *(found.span() for found in choice)]

@@ -26,10 +26,6 @@ KEPT, KEPT_STEPS = "privacy", "private-steps"
 
 
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
-    """Returns an app that trains as the client that `find` returns.
-
-    With `tells`, the error has the reason, which may name the client's files.
-    """
     app = ClientApp(mods=[in_float32, with_own_noise])
 
     @app.train()
@@ -63,7 +59,6 @@ def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
 def log_privacy(
     client: Client, trained: Trained, config: Mapping[str, Any], context: Context
 ) -> None:
-    """Logs the ε of all of a client's DP-SGD steps in this `flwr run` since its node started."""
     sampled = config["batch_size"] / trained.examples
     counts, probabilities = [config["steps"]], [sampled]
     if KEPT_STEPS in context.state:

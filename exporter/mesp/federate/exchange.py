@@ -1,14 +1,12 @@
 """The messages between the server and its clients: LoRA matrices.
 
-An array joins one module's A, or its B, of all trained blocks. For example,
-`self_attn.q_proj.lora_b` has the shape [blocks, rank, out].
+An array joins one module's A, or its B, of all trained blocks.
 
 A client gets the round's arrays and returns the trained arrays. With `freeze_a`, only each B is
 sent, because every client makes the same A from the run's seed.
 
-With `float32`, arrays are sent unrounded. With `bfloat16`, the server sends rounded arrays, and a
-client returns its rounded change. The server adds the change to its own float32 arrays. So rounding
-a large number loses no small update.
+With `bfloat16`, the server sends rounded arrays, and a client returns its rounded change. The
+server adds the change to its own float32 arrays.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from mesp.models.architecture import Architecture
 
 Arrays = dict[str, np.ndarray]
 EXCHANGES = ("float32", "bfloat16")
-# The largest number in adapters that are averaged. Sums of a million such numbers or of their
-# squares do not overflow in float32.
+# The largest number in adapters that are averaged.
 MOST = 1e6
 
 

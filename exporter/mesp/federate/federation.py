@@ -92,8 +92,7 @@ TRAINING = {"steps": 10, "freeze_a": True}
 class Rounds:
     """The rounds in `folder`.
 
-    `training` are the clients' settings for mesp-engine. `evaluation` are the settings of a run
-    that only evaluates.
+    `training` are the clients' settings for mesp-engine.
     """
 
     folder: Path
@@ -128,8 +127,7 @@ class Rounds:
     ) -> dict[str, Any]:
         """Evaluates and saves the averaged matrices, and returns the round's record.
 
-        Without `arrays`, saves the initial matrices. `state` is the strategy's state, which a
-        resumed federation needs.
+        Without `arrays`, saves the initial matrices.
         """
         partial = self.folder / "partial"
         remove_link(partial)
@@ -202,7 +200,6 @@ class Federation:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that a client gets in each round, without the round's number."""
         return {
             "model": str(read_manifest(Path(self.options["bundle"])).model),
             "exchange": self.options["exchange"],

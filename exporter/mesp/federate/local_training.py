@@ -17,7 +17,7 @@ from mesp.runs.log import LOG_NAME, RunLog
 from mesp.settings.declaration import list_settings
 from mesp.settings.train_settings import TrainSettings
 
-# The settings of a client's run that a server may set. None of them is a path.
+# The settings of a client's run that a server may set.
 SETTINGS = tuple(
     declared.key or name
     for name, declared in list_settings(TrainSettings).items()
@@ -29,8 +29,7 @@ SETTINGS = tuple(
 class Client:
     """A client of a federation.
 
-    `data` is a folder of tokens, or None for the bundle's own data. `privacy` are the client's own
-    settings of DP-SGD.
+    `data` is a folder of tokens, or None for the bundle's own data.
     """
 
     name: str
@@ -43,8 +42,7 @@ class Client:
 class Trained:
     """The result of a client's training in a round.
 
-    `targets` is the number of trained tokens in the loss. `examples` is the number of records that
-    DP-SGD draws from, or None without DP-SGD.
+    `targets` is the number of trained tokens in the loss.
     """
 
     arrays: Arrays

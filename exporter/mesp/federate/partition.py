@@ -1,7 +1,7 @@
 """Divides data among the clients of a simulation.
 
 In a folder with a file for each topic, each training file is a topic. In other data, the train
-split is the only topic. Text files are divided into paragraphs. Records stay whole.
+split is the only topic. Text files are divided into paragraphs.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def read_topics(
 ) -> tuple[dict[str, list[Unit]], list[AnyRecord]]:
     """Returns the units of each topic, and the held-out records.
 
-    `data` is a folder with one file for each topic, or any data that `mesp data` takes. `selection`
-    is the part of the data that is read. Test data is not used. Without a valid split, the fraction
-    `hold_out` at the end of each topic is held out.
+    `data` is a folder with one file for each topic, or any data that `mesp data` takes. Without a
+    valid split, the fraction `hold_out` at the end of each topic is held out.
     """
     selection = selection or Selection()
     topics, valid = _read_files(data, selection) or _read_splits(data, selection)

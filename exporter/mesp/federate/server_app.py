@@ -23,7 +23,7 @@ Show = Callable[[dict[str, Any]], None]
 
 
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
-    """Runs all missing rounds. Saves each round, and passes its record to `show`.
+    """Runs all missing rounds.
 
     After `timeout` seconds, a round continues without clients that have not answered.
     """
@@ -48,8 +48,7 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:
                 # Adapters that cannot be evaluated must not be trained further. So this round keeps
-                # the adapters of the round before. If evaluating these fails too, the error ends
-                # the rounds.
+                # the adapters of the round before.
                 arrays, before = rounds.arrays(number - 1), rounds.path(number - 1) / STATE_NAME
                 restore(inner, before)
                 report = report | {"discarded": error.message}

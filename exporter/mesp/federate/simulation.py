@@ -3,9 +3,7 @@ from __future__ import annotations
 import logging
 import os
 
-# The first three variables turn off telemetry and the check for updates. The last makes Ray leave
-# variables such as CUDA_VISIBLE_DEVICES as they are. All must be set before Flower and Ray are
-# imported.
+# All must be set before Flower and Ray are imported.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -27,11 +27,10 @@ from mesp.federate.flower_messages import to_numpy, to_record
 
 # The attributes with FedAdam's state, its moments.
 KEPT = ("m_t", "v_t")
-# A metric that is 1 for all clients. As the weight, it lets all clients count equally.
+# As the weight, it lets all clients count equally.
 ONE = "client"
 MOST_CHARACTERS = 500  # the longest name or reason that is shown
 HEADER = 256
-# A function that saves a round's adapters and report, and returns the adapters for the next round.
 Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
@@ -84,9 +83,6 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
 
 
 def state_of(inner: Strategy) -> bytes | None:
-    """Returns a strategy's state between rounds. This is FedAdam's moments after its first round,
-    and None in all other cases.
-    """
     arrays = {
         f"{field}/{name}": array
         for field in KEPT
@@ -117,8 +113,7 @@ class Screened(Strategy):
 
     A valid answer has metrics, and the matrices of the model with finite numbers of at most
     `exchange.MOST` in absolute value. `inner` gets float32 matrices. If `clip` is given, their
-    change is scaled down to a norm of at most `clip`. `first` is the number of rounds that were
-    done before.
+    change is scaled down to a norm of at most `clip`.
     """
 
     def __init__(
@@ -231,7 +226,6 @@ class Screened(Strategy):
         if self.clip is not None:
             arrays = clip_update(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
-        # The matrices of every answer are put into the same order.
         arrays = {name: arrays[name] for name in self.sent}
         content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
         reply.content = RecordDict(content)

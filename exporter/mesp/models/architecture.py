@@ -441,7 +441,7 @@ class Block:
         """Returns the shape of each weight that can have adapters, in the order of the flat LoRA
         vector.
 
-        Modules are [out, in]. Trainable experts add stacked matrices, [experts, out, in].
+        Trainable experts add stacked matrices, [experts, out, in].
         """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
         stacked = self.stacked() if trained else {}

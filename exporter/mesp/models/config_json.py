@@ -34,7 +34,7 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json with only the keys that transformers reads for its class, and with the
-    class's defaults. RoPE is in the keys of transformers and of mlx-lm.
+    class's defaults.
 
     Raises MespError if the architecture, or a value of a key, is not supported.
     """
@@ -72,10 +72,6 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _period(types: Sequence[str]) -> int | None:
-    """Returns n if each n-th layer has full attention and the others have none, or None.
-
-    mlx-lm reads this number instead of `layer_types`.
-    """
     full = [number for number, each in enumerate(types, 1) if each == "full_attention"]
     period = full[0] if full else len(types) + 1
     return period if full == [*range(period, len(types) + 1, period)] else None
@@ -85,8 +81,7 @@ def _read_keys(config: dict[str, Any], model_type: str) -> tuple[dict[str, Any],
     """Returns the values of a config.json that transformers reads, and the keys of the class with
     their defaults.
 
-    The class of a multimodal model is that of its text model, with its keys in `text_config`. Keys
-    that no class has, such as the quantization, are kept from both places.
+    The class of a multimodal model is that of its text model, with its keys in `text_config`.
     """
     texts, text, name = FAMILIES[model_type].texts, config, model_type
     if texts and model_type not in texts:
@@ -119,8 +114,7 @@ def _complete_rope(config: dict[str, Any], keys: dict[str, Any]) -> dict[str, An
     """Returns a config.json with complete `rope_parameters`, for each layer type if the class has
     them so, and with RoPE in mlx-lm's keys.
 
-    `rope_scaling` replaces `rope_parameters`. A value in these dictionaries comes before the same
-    key outside of them.
+    `rope_scaling` replaces `rope_parameters`.
     """
     scaling, rope = config.pop("rope_scaling", None), config.pop("rope_parameters", None)
     rope = keys["rope_parameters"] if rope is None else rope
@@ -154,7 +148,6 @@ def _complete_rope(config: dict[str, Any], keys: dict[str, Any]) -> dict[str, An
 
 
 def _for_mlx_lm(rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys beside `rope_parameters` with the same RoPE."""
     scaling = None if rope["rope_type"] == "default" else rope
     return {"rope_scaling": scaling} | {key: rope[key] for key in _ROPE if key in rope}
 
@@ -249,8 +242,7 @@ def for_mlx_lm(config: dict[str, Any], length: int) -> dict[str, Any]:
     """Returns a bundle's config.json, changed so that mlx-lm computes sequences of `length` tokens
     correctly.
 
-    mlx-lm uses LongRoPE's long factors for any length. Raises MespError if mlx-lm ignores a key
-    whose value matters.
+    Raises MespError if mlx-lm ignores a key whose value matters.
     """
     config = dict(config)
     scaling = config.get("rope_scaling") or {}

@@ -66,7 +66,6 @@ TRAINABLE = (
 )  # fmt: skip
 
 
-# The factor of the embedding: 1, √hidden_size, or √hidden_size rounded to bfloat16.
 EmbeddingFactor = Literal["one", "root", "rounded_root"]
 
 # Several names have the same formula.
@@ -89,13 +88,11 @@ class Family:
     output_gate: bool = False
     post_norms: bool = False
     norm_offset: int = 0
-    # MeSP's names of modules -> their names in checkpoints, if the names differ.
     names: dict[str, str] = field(default_factory=dict)
     # The `model_type`s that the text part of a multimodal model may have.
     texts: tuple[str, ...] = ()
     mlx_type: str | None = None
-    # Whether mlx-lm shares the embedding with the head of a tied model. Otherwise mlx-lm copies the
-    # embedding to the head.
+    # Whether mlx-lm shares the embedding with the head of a tied model.
     mlx_ties: bool = True
     # Linear layers of Hugging Face's checkpoints that have other names than MeSP's, or that stack
     # several of MeSP's layers in equal parts. `hf_experts` has such layers for experts' matrices.
@@ -104,11 +101,10 @@ class Family:
     mlx_prefix: str = "model"  # the prefix of `.layers` in adapters for mlx-lm
     hf_prefix: str = "model"
     activation: str = "silu"
-    full_every: float = 1  # the interval of layers with full attention; inf: no such layers
+    full_every: float = 1
     other_layers: str = "sliding_attention"  # the type of the other layers in `layer_types`
     has_no_rope_layers: bool = False
     embedding_factor: EmbeddingFactor = "one"
-    # keys of VARIANTS that the family supports, or `partial_rotary_factor` in every RoPE
     takes: tuple[str, ...] = ()
     # values that the class sets, whatever config.json says
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -119,8 +115,6 @@ class Family:
     def is_plain(self) -> bool:
         """Whether every block consists of attention and one MLP that the standard keys of
         config.json describe.
-
-        The app reads such a config.json without this package.
         """
         special = (self.read, self.experts, self.per_layer, self.v_norm, self.hf_modules)
         return not any(special) and self.other_layers == "sliding_attention"
@@ -155,9 +149,7 @@ def _read_lfm2_moe(config: dict[str, Any]) -> dict[str, Any]:
 def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
     """Returns LFM3's RoPE, norm ε and layers in the standard keys.
 
-    The published config.json gives the RoPE of full attention the type "default". With this type,
-    the frequencies would be those of half a head. Liquid AI's own code rotates half of the pairs,
-    with the frequencies of a whole head.
+    Liquid AI's own code rotates half of the pairs, with the frequencies of a whole head.
     """
     found = {"rms_norm_eps": config["norm_eps"]}
     if not config.get("layer_types"):
@@ -199,11 +191,6 @@ def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Gemma 4's attention scale, layers, and the head size of full attention.
-
-    transformers 5 may state this head size in `per_layer_config`. The last layer always has full
-    attention.
-    """
     types = config.get("layer_types") or [
         "sliding_attention" if (i + 1) % 6 else "full_attention"
         for i in range(config["num_hidden_layers"])
@@ -224,10 +211,6 @@ def _read_gemma4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
-    """Returns the family of multimodal models whose text part is of the family `text`.
-
-    `names` are the `model_type`s that the text part may have.
-    """
     return replace(
         text,
         texts=names,
@@ -329,7 +312,7 @@ _QWEN3_5_MOE = replace(
     },
 )
 # For each class of transformers, the keys that it reads, with their defaults
-# (tools/class_defaults.py). "=KEY" marks another name of KEY.
+# (tools/class_defaults.py).
 CLASSES: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("classes.json").read_text(encoding="utf-8")
 )

@@ -24,8 +24,8 @@ DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # the dtype in which a device 
 
 Array = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
-# Arrays that are float32 in every bundle. A_log is exponentiated, which enlarges rounding
-# errors. Rounding the experts' bias may change which experts are chosen. The others are small.
+# Arrays that are float32 in every bundle. A_log is exponentiated, which enlarges rounding errors.
+# Rounding the experts' bias may change which experts are chosen.
 KEPT_WIDE = (
     "linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D", "feed_forward.expert_bias",
 )  # fmt: skip
@@ -186,6 +186,5 @@ def per_layer_layout(
     return Layout.of(arrays)
 
 
-# (array name, index of the first row, rows). Row numbers continue from one stacked matrix to the
-# next.
+# (array name, index of the first row, rows).
 Piece = tuple[str, int, mx.array]

@@ -18,15 +18,15 @@ class AttentionMixer:
     num_key_value_heads: int
     head_dim: int
     qk_norm: bool
-    output_gate: bool  # whether q_proj also computes a gate for each head's output
+    output_gate: bool
     attention_scale: float
     attn_logit_softcapping: float | None
     # RoPE's frequencies in radians per position, one for each pair of dimensions. Dimensions beyond
     # these pairs are not rotated, nor is a pair with frequency 0. An empty tuple means no RoPE.
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
-    sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
-    v_norm: bool = False  # whether v goes through an RMSNorm without a weight
+    sliding_window: int | None = None
+    v_norm: bool = False
     # The index of the block whose keys and values this block uses. None: this block computes its
     # own.
     keys_of: int | None = None
@@ -198,8 +198,8 @@ class Mamba2Mixer:
     modules: Modules
     num_heads: int
     head_dim: int
-    num_groups: int  # groups of heads; the heads of a group share B and C
-    state_size: int  # the size of B, and of C, in each group
+    num_groups: int
+    state_size: int
     kernel_size: int
     norm_eps: float
 

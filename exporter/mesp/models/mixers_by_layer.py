@@ -37,7 +37,7 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"{count} blocks; take an unchanged config.json."
             )
     # Each of the last `num_kv_shared_layers` blocks takes its keys and values from an earlier
-    # block. That block is the last one of the same type that computes its own keys and values.
+    # block.
     owners = types[: max(count - (config.get("num_kv_shared_layers") or 0), 0)]
     if lacking := set(types) - set(owners):
         raise MespError(

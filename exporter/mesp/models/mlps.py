@@ -51,7 +51,6 @@ class Experts:
         return ((f"{experts}.gate_up_proj", (gate, up)), (f"{experts}.down_proj", (down,)))
 
     def linears(self, hidden: int) -> dict[str, Shape]:
-        """Returns the shapes of the router and, if the model has one, of g."""
         gate = {} if self.mlp_gate is None else {self.mlp_gate: (1, hidden)}
         return {self.router: (self.num_experts, hidden)} | gate
 
@@ -112,8 +111,7 @@ class MLP:
 class PerLayerEmbedding:
     """The per-layer embedding term norm(out(act(gate(h)) ∘ p)), which a block adds to its output h.
 
-    p [tokens, size] is computed from the tokens and the first block's input. Each block has its own
-    p.
+    p [tokens, size] is computed from the tokens and the first block's input.
     """
 
     modules: Modules

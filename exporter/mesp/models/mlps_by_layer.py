@@ -38,10 +38,6 @@ def _has_experts(config: dict[str, Any], layer: int) -> bool:
 
 
 def _widths(config: dict[str, Any], mixers: list[Mixer]) -> list[int]:
-    """Returns the width of each layer's MLP.
-
-    In Gemma 4, the MLP may be twice as wide in layers that use another layer's keys and values.
-    """
     width = config["intermediate_size"]
     wide = 2 * width if config.get("use_double_wide_mlp") else width
     return [

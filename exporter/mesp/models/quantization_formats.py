@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-# MLX's quantization modes, with (bits, group size), or None if both can be chosen.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the affine mode
 # MLX on phones has no 1-bit format. A bundle stores 1-bit codes with 2 bits.

@@ -127,10 +127,6 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 
 
 def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
-    """Returns the factor of q and k: `attention_factor` or, if it is missing, one computed from
-    `factor` and, if both are present, `mscale` and `mscale_all_dim`.
-    """
-
     def magnitude(weight: float) -> float:
         factor = scaling["factor"]
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -145,10 +141,9 @@ def _yarn_attention_factor(scaling: dict[str, Any]) -> float:
 
 
 class Scaling(NamedTuple):
-    # Computes the scaled frequencies, and the factor of the rotated part of q and k. The arguments
-    # are the unscaled frequencies, the `rope_scaling` and the config.json.
+    # Computes the scaled frequencies, and the factor of the rotated part of q and k.
     frequencies: Callable[[list[float], dict, dict], tuple[list[float], float]]
-    keys: frozenset[str] = frozenset()  # the keys of `rope_scaling` that it reads besides `COMMON`
+    keys: frozenset[str] = frozenset()
 
 
 COMMON = frozenset(

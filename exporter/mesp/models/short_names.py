@@ -1,5 +1,3 @@
-"""The models that have a short name, with their config.json."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -93,8 +91,6 @@ _mistral = partial(
 
 
 def _ministral3(*sizes: int, is_tied: bool) -> dict[str, Any]:
-    """Returns a config.json in the published form, in which the text model's settings are
-    nested."""
     text = _config(
         "ministral3", *sizes, head_dim=128, vocab_size=131072, max_position_embeddings=262144,
         rms_norm_eps=1e-5, sliding_window=None, hidden_act="silu",

@@ -8,7 +8,6 @@ from mesp.models.families import FAMILIES
 # Prefixes of the text model's tensors in a multimodal checkpoint -> MeSP's prefixes. The first
 # prefix is from transformers, the second from mlx-lm.
 TEXT = {"model.language_model.": "model.", "language_model.": ""}
-# Prefixes of tensors that belong to other modalities or to multi-token prediction.
 UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
@@ -16,7 +15,6 @@ UNUSED = (
     "model.embed_vision.", "embed_audio.", "model.embed_audio.", "vision_embedder.",
     "model.vision_embedder.",
 )  # fmt: skip
-# Suffixes of the limits of a linear layer's input and output in Gemma 4's checkpoints.
 LIMITS = (".input_min", ".input_max", ".output_min", ".output_max")
 # Suffixes of tensors that change nothing: buffers for RoPE, masks, and the scales of an 8-bit KV
 # cache.
@@ -25,12 +23,10 @@ BUFFERS = (
     "self_attn.k_scale", "self_attn.v_scale", "self_attn.kv_scale",
 )  # fmt: skip
 HEADLESS = ("layers.", "embed_tokens.", "norm.", "embedding_norm.")
-# Matches the name of one expert's matrix in checkpoints that store each matrix separately.
 _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(.*\.switch_mlp)\.(\d+)\.(.*)")
-# Matrices that are [channels, kernel] in MeSP, and [channels, 1, kernel] in checkpoints.
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 
@@ -51,11 +47,6 @@ def name_here(name: str, model_type: str) -> str | None:
 
 
 def changes_nothing(name: str, arch: Architecture) -> bool:
-    """Returns whether a checkpoint's tensor has no effect on the model.
-
-    Such tensors are buffers, and key and value weights in a block that uses another block's keys
-    and values.
-    """
     if name.endswith(BUFFERS):
         return True
     if found := _KEYS.fullmatch(name_here(name, arch.model_type) or ""):
@@ -65,11 +56,6 @@ def changes_nothing(name: str, arch: Architecture) -> bool:
 
 
 def names_here(name: str, arch: Architecture) -> list[str]:
-    """Returns MeSP's names of the tensors that a checkpoint's tensor contains.
-
-    The named tensors are equal parts of the checkpoint tensor's rows, in order. The list is empty
-    if training does not use the tensor.
-    """
     ours, family = name_here(name, arch.model_type), FAMILIES[arch.model_type]
     if ours is None:
         return []
@@ -98,7 +84,6 @@ def name_of_stacked(name: str) -> tuple[str, int | None]:
 
 
 def name_there(name: str, model_type: str) -> str:
-    """Returns a tensor's name in a text-only checkpoint. The inverse of `name_here`."""
     for ours, theirs in FAMILIES[model_type].names.items():
         name = _renamed(name, ours, theirs)
     return name

@@ -27,8 +27,7 @@ def descend(
     """Returns better codes of W [out, in], packed.
 
     Each code in turn is set to the value that minimizes eᵀ P e. Here e is the error of the code's
-    row, P is `products`, and the other codes are fixed. `last` is the highest code, by default
-    2^bits - 1.
+    row, P is `products`, and the other codes are fixed.
     """
     size, levels = quantization.group_size, last or 2**quantization.bits - 1
     squares = np.diagonal(products)

@@ -60,11 +60,7 @@ def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
     quantize: Quantizer, expert: int | None = None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """Yields the quantized matrix `source`, a few rows at a time.
-
-    If the matrix is already quantized in the model's files, its codes stay unchanged. `expert` is
-    the index of an expert in stacked matrices, or None.
-    """
+    """Yields the quantized matrix `source`, a few rows at a time."""
     quantization, in_files = quantizations.of(source), quantizations.in_files(source)
     parts = quantization.parts
     shapes = [layout[prefix + part].shape[-2:] for part in parts]

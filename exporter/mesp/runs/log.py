@@ -155,8 +155,7 @@ class RunLog:
     def load(cls, folder: str | os.PathLike[str]) -> RunLog:
         """Reads the log in a run's folder, also while the run continues.
 
-        An incomplete last line is skipped. Raises MespError if there is no log, or if another line
-        is not a record.
+        Raises MespError if there is no log, or if another line is not a record.
         """
         path = Path(folder) / LOG_NAME
         with plain_os_errors(f"Cannot read the log {path}"):
@@ -184,8 +183,7 @@ class RunLog:
 
     @property
     def adapters(self) -> Path:
-        """The folder of the last saved adapters, in mlx-lm's format. Its subfolder `peft` has
-        PEFT's format.
+        """The folder of the last saved adapters, in mlx-lm's format.
 
         Raises MespError if no adapters have been saved.
         """
@@ -265,7 +263,6 @@ class RunLog:
 
 
 def _records(path: Path, data: bytes) -> Iterator[Record]:
-    """Raises MespError for an invalid line, unless it is an incomplete last line."""
     for number, line in enumerate(io.BytesIO(data), 1):
         if not line.strip():
             continue

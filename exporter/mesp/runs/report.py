@@ -32,7 +32,7 @@ SAMPLES_SIZE = 16 << 20
 PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5
 HOW_STARTED = ("resume", "dry_run")
-INK = "#010203"  # placeholder for the page's text colour in matplotlib's drawings
+INK = "#010203"
 Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, RunLog, str], None]
 
@@ -183,9 +183,6 @@ def draw_memory(runs: dict[str, RunLog]) -> str:
 
 
 def draw_time(runs: dict[str, RunLog]) -> str:
-    """Returns a picture of seconds per step by phase: over the steps of one run, or the means of
-    several.
-    """
     if len(runs) > 1:
         return draw_phases(runs)
 

@@ -19,9 +19,6 @@ COLUMNS = (
 
 
 def table_row(run: RunLog) -> list[str]:
-    """Returns a run's row under `COLUMNS`. Training losses are first → last, held-out losses
-    before → after. The footprint is in MB.
-    """
     losses = run.losses
     before, after = run.held_out
     return [

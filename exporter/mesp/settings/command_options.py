@@ -28,10 +28,7 @@ class Number(click.FloatRange):
 
 
 class SomeOf(click.ParamType[list[str]]):
-    """The type of an option that takes a list of a setting's choices, such as `q,v`.
-
-    The value is a list in the order of the choices.
-    """
+    """The type of an option that takes a list of a setting's choices, such as `q,v`."""
 
     name = "list"
 

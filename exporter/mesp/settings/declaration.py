@@ -1,8 +1,3 @@
-"""The declaration, check and JSON form of settings.
-
-Command options, `--config` and `RunSettings` in Swift are made from these declarations.
-"""
-
 from __future__ import annotations
 
 import math
@@ -17,13 +12,12 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Setting:
-    kind: type  # int, float, bool, str, list, dict (of numbers) or Path
+    kind: type
     help: str = ""
     least: float | None = None
     above: float | None = None
     most: float | None = None
     below: float | None = None
-    # the allowed values, or a dictionary from each value to its description
     choices: Collection[str] | None = None
     default_text: str | None = None  # describes the default if it is None
     key: str = ""
@@ -36,14 +30,12 @@ class Setting:
     only_with: tuple[str, Collection[str] | None] | None = None
 
     def applies(self, settings: Mapping[str, Any]) -> bool:
-        """Returns whether the setting in `only_with`, if any, has one of the needed values."""
         if self.only_with is None:
             return True
         other, values = self.only_with
         return settings[other] is not None if values is None else settings[other] in values
 
     def find_problem(self, value: Any) -> str | None:
-        """Returns the requirement that a value violates, as the end of a sentence, or None."""
         if self.kind is list:
             choices = self.choices or ()
             names = value if isinstance(value, list) else [None]

@@ -1,8 +1,3 @@
-"""The settings in a settings.json of mesp-engine besides those of `TrainSettings`.
-
-`Core/Run/RunSettings.swift` is generated from them and from `TrainSettings`.
-"""
-
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass

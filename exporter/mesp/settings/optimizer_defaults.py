@@ -21,8 +21,7 @@ def choose_learning_rate(
 ) -> float:
     """Returns the default learning rate.
 
-    The rate is 0.007 / √hidden_size for AdamW, 0.1 for SGD, and 1e-4 for MeZO. Except for MeZO, an
-    objective divides the rate by 10, and a reward by 3.
+    The rate is 0.007 / √hidden_size for AdamW, 0.1 for SGD, and 1e-4 for MeZO.
     """
     if method == "mezo":
         return float(PAPER["learning_rate"])

@@ -59,8 +59,8 @@ def check_use(settings: TrainSettings, manifest: Manifest) -> None:
         }
         _refuse_beside("--dropout", refused)
     if settings.dora:
-        # MeBP and --max-forgetting handle A and B only, and no magnitudes. --freeze-a trains B
-        # only. Neither mlx-lm nor PEFT has magnitudes of experts.
+        # MeBP and --max-forgetting handle A and B only, and no magnitudes. Neither mlx-lm nor PEFT
+        # has magnitudes of experts.
         refused = {
             "--method mebp": settings.method == "mebp",
             "--freeze-a": settings.freeze_a,

@@ -14,7 +14,6 @@ from mesp.hub_download import TOKENIZER_FILES
 from mesp.license import is_terms
 
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
-# The bounds of what is copied: the number of files, and the bytes of a licence and of another file.
 FILES, TERMS, BYTES = 64, SIZE, 1 << 27
 # Keys that name Python code to run.
 CODE = ("auto_map", "custom_pipelines", "model_file")

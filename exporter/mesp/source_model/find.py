@@ -111,10 +111,6 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
 
 
 def _gguf_source(file: Path, repository: Path) -> Source:
-    """Returns the model of a GGUF file, with a temporary folder for its tokenizer and terms.
-
-    The terms come from the folder `repository`.
-    """
     try:
         from mesp.source_model.gguf.config import config_of
         from mesp.source_model.gguf.header import GGUF

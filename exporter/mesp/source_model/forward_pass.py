@@ -24,7 +24,6 @@ from mesp.quantization.quantize_rows import read_rows
 
 TILE = 1 << 22
 
-# A callback that gets a module's name and input.
 Seen = Callable[[str, mx.array], None]
 
 
@@ -35,8 +34,6 @@ def product(x: mx.array, W: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class SourceProjection:
-    """A projection x Wᵀ + bias in float32, with W [out, in] and bias [out] or None."""
-
     read: Callable[[slice], mx.array]  # returns rows of W
     shape: tuple[int, int]
     bias: mx.array | None
@@ -54,7 +51,6 @@ class SourceProjection:
 class SideInputs:
     tokens: Sequence[int]
     x0: mx.array  # the first block's input
-    # Keys and values that several blocks use, by the index of the block that computes them.
     shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
 
 
@@ -67,8 +63,6 @@ class SourceModel:
     def matrix(
         self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
     ) -> mx.array:
-        """Returns some rows of a matrix [out, in], float32. `expert` selects one of stacked
-        matrices."""
         stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
@@ -77,7 +71,6 @@ class SourceModel:
         return dequantize(packed, scales, *(biases or [None]), quantization.in_bundle)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
-        """Returns the input of the first block, float32 [1, T, hidden]."""
         rows = [self.table("model.embed_tokens", slice(t, t + 1)) for t in tokens]
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
 
@@ -85,9 +78,6 @@ class SourceModel:
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
-        """Returns a layer's part of the per-layer embeddings [1, T, size], or None if the model has
-        none.
-        """
         if self.arch.per_layer is None:
             return None
         size, shapes = self.arch.per_layer.size, self.arch.per_layer_shapes
@@ -164,7 +154,6 @@ class SourceModel:
         return rms_norm(x, weight, arch.rms_norm_eps)
 
     def logits(self, final: mx.array, rows: slice) -> mx.array:
-        """Returns the logits of some token ids, from the result of `final`."""
         name = "model.embed_tokens" if self.arch.tie_word_embeddings else "lm_head"
         z = product(final, self.table(name, rows))
         return soft_cap(z, self.arch.final_logit_softcapping)

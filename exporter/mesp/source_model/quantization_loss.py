@@ -70,8 +70,6 @@ def measure_loss(
 class _Distribution:
     """Sums of exp(z - top) and of exp(z - top) · value over the logits z at each position,
     accumulated over tiles. `top` is the highest logit so far.
-
-    `target` has the logits of the next tokens.
     """
 
     def __init__(self, length: int):

@@ -130,10 +130,6 @@ class SafetensorsWeights:
                 self.tensors[each] = its
 
     def _is_known(self, name: str) -> bool:
-        """Returns whether the architecture has the tensor, or the matrix that the tensor is part
-        of.
-
-        A separate head is known to every architecture."""
         stem, _, part = name.rpartition(".")
         if part in ("scales", "biases"):
             name = f"{stem}.weight"
@@ -174,11 +170,7 @@ class SafetensorsWeights:
             self.arch = replace(self.arch, tie_word_embeddings=False)
 
     def _check_types(self) -> None:
-        """Raises MespError for a tensor of a wrong type.
-
-        Packed weights are U32, scales without biases are U8, and all other tensors are
-        floating-point.
-        """
+        """Raises MespError for a tensor of a wrong type."""
         for name, (_, dtype) in self.tensors.items():
             stem, _, part = name.rpartition(".")
             allowed = FLOATS

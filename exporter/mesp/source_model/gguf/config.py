@@ -321,7 +321,6 @@ def _factors(gguf: GGUF, name: str) -> list[float]:
 
 
 def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns Llama 3's scaling, found from the frequencies' factors in the file."""
     factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
     size = config["head_dim"]
     theta = config["rope_theta"]

@@ -55,8 +55,7 @@ class Tensor:
 class GGUF:
     """The metadata and tensors of a memory-mapped file, by key and by name.
 
-    `keys` are the file's first bytes, up to the end of the metadata. Tensors begin at multiples of
-    `alignment`.
+    `keys` are the file's first bytes, up to the end of the metadata.
     """
 
     path: Path
@@ -66,7 +65,6 @@ class GGUF:
     alignment: int
 
     def text(self, key: str, default: str = "") -> str:
-        """Returns `default` if there is no such key, and "" if its value is not text."""
         value = self.metadata.get(key, default)
         return value if isinstance(value, str) else ""
 

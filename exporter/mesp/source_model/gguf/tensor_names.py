@@ -46,9 +46,6 @@ class Names:
         return found
 
     def rows(self, block: Block, name: str) -> np.ndarray | None:
-        """Returns the row in the file of each row of a block's tensor, or None if the order is the
-        same.
-        """
         module, mixer = name.removesuffix(".weight").removesuffix(".bias"), block.mixer
         if isinstance(mixer, GatedDeltaNet):
             values = _heads(mixer, mixer.value_head_dim)
@@ -73,16 +70,13 @@ class Names:
         return None
 
     def columns(self, block: Block, module: str) -> np.ndarray | None:
-        """Returns the column in the file of each column of a block's matrix, or None if the order
-        is the same.
-        """
         if module == "linear_attn.out_proj":
             return _heads(block.mixer, block.mixer.value_head_dim)
         return None
 
 
 def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
-    """Returns the index in the file of each channel of the value heads. A head has `size` channels.
+    """Returns the index in the file of each channel of the value heads.
 
     In MeSP, the value heads of a key head are adjacent. In the file, the first value heads of all
     key heads come first, then the second ones, and so on.

@@ -22,7 +22,6 @@ from mesp.source_model.gguf.header import GGUF
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _LONGEST, _MOST = 1024, 1 << 20
-# The maximum number of characters of all merges together: about 32 for each of 500,000 merges.
 _MERGED = 1 << 24
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
@@ -55,7 +54,6 @@ PRE_TOKENIZERS = {
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
 _COMPOSED = ("qwen2", "qwen35")
 
-# Tokens that end an answer, in addition to those in the metadata.
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<|eom_id|>", "<EOT>",
@@ -223,7 +221,6 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
 
 
 def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
-    """Returns the post-processor that adds the begin and end tokens, or None if none are added."""
     begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special

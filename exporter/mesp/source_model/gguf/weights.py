@@ -1,5 +1,3 @@
-"""The weights of a GGUF file, in MLX's quantized formats if a matrix in the file is quantized."""
-
 from __future__ import annotations
 
 import math
@@ -73,7 +71,6 @@ class GGUFWeights:
         return "float32" if self.is_quantized_file else None
 
     def quantization(self) -> dict[str, Any]:
-        """Returns the quantization of the matrices, as in mlx-lm's config.json."""
         sizes: Counter[Quantization] = Counter()
         for kind, size in self.types.items():
             sizes[_quantization(kind)] += size
@@ -116,7 +113,7 @@ class GGUFWeights:
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         module, _, part = name.rpartition(".")
         module, expert = name_of_stacked(module)
-        if expert is not None:  # the rows of all experts are stored one expert after another
+        if expert is not None:
             first, name = expert * shape[0], f"{module}.{part}"
             rows = slice(first + rows.start, first + rows.stop)
         if self.is_quantized_file and module in self.matrices and part in _PARTS:
@@ -211,8 +208,6 @@ class GGUFWeights:
 
 
 def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
-    """Converts rows of bytes to numbers: of the same dtype for an unquantized type, else
-    float32."""
     data = np.ascontiguousarray(data)
     if tensor.type == "BF16":
         return mx.array(data.view("<u2")).view(mx.bfloat16)
