@@ -20,7 +20,8 @@ from mesp.bundle import export
 from mesp.errors import MespError
 
 # Tests run with Python's default handlers of SIGINT and SIGHUP. A shell that starts the tests in
-# the background makes them ignore SIGINT, and nohup makes them ignore SIGHUP.
+# the background makes them ignore SIGINT, and nohup makes them ignore SIGHUP. The processes that
+# tests start would ignore these signals too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

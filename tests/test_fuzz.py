@@ -168,6 +168,7 @@ def test_matrices_of_a_federation(data: st.DataObject):
     assert math.isfinite(averaging_error(clients, weights, start))
     after = clip_update(given, start, 0.5)
     moved = sum(float(np.square(after[n].astype(float) - start[n]).sum()) for n in start)
+    # The tolerance allows for rounding to float32.
     assert math.sqrt(moved) <= 0.5 * (1 + 1e-5) + 24 * np.spacing(np.float32(8))
 
 

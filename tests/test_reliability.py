@@ -204,6 +204,7 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
     while kills < 16:
         lengths.append(16 if lengths[-1] == 8 else 8)
         process = export_process(model, out, lengths[-1], "--overwrite")
+        # An export mostly reads and computes, so it is killed only after it has begun to write.
         while not unfinished.exists() and process.is_alive():
             time.sleep(0.001)
         begun = time.monotonic()

@@ -221,6 +221,7 @@ def test_a_subnormal_weight_changes_nothing(bundle: Path, tmp_path: Path, count:
     assert all(mx.isfinite(array).all() for array in mx.load(f"{out}/model.safetensors").values())
 
 
+# A weight that is 0 in float32, and a scale that is subnormal in it. The engine refuses them too.
 @pytest.mark.parametrize(
     ("weight", "scale", "said"),
     [

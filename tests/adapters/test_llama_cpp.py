@@ -257,6 +257,8 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
     """
     tensors = random_tensors(MODELS[name][1])
     quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
+    # llama.cpp gets and returns ids here, so its tokens may be numbers. An export needs a tokenizer
+    # for text.
     base = write_gguf(tmp_path / "base.gguf", name, tensors, vocabulary="numbers")
     plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, "numbers")
     bundle = tmp_path / "bundle.mesp"

@@ -272,7 +272,10 @@ def test_peft_has_adapters_of_experts(tmp_path: Path, name: str):
 
 
 def test_lfm3_is_that_of_transformers(tmp_path: Path):
-    """The engine is compared with transformers, because mlx-lm does not have LFM3."""
+    """The engine is compared with transformers, because mlx-lm does not have LFM3.
+
+    The type of RoPE is "proportional", because with "default" transformers would rotate all pairs.
+    """
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES["lfm3"].items() if k not in ("rms_norm_eps", "rope_theta")}
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -23,7 +23,7 @@ from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 
 EXACT = 1e-5
-BFLOAT16 = 2**-8
+BFLOAT16 = 2**-8  # the largest relative change by rounding to bfloat16
 WEIGHTS = {"first": 0.7, "second": 0.3, "third": 2.0}
 WITH_DORA = {"dora": 0.6, "second": 0.3, "small": 2.0}
 

@@ -255,6 +255,7 @@ def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str
     apps = settings_of(objects, app)
     for name, settings in settings_of(objects, test).items():
         assert settings["TEST_TARGET_NAME"] == app["name"]
+        # The scheme offers all destinations of the app, so the UI test must support all of them.
         assert platforms(settings) == platforms(apps[name])
     others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
     assert test not in [objects[objects[each]["target"]] for each in others]
@@ -625,7 +626,7 @@ def test_the_ui_test_compiles(tmp_path: Path):
 
 
 def test_the_ui_test_looks_for_what_the_app_shows():
-    """This test checks that the app has the texts of the UI test."""
+    """Only Xcode runs the UI test. This test checks that the app has the texts of the UI test."""
     (source,) = UI_TESTS.glob("*.swift")
     text = source.read_text(encoding="utf-8")
     views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
@@ -698,7 +699,9 @@ def example_beside_mlx_swift_lm(source: Path) -> Path:
 
 
 def test_the_examples_that_swift_tests_run_are_those_of_the_articles():
-    """Of the page on mlx-swift-lm they run the part that needs the library alone."""
+    """Swift tests run all examples except views, because Linux has no SwiftUI. Of the page on
+    mlx-swift-lm they run the part that needs the library alone.
+    """
     run = (HOME / "Tests" / "MeSP" / "Examples.swift").read_text(encoding="utf-8")
     blocks = [
         re.sub(r"^import \w+\n", "", block, flags=re.M).strip()
@@ -789,6 +792,7 @@ def test_every_row_can_be_reached_and_read():
         assert "onTapGesture" not in text, name
         if ".onDelete" in text:
             assert re.search(r"RowMenu\(|\.contextMenu", text), name
+        # Text in a signal colour would be hard to read.
         for line in text.splitlines():
             if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
                 assert "Image(systemName:" in line, f"{name}: {line.strip()}"

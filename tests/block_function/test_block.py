@@ -502,6 +502,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, p
             if isinstance(part, dict) and part["type"] == "primitive":
                 expected.append((part["name"], flat(part["arguments"])))
     assert [(p.name, flat(p.state)) for p in mlxfn.primitives(gpu)] == expected
+    # The CPU is device 0, the GPU is device 1; no other byte differs.
     assert [(a, b) for a, b in zip(cpu, gpu, strict=True) if a != b] == [(0, 1)] * len(expected)
 
     used = {name for name, _ in expected} & {"RMSNorm", "RoPE", "ScaledDotProductAttention"}

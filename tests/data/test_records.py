@@ -526,6 +526,7 @@ def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog, monkeypatch):
     assert stream.prompt_tokens == expected(mood=other)
     assert 'has the chat_template_kwargs {"mood": "loud"}, and the prompts' in caplog.text
 
+    # So are the prompts of `mesp evaluate`, of records and of the harness's tasks.
     written, tasks = Mock(return_value=["b"]), Mock()
     model = EvaluatedModel(Mock(), tokenizer, 64)
     monkeypatch.setattr(model, "write", written)
@@ -539,6 +540,7 @@ def test_prompts_are_encoded_as_the_bundles_data(tmp_path, caplog, monkeypatch):
         evaluation.evaluate(bundle, tasks=Mock(), **how)
         assert tasks.run.call_args.kwargs["kwargs"] == {"mood": mood}
 
+    # So is more data, of the same bundle or of a federation.
     path.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     more = load_additional(str(path), tokenizer, 64, len(tokenizer.get_vocab()), encoding)
     assert tokenizer.decode(more.tokens).startswith("loud:")

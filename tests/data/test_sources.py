@@ -150,7 +150,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path):
 
 
 def test_json_in_parquet_is_what_it_says(tmp_path: Path):
-    """The datasets library stores values of several types as JSON in a string."""
+    """The datasets library stores values of several types as JSON in a string. If the string were
+    not read as JSON, it would go into the prompt.
+    """
     import datasets
 
     calls = [{"function": {"name": "f", "arguments": {"a": 1}}}, {"function": {"name": "g"}}]

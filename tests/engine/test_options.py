@@ -72,6 +72,8 @@ def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -
     for _ in range(30):
         length = int(generator.integers(8, 2 * SEQ_LEN))
         examples.append((start, length))
+        # A prompt of random length is masked, and so are the tokens between the first four and the
+        # last two.
         mask[start : start + int(generator.integers(0, min(length, SEQ_LEN) - 2))] = 0
         mask[start + 4 : start + length - 2] = 0
         start += length
@@ -122,7 +124,8 @@ def oracle(bundle: Path) -> Oracle:
 def agree(
     run: RunLog, output: Path, expected: Trained, tolerance: float = 1e-4, ties: int = 0
 ) -> None:
-    """The engine and Python compute in float32 and sum in different orders. These differences grow
+    """The engine and Python compute in float32 and sum in different orders. Losses differ by 1e-6
+    to 1e-5, and so do the changes of parameters, relative to their size. These differences grow
     from step to step. A moment that is half-way between two codes of 8 bits may become either code.
     So up to `ties` parameters may differ by up to a step. AdamW's longest step, without bias
     correction, is rate · (1 - β₁) / √(1 - β₂): 3.2e-3 with a rate of 1e-3, β₁ = 0.9 and β₂ = 0.999.
@@ -414,6 +417,8 @@ def test_batches_of_a_step_are_as_one(bundle_of_examples: Path, tmp_path: Path):
     start = saved(tmp_path / "first")
 
     def gradients(*options: object) -> tuple[RunLog, dict[str, mx.array]]:
+        # At a high rate, the step changes the parameters much, so that their difference is exact to
+        # many digits.
         rate, run = 1e4, tmp_path / "-".join(map(str, options))
         done = train(
             bundle_of_examples, run, *options, "--adapters", tmp_path / "first" / "adapters",
@@ -613,7 +618,8 @@ def test_the_number_of_threads_changes_no_bit(
 def test_threads_that_wait_take_no_processor(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Waiting threads must not spin."""
+    """Waiting threads must not spin. On a busy machine, spinning would take as much time as the
+    work."""
     seconds = {}
     loops = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])

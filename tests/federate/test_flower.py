@@ -833,6 +833,7 @@ class Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # nodes first, so that they log off from the SuperLink
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)

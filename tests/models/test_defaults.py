@@ -26,7 +26,7 @@ TEXTS = {
     )
     or name == "gemma4"
 }
-TEXTS.pop("lfm3", None)
+TEXTS.pop("lfm3", None)  # in transformers, RoPE of type "default" differs
 
 
 def read_by_transformers(config: dict) -> dict:

@@ -106,6 +106,7 @@ def test_numbers_of_gemma():
     gemma2, gemma3 = (Architecture.from_config(FAMILIES[n]) for n in ("gemma2", "gemma3_text"))
     assert {mixer.attention_scale for mixer in gemma2.mixers + gemma3.mixers} == {24**-0.5}
     assert gemma2.embedding_scale == gemma3.embedding_scale == 8
+    # √1152 is 33.94. For Gemma 3, it is rounded to bfloat16, which gives 34.
     scales = [
         Architecture.from_config({**FAMILIES[name], "hidden_size": 1152}).embedding_scale
         for name in ("gemma2", "gemma3_text")

@@ -116,6 +116,7 @@ def test_a_wheel_without_an_engine_is_for_every_platform(sources: Path, tmp_path
     assert about["License-Expression"] == "MIT"
     assert 'mlx<0.33,>=0.32.2; sys_platform != "linux"' in about.get_all("Requires-Dist")
 
+    # PyPI shows only this page, so relative links would be broken.
     shown = about.get_payload()
     assert about["Description-Content-Type"] == "text/markdown" and "# MeSP" in shown
     relative = [link for link, _ in links(shown) if not link.startswith(("https:", "#"))]

@@ -341,7 +341,9 @@ def flat_gradient(grads: dict, block: Block) -> mx.array:
 
 
 def without_gradient(block: Block) -> tuple[str, ...]:
-    """A single token attends only to itself, whatever its query and key are. With an output gate,
+    """Returns the modules whose gradient is zero, within rounding, for a sequence of one token.
+
+    A single token attends only to itself, whatever its query and key are. With an output gate,
     `q_proj` also computes the gate, so its gradient is not zero. The state before the first token
     is zero, so its decay has no effect.
     """

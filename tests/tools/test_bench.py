@@ -313,6 +313,7 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     assert len({row["before"] for row in rows}) == 1
     drops = [row["before"] - row["after"] for row in rows]
     assert [row["of_best"] for row in rows] == pytest.approx([d / max(drops) for d in drops])
+    # A bundle contains its data, so --data is refused.
     done = bench(
         "--table", "defaults", "--model", tmp_path / "demo-data.mesp", *size, "--data", "x.txt"
     )

@@ -198,8 +198,6 @@ def read_cell(where: str, value: Any, type: Any = None) -> Any:
     return value
 
 
-
-
 def _read_text(file: BinaryIO, name: str, _: int) -> Iterator[Row]:
     yield name, io.TextIOWrapper(file, "utf-8-sig").read()
 
