@@ -15,11 +15,9 @@ from helpers.paths import ROOT
 HOME = ROOT / "ios" / "MeSPTrainer"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 RESOLVED = PROJECT / "project.xcworkspace" / "xcshareddata" / "swiftpm" / "Package.resolved"
-WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 RECORD = json.loads((Path(__file__).parent / "package_releases.json").read_text())
 PACKAGES = RECORD["packages"]
 OLDEST = RECORD["oldest_xcode"]
-APP_PAGE = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -134,16 +132,6 @@ def test_the_oldest_xcode_builds_the_pins_without_trust_in_a_plug_in(releases: d
     for manifest in (ROOT / path for path in own):
         tools = re.match(r"// swift-tools-version: (\S+)", manifest.read_text(encoding="utf-8"))
         assert version(tools[1]) <= swift
-
-
-def test_page_and_workflow_say_what_a_first_build_needs():
-    page = " ".join(APP_PAGE.split())
-    assert f"Xcode {OLDEST} or newer" in page
-    workflow = WORKFLOW.read_text(encoding="utf-8")
-    assert f"/Applications/Xcode_{OLDEST}.app" in workflow
-    # The page must name every component that the job installs.
-    (installed,) = re.findall(r"- run: (xcodebuild -downloadComponent \w+)", workflow)
-    assert installed in page
 
 
 def test_git_keeps_the_projects_pins_and_not_those_of_the_command_line():

@@ -77,49 +77,6 @@ def test_targets_of_make_exist(page: Path):
     assert named - set(re.findall(r"^([\w-]+):", makefile, flags=re.M)) == set()
 
 
-def not_terms() -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the words and the names that CONTRIBUTING.md's table forbids, each with the term to
-    use.
-    """
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = text.split("\n## Terms\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| .+? \|(.*)\|$", section, re.M)
-    words, names = {}, {}
-    for term, others in rows[2:]:
-        for other in filter(None, map(str.strip, others.split(","))):
-            (names if other.startswith("`") else words)[other.strip("`")] = term
-    return words, names
-
-
-def spelled_out(text: str) -> str:
-    return f" {' '.join(re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[,;:.]', text)).lower()} "
-
-
-def names_in(code: str) -> set[str]:
-    skipped = r'"""[\s\S]*?"""|"(?:\\.|[^"\\\n])*"|//.*|/\*[\s\S]*?\*/'
-    return set(re.findall(r"\w+", re.sub(skipped, " ", code)))
-
-
-def test_the_fields_terms_are_used():
-    not_words, not_names = not_terms()
-    folders = [ROOT / place for place in ("docs", "exporter", "ios", "tests", "tools")]
-    found = []
-    for path in (*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))):
-        name = str(path.relative_to(ROOT))
-        is_code = path.suffix in (".swift", ".cpp", ".h")
-        if not (is_code or path.suffix in (".py", ".md")) or "/." in f"/{name}":
-            continue
-        text = path.read_text(encoding="utf-8")
-        if path.name == "CONTRIBUTING.md":
-            text = re.sub(r"^\|.*", "", text, flags=re.M)
-        words = spelled_out(text)
-        wrong = {word: term for word, term in not_words.items() if spelled_out(word) in words}
-        for other in names_in(text) & not_names.keys() if is_code else ():
-            wrong[other] = not_names[other]
-        found += [f"{name}: {word} (write: {term})" for word, term in wrong.items()]
-    assert found == []
-
-
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
     folders = [ROOT / place for place in ("exporter", "ios", "tests", "tools")]
@@ -234,9 +191,8 @@ def test_performance_compares_every_figure_of_the_paper():
     assert [number for number in numbers(paper) if str(number) not in stated] == []
 
 
-def test_the_first_page_is_short_and_counts_what_an_app_adds():
+def test_the_first_page_counts_what_an_app_adds():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 1500
     tokenizer, training, loading, *_ = swift_lines(ROOT / "docs" / "mlx-swift-lm.md")
     alone, *_ = swift_lines(HOME / "MeSP" / "MeSP.docc" / "MeSP.md")
     said = " ".join(text.split())
@@ -248,19 +204,3 @@ def test_the_first_page_is_short_and_counts_what_an_app_adds():
 def swift_lines(page: Path) -> list[int]:
     blocks = re.findall(r"^```swift\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     return [block.count("\n") for block in blocks]
-
-
-def test_the_tree_says_how_large_each_folder_is():
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    stated = re.findall(r"^\| `([\w/]+/)` \| ([\d,]+) \|", page, re.M)
-    assert len(stated) > 20
-    sources = {".py", ".swift", ".cpp", ".h"}
-    for folder, number in stated:
-        texts = [
-            path.read_text(encoding="utf-8")
-            for path in (ROOT / folder).rglob("*")
-            if path.suffix in sources and ".build" not in path.parts
-        ]
-        lines = [line for text in texts for line in text.splitlines()]
-        count = sum(bool(line.strip()) and not re.match(r"\s*(//|#)", line) for line in lines)
-        assert count == pytest.approx(int(number.replace(",", "")), rel=0.1, abs=50), folder

@@ -13,7 +13,6 @@ PARTS = ("Sentences", "Files", "Bundle", "Import", "Adapters", "Core", "Control"
 PARTS += ("Federation", "Download", "SelfCheck", "AppModel", "Tokenizers")
 STAND_INS = ROOT / "tests" / "app" / "stand_ins"
 RESOURCES = "import Foundation\nextension Bundle { static let module = Bundle.main }\n"
-TYPES = {"class", "struct", "enum", "protocol", "actor"}
 IMPLICIT = {"Copyable", "Escapable", "SendableMetatype"}
 
 
@@ -68,31 +67,18 @@ def run(command: list) -> None:
 
 
 class Symbol(NamedTuple):
-    identifier: str
     module: str
-    kind: str  # without the language: "struct", "method", "enum.case"
     path: tuple[str, ...]
     declaration: str
     # Whether the declaration, or a requirement that it meets, has a comment.
     is_documented: bool
-    is_required: bool
-    references: frozenset[str]
     conformances: tuple[str, ...]
-    is_in_foreign_type: bool
-
-    @property
-    def is_type(self) -> bool:
-        return self.kind in TYPES
-
-    @property
-    def name(self) -> str:
-        return self.path[-1].partition("(")[0]
 
 
 def public_symbols(graphs: Path) -> list[Symbol]:
     found = []
     for file in sorted(graphs.glob("*.symbols.json")):
-        module, _, extended = file.name.removesuffix(".symbols.json").partition("@")
+        module = file.name.removesuffix(".symbols.json").partition("@")[0]
         graph = json.loads(file.read_text(encoding="utf-8"))
         relations: dict[str, list[dict]] = {}
         for each in graph["relationships"]:
@@ -102,20 +88,14 @@ def public_symbols(graphs: Path) -> list[Symbol]:
             if "::SYNTHESIZED::" in identifier or kind == "swift.extension":
                 continue
             fragments, related = each["declarationFragments"], relations.get(identifier, [])
-            asks = {"requirementOf", "optionalRequirementOf", "overrides"}
             conforms = (r.get("targetFallback") for r in related if r["kind"] == "conformsTo")
             found.append(
                 Symbol(
-                    identifier,
                     module,
-                    kind.removeprefix("swift."),
                     tuple(each["pathComponents"]),
                     " ".join("".join(part["spelling"] for part in fragments).split()),
                     "docComment" in each,
-                    any("sourceOrigin" in r or r["kind"] in asks for r in related),
-                    frozenset(f.get("preciseIdentifier", "") for f in fragments),
                     tuple(sorted({c.split(".")[-1] for c in conforms if c} - IMPLICIT)),
-                    bool(extended) and not extended.startswith("MeSP"),
                 )
             )
     return found
