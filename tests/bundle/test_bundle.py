@@ -300,17 +300,6 @@ def test_tokens(exported):
         bundle.tokens("test")
 
 
-def test_verify_names_the_damaged_file(copy):
-    folder, _ = copy
-    Bundle(folder).verify()
-    file = folder / "blocks" / "01.bin"
-    content = bytearray(file.read_bytes())
-    content[5000] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(MespError, match=r"01\.bin is damaged"):
-        Bundle(folder).verify()
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -368,11 +357,6 @@ def test_truncated_file_is_named(copy):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(MespError, match=r"00\.bin is .* bytes long, not"):
         Bundle(folder)
-
-
-def test_folder_that_is_no_bundle(tmp_path):
-    with pytest.raises(MespError, match="not a bundle"):
-        Bundle(tmp_path)
 
 
 @pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 7}'])

@@ -283,20 +283,6 @@ def test_an_unknown_phone(phones: Phones):
     )
 
 
-def test_a_locked_phone(phones: Phones):
-    write_run(phones.add("Ada's iPhone", locked=True) / "a")
-    assert refused(collect_phone(phones)) == "The phone ID-0 is locked: unlock it and try again."
-    assert not (phones.folder / "out").exists()
-
-
-def test_the_app_is_not_installed(phones: Phones):
-    phones.add("Ada's iPhone", apps={"org.example.Other": str(phones.folder)})
-    assert refused(collect_phone(phones)) == (
-        f"The app {APP} is not on the phone ID-0, or was not installed from Xcode: "
-        "build it onto the phone, or name another one with --app."
-    )
-
-
 def test_another_app_is_read(phones: Phones):
     other = phones.folder / "other"
     write_run(other / "Documents" / "runs" / "o")
