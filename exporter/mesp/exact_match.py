@@ -42,6 +42,10 @@ def _words(text: str) -> list[str]:
 
 
 def canonical_json(text: str) -> str | None:
+    """Returns a JSON text with sorted keys, so that equal values have equal texts, or None if it is
+    invalid.
+    """
+
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 

@@ -1,3 +1,5 @@
+"""Reads files from untrusted sources, and writes files safely in folders with untrusted content."""
+
 from __future__ import annotations
 
 import errno

@@ -35,6 +35,9 @@ def megabytes(size: float | None) -> str:
 
 
 def perplexity(loss: float) -> float | None:
+    """Returns exp(loss) for a loss in nats per token, or None for a loss of 700 or more, whose
+    perplexity is above every number.
+    """
     return math.exp(loss) if loss < 700 else None
 
 

@@ -133,9 +133,11 @@ def reason(sentence: str) -> str:
 def compare(
     model: Path, folder: Path, *, in_the_same_words: bool = True, **options: str
 ) -> str | None:
-    """Either both accept the model, and the bundles are equal except for the parts that `described`
+    """Imports a model to ``imported.mesp``, exports it to ``exported.mesp``, and compares both.
+
+    Either both accept the model, and the bundles are equal except for the parts that `described`
     leaves out. Or both refuse the model, and the import leaves nothing. With `in_the_same_words`,
-    both give the same `reason`.
+    both give the same `reason`. Returns the import's refusal, or None.
 
     Only the import refuses a model that is not quantized. Only the exporter reports faults of a
     tokenizer, because an import copies it without reading it.

@@ -54,6 +54,7 @@ class AdapterConfig:
         return _names(layer, targets) and (not blocks or index in blocks)
 
     def adapts_parameter(self, name: str) -> bool:
+        """Returns whether PEFT would give the experts' parameter `name` adapters."""
         return _names(name, self.fields.get("target_parameters") or [])
 
 

@@ -19,6 +19,9 @@ def measure_held_out_loss(
     count: int,
     advance: Callable[[], None] = lambda: None,
 ) -> float:
+    """Returns the mean loss per target, in nats, over the first `count` sequences of `valid` that
+    have a target in the loss.
+    """
     total, tokens = 0.0, 0
     for ids, counted in islice(read_sequences(bundle, "valid", seq_len), count):
         logits = model(mx.array(ids[None, :-1]))[0].astype(mx.float32)

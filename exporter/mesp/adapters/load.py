@@ -152,6 +152,7 @@ def _linear(
 
 
 def dequantized(linear: nn.Module) -> mx.array:
+    """Returns W [out, in] of a linear layer, quantized or not."""
     if not isinstance(linear, nn.QuantizedLinear):
         return linear.weight
     return mx.dequantize(

@@ -19,7 +19,7 @@ def mix_by_gated_delta_net(
 ) -> tuple[list[mx.array], mx.array]:
     """Returns [qkv, z, ba, o] of x [1, T, hidden], and the output projection's input.
 
-    `ba` is b and a, concatenated.
+    `ba` is b and a, concatenated. Heads do not depend on each other, so they are computed in tiles.
     """
     dtype = parts.dtype
     qkv = parts.project("qkv", x).astype(dtype)
@@ -46,6 +46,9 @@ def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
 def _recurrence(
     mixer: GatedDeltaNet, parts: Parts, qkv: mx.array, ba: mx.array, heads: slice
 ) -> mx.array:
+    """Returns the outputs o of the value heads that belong to the key heads `heads`, concatenated:
+    float32 [1, T, n·value_dim] for n value heads.
+    """
     Hk, Hv = mixer.num_key_heads, mixer.num_value_heads
     key_dim, value_dim = mixer.key_head_dim, mixer.value_head_dim
     values = slice(heads.start * Hv // Hk, heads.stop * Hv // Hk)
@@ -77,6 +80,7 @@ def _unit(x: mx.array) -> mx.array:
 
 
 def _gated_norm(mixer: GatedDeltaNet, parts: Parts, o: mx.array, z: mx.array) -> mx.array:
+    """Returns RMSNorm(o) ∘ silu(z), normalized for each head: float32 [1, T, Hv·value_dim]."""
     by_head = o.astype(mx.float32).reshape(1, o.shape[1], -1, mixer.value_head_dim)
     return parts.norm("linear_attn.norm", by_head).reshape(o.shape) * silu(z.astype(mx.float32))
 

@@ -15,6 +15,8 @@ from mesp.models.mixers import Mamba2Mixer
 def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[mx.array], mx.array]:
     """Returns [z, xBC, dt, o] of x [1, T, hidden], and RMSNorm(o ∘ silu(z)), the output
     projection's input.
+
+    Heads do not depend on each other, so they are computed in tiles.
     """
     values, dtype = mixer.values, parts.dtype
     projected = parts.project("in", x).astype(dtype)
@@ -50,6 +52,8 @@ def _tiles(mixer: Mamba2Mixer, length: int, plain: bool) -> list[slice]:
 def _convolved(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, channels: slice, size: int
 ) -> mx.array:
+    """Returns silu(conv(xBC) + bias) of `channels`, in heads of `size` channels: float32 [n, T,
+    size]."""
     w, bias = (parts.vector(f"mamba.conv1d.{name}")[channels] for name in ("weight", "bias"))
     y = silu(convolution(xBC[..., channels], w, parts.starts) + bias)
     return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
@@ -59,6 +63,7 @@ def _heads_output(
     mixer: Mamba2Mixer, parts: Parts, xBC: mx.array, dt: mx.array, B: mx.array, C: mx.array,
     heads: slice,
 ) -> mx.array:  # fmt: skip
+    """Returns o of `heads`, concatenated: [1, T, heads·head_dim]."""
     size = mixer.head_dim
     x = _convolved(mixer, parts, xBC, slice(heads.start * size, heads.stop * size), size)
     A_log, dt_bias, D = (

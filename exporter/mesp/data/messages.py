@@ -1,3 +1,5 @@
+"""Other keys are kept, so that a later check can tell whether the chat template uses them."""
+
 from __future__ import annotations
 
 import json

@@ -23,7 +23,7 @@ SPLITS = {
 }
 SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 
-SIZE = 4 << 30
+SIZE = 4 << 30  # the maximum size of a file's text in bytes
 # The largest text of a compressed file: UNPACKED bytes or, if more, TIMES the file's size.
 UNPACKED, TIMES = 16 << 20, 200
 ROWS = 4096
@@ -68,6 +68,10 @@ def read_file(
     path: Path, name: str | None = None, root: Path | None = None, size: int = SIZE
 ) -> Iterator[Row]:
     """Yields the records of a file, or its one text.
+
+    If `root` is the `root_of` a folder, the file must not be a link that leads out of that folder.
+    The text of a compressed file must have at most `UNPACKED` bytes or, if that is more, `TIMES`
+    the file's size.
 
     Raises MespError if the file cannot be read, is damaged or not regular, has no reader, or has
     more than `size` bytes of text.

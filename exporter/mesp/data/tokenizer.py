@@ -55,8 +55,9 @@ def load_tokenizer(
 ) -> Any:
     """Returns the tokenizer in a model's folder or a bundle, in mlx-lm's wrapper.
 
-    The end tokens come from the tokenizer's files, the model's files and the chat template. Raises
-    MespError if the tokenizer cannot be loaded, or if the folder has none.
+    The end tokens come from the tokenizer's files, the model's files and the chat template. Code in
+    the folder is never run. Raises MespError if the tokenizer cannot be loaded, or if the folder
+    has none.
     """
     if not _has_tokenizer(folder):
         raise MespError(f"{folder} has no tokenizer, {without}.")

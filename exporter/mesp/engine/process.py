@@ -333,6 +333,7 @@ class Evaluator:
         return [*map(Score, record["log_likelihoods"], record["greedy"])]
 
     def text(self, tokens: Sequence[int], window: int) -> float:
+        """Returns the log-likelihood of `tokens[1:]` in nats, in windows of `window` tokens."""
         request = {"type": "text", "tokens": list(tokens), "window": window}
         return float(self._engine.ask(request)["log_likelihood"])
 

@@ -28,6 +28,7 @@ class EvaluatedModel:
 
     @property
     def prefix_token(self) -> int:
+        """The token to put before a text, so that the text's first token is predicted too."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -39,7 +40,8 @@ class EvaluatedModel:
         """Returns the token ids of a prompt and of its continuation, as lm-evaluation-harness does.
 
         White space at the end of the prompt moves to the continuation. The continuation's ids are
-        those after the prompt's when both are encoded as one text.
+        those after the prompt's when both are encoded as one text. An empty prompt becomes
+        `prefix_token`.
         """
         kept = prompt.rstrip()
         continuation = prompt[len(kept) :] + continuation
@@ -67,6 +69,7 @@ class EvaluatedModel:
         )
 
     def log_likelihood(self, text: str, encode: Encode | None = None) -> tuple[float, int]:
+        """Returns the log-likelihood of a text in nats, and its number of tokens."""
         tokens = (encode or self.tokenizer.encode)(text, add_special_tokens=False)
         if not tokens:
             return 0.0, 0

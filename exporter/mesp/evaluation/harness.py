@@ -104,6 +104,9 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        """Returns each continuation's log-likelihood, and whether greedy decoding would
+        write it.
+        """
         by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             by_prompt[tuple(request[1])].append(index)

@@ -59,6 +59,11 @@ def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
 def log_privacy(
     client: Client, trained: Trained, config: Mapping[str, Any], context: Context
 ) -> None:
+    """Logs the ε of all of a client's DP-SGD steps in this `flwr run` since its node started.
+
+    The server may change the number of steps and the sampling probability. So the client keeps both
+    for each round.
+    """
     sampled = config["batch_size"] / trained.examples
     counts, probabilities = [config["steps"]], [sampled]
     if KEPT_STEPS in context.state:

@@ -1,6 +1,8 @@
 """The messages between the server and its clients: LoRA matrices.
 
-An array joins one module's A, or its B, of all trained blocks.
+An array joins one module's A, or its B, of all trained blocks. For example,
+`self_attn.q_proj.lora_b` has the shape [blocks, rank, out]. A phone needs several requests for each
+array, so few arrays save requests.
 
 A client gets the round's arrays and returns the trained arrays. With `freeze_a`, only each B is
 sent, because every client makes the same A from the run's seed.
@@ -26,13 +28,16 @@ from mesp.models.architecture import Architecture
 
 Arrays = dict[str, np.ndarray]
 EXCHANGES = ("float32", "bfloat16")
-# The largest number in adapters that are averaged.
+# The largest number in adapters that are averaged. Sums of a million such numbers or of their
+# squares do not overflow in float32.
 MOST = 1e6
 
 
 def read_arrays(folder: Path) -> Arrays:
     """Returns the matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank,
     out].
+
+    Matrices of experts are A [blocks, experts, rank, in] and B [blocks, experts, out, rank].
     """
     try:
         matrices = load_file(folder / WEIGHTS)
@@ -95,6 +100,9 @@ def unpack(arrays: Arrays) -> Arrays:
 
 
 def check_arrays(arrays: Arrays, expected: Arrays) -> None:
+    """Raises MespError unless names, shapes and dtypes agree, and all numbers are finite and
+    between -`MOST` and `MOST`.
+    """
     for name in expected.keys() ^ arrays.keys():
         what = "lacks" if name in expected else "has"
         raise MespError(f"it {what} {name}, and so is of another model or other settings")

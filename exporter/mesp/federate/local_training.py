@@ -56,7 +56,9 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     """Trains from the `received` float32 matrices with the server's `config`.
 
     The optimizer and the learning rate's schedule start again in each round. The order of the data
-    and the random numbers continue.
+    and the random numbers continue. Raises MespError if the run fails or takes more than
+    ``timeout`` seconds, if all of its steps were skipped, or if the bundle's model is not the
+    server's.
     """
     manifest = read_manifest(client.bundle)
     model, arch = str(manifest.model), manifest.architecture

@@ -33,6 +33,8 @@ PER_LAYER_PROJECTION = "model.per_layer_model_projection"
 
 
 class Rows(NamedTuple):
+    """One projection of a block: `rows` of a module's weight W [out, in]."""
+
     module: str
     rows: slice
     shape: tuple[int, int]
@@ -441,7 +443,7 @@ class Block:
         """Returns the shape of each weight that can have adapters, in the order of the flat LoRA
         vector.
 
-        Trainable experts add stacked matrices, [experts, out, in].
+        Modules are [out, in]. Trainable experts add stacked matrices, [experts, out, in].
         """
         trained = self.mlp.experts is not None and self.mlp.experts.trained
         stacked = self.stacked() if trained else {}

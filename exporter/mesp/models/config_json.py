@@ -13,7 +13,7 @@ from mesp.models.rope_scaling import COMMON, SCALINGS, complete_scaling, type_of
 # The largest allowed values of some keys. These values are checked before lists are made whose
 # lengths depend on them.
 MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
-# The value 0 counts as missing.
+# Keys whose values must be positive numbers. The value 0 counts as missing.
 _POSITIVE = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",

@@ -107,6 +107,7 @@ class GatedDeltaNet:
     kernel_size: int
 
     def within(self, length: int) -> GatedDeltaNet:
+        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property
@@ -163,6 +164,7 @@ class ShortConvolution:
     kernel_size: int
 
     def within(self, length: int) -> ShortConvolution:
+        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     def shapes(self, hidden: int) -> dict[str, Shape]:
@@ -204,6 +206,7 @@ class Mamba2Mixer:
     norm_eps: float
 
     def within(self, length: int) -> Mamba2Mixer:
+        """Returns the mixer itself, because no field depends on the sequence length."""
         return self
 
     @property

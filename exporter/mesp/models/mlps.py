@@ -27,7 +27,7 @@ class Experts:
     experts is multiplied by sigmoid(x gᵀ). The router and g are frozen.
     """
 
-    router: str
+    router: str  # the name of the linear layer [num_experts, hidden] that is the router
     matrices: str
     # the function that computes the scores s from the router's output: "softmax" or "sigmoid"
     scores: str
@@ -37,7 +37,7 @@ class Experts:
     num_experts_per_tok: int = 0
     intermediate_size: int = 0
     scaling: float = 1.0
-    mlp_gate: str | None = None
+    mlp_gate: str | None = None  # the name of the linear layer [1, hidden] that is g
     trained: bool = False
 
     def stacked(self, hidden: int) -> dict[str, Shape]:

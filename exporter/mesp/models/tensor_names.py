@@ -27,6 +27,7 @@ _EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(.*)")
 _KEYS = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)")
 _MATRICES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _STACKED = re.compile(r"(.*\.switch_mlp)\.(\d+)\.(.*)")
+# Matrices that are [channels, kernel] in MeSP, and [channels, 1, kernel] in checkpoints.
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 

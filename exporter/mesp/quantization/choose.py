@@ -198,7 +198,8 @@ def choose_quantizations(
     matrices in `Block.frozen`, and `main` for the others.
 
     If `main` is in affine mode, the head has `head_bits`, by default the bits of `main` but at
-    least `HEAD_BITS`. Raises MespError for `head_bits` in another mode.
+    least `HEAD_BITS`. So has an embedding that is tied to the head. Raises MespError for
+    `head_bits` in another mode.
     """
     routers = [
         f"model.layers.{i}.{name}" for i, block in enumerate(arch.blocks) for name in block.frozen()

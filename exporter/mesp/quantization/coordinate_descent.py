@@ -14,6 +14,9 @@ SHRINKAGE = 0.2
 
 
 def shrink(moments: mx.array) -> np.ndarray:
+    """Returns the argument `products` [in, in] of `descend`, from sums of x xᵀ over the matrix's
+    inputs x.
+    """
     squares = mx.diag(moments)
     products = np.array((1 - SHRINKAGE) / mx.maximum(squares.mean(), 1e-30) * moments)
     np.fill_diagonal(products, damp(squares, len(squares)))

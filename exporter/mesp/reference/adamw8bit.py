@@ -1,3 +1,5 @@
+"""AdamW with 8-bit moments, as in bitsandbytes (Dettmers et al., arXiv:2110.02861)."""
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -64,7 +64,11 @@ def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, 
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, mixer: AttentionMixer) -> mx.array:
-    """Returns O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated."""
+    """Returns O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
+
+    q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]; a is the attention
+    scale.
+    """
     k, v = k[:, :, None], v[:, :, None]
     _, P = _scores(_by_group(q, k.shape[1]), k, mixer)
     return merge_heads((P @ v).reshape(q.shape))
@@ -117,7 +121,7 @@ def place_backward(
     return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
 
 
-Shared = tuple[mx.array, mx.array]
+Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or their gradients
 
 
 def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:

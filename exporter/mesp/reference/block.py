@@ -168,6 +168,7 @@ def shared_keys_and_values(
     block: Block,
     starts: Sequence[int] = (0,),
 ) -> Shared:
+    """Returns a block's k̂ and v̂ [1, kv_heads, T, D], from the block's intermediates."""
     parts = Parts.of(weights, lora, block)
     _, _, k, v, *_ = intermediates
     of_records = [

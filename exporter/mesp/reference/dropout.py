@@ -1,7 +1,7 @@
 """LoRA dropout: the masks that drop inputs of LoRA layers in training.
 
 A mask is a function of the dropout's probability, the seed, and the place of use, such as the step
-and the layer.
+and the layer. So masks are recomputed and not stored.
 """
 
 from __future__ import annotations

@@ -142,11 +142,13 @@ def weigh_mlp_backward(
 
 
 def _mlp_gate(weights: Weights, mlp: MLP, hidden: int) -> mx.array | None:
+    """Returns g [1, hidden] as float32, or None if the MLP has no g."""
     name = mlp.experts and mlp.experts.mlp_gate
     return dequantize(weights, f"{name}.", hidden) if name else None
 
 
 def _route(x: mx.array, weights: Weights, experts: Experts) -> tuple[mx.array, mx.array]:
+    """Returns the experts of each token and their weights, both [T, k]."""
     z = x @ dequantize(weights, f"{experts.router}.", x.shape[-1]).T
     bias = None if experts.bias is None else weights[experts.bias].astype(mx.float32)
     chosen = choose(z, bias, experts)

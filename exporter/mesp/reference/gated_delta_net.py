@@ -241,10 +241,12 @@ def gated_norm_backward(
 
 
 def _heads(x: mx.array, size: int) -> mx.array:
+    """Reshapes [1, T, n·size] to [n, T, size]."""
     return x.reshape(x.shape[1], -1, size).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
+    """Reshapes [n, T, size] to [1, T, n·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 

@@ -32,6 +32,10 @@ from mesp.reference.short_convolution import convolution, convolution_backward
 
 
 class StateSpaceChunk(NamedTuple):
+    """The tokens of a chunk: u = Δ ∘ x [H, n, P], κ [H, n, 1], and B and C [H, n, N] of each head's
+    group.
+    """
+
     u: mx.array
     log_decay: mx.array
     B: mx.array
@@ -188,10 +192,12 @@ class Mamba2(NamedTuple):
 
 
 def _heads(x: mx.array, count: int) -> mx.array:
+    """Reshapes [1, T, count·size] to [count, T, size]."""
     return x.reshape(x.shape[1], count, -1).swapaxes(0, 1)
 
 
 def _merged(x: mx.array) -> mx.array:
+    """Reshapes [count, T, size] to [1, T, count·size], the inverse of `_heads`."""
     return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
 
 

@@ -17,6 +17,7 @@ from mesp.reference.pieces import scattered
 
 
 def embed(model: Model, tokens: mx.array) -> mx.array:
+    """Returns the first block's input [1, T, hidden]. tokens [T] are int."""
     rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
     return model.arch.embedding_scale * dequantize(rows, "", model.arch.hidden_size)[None]
 

@@ -72,6 +72,7 @@ def _masked(x: mx.array, M: mx.array | None) -> mx.array:
 
 
 def _rows(x: mx.array) -> mx.array:
+    """Reshapes [..., n] to [tokens, n]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -91,10 +92,12 @@ def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: 
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
+    """Reshapes [1, T, heads·D] to [1, heads, T, D]."""
     return x.reshape(1, x.shape[1], heads, -1).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: mx.array) -> mx.array:
+    """Reshapes [1, heads, T, D] to [1, T, heads·D], the inverse of `split_heads`."""
     return x.transpose(0, 2, 1, 3).reshape(1, x.shape[2], -1)
 
 
@@ -136,7 +139,7 @@ ACTIVATIONS = {"silu": (silu, silu_derivative), "gelu": (gelu, gelu_derivative)}
 
 
 def gated(gate: mx.array, up: mx.array, hidden_act: str) -> mx.array:
-    """Returns y = act(gate) ∘ up."""
+    """Returns y = act(gate) ∘ up.   All [..., n]"""
     act, _ = ACTIVATIONS[hidden_act]
     return act(gate) * up
 

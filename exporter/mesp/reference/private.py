@@ -1,3 +1,6 @@
+"""DP-SGD (Abadi et al., arXiv:1607.00133): gradients are clipped per example, and noise is
+added."""
+
 from __future__ import annotations
 
 import hashlib

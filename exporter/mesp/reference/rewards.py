@@ -1,3 +1,5 @@
+"""Group relative policy optimization (arXiv:2402.03300)."""
+
 from __future__ import annotations
 
 import math

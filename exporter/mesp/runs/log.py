@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import pandas
 
 LOG_NAME = "metrics.jsonl"
-SIZE = 1 << 28
-LINE = 1 << 20
+SIZE = 1 << 28  # maximum size of a log in bytes
+LINE = 1 << 20  # maximum size of a line in bytes; the record of a step has about 500 bytes
 
 # A run without an end record counts as running for this time after its last record.
 SILENCE = timedelta(minutes=10)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 40
-SAMPLES_SIZE = 16 << 20
+SAMPLES_SIZE = 16 << 20  # maximum size of a samples.json in bytes
 PHASES = ("forward", "loss", "backward")
 WIDTH, HEIGHT = 5, 3.5
 HOW_STARTED = ("resume", "dry_run")

@@ -126,6 +126,7 @@ def name_option(name: str) -> str:
 def refuse_changes(
     before: Settings, given: Mapping[str, Any], declared: Mapping[str, Setting]
 ) -> None:
+    """Raises MespError if `given` changes a setting that a resumed run must keep."""
     for name, value in given.items():
         was = getattr(before, name)
         if not declared[name].may_change and value != was:

@@ -1,3 +1,5 @@
+"""`Core/Run/OptimizerDefaults.swift` must have the same rule."""
+
 from __future__ import annotations
 
 import math

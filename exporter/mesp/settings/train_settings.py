@@ -49,7 +49,7 @@ OFFLOADS = {
 }
 PREFERRED_SEQ_LEN = 256
 GROUP_SIZE = 8
-MAX_STEPS = 10**6
+MAX_STEPS = 10**6  # maximum number of steps; products with it do not overflow
 MAX_SEQUENCES = 1 << 16
 
 

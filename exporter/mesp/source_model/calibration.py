@@ -37,7 +37,8 @@ def choose_excerpts(
 class Moments:
     """The second moments of the inputs of a model's matrices over `sequences`.
 
-    The moments are sums of x² over the tokens or, `with_products`, sums of x xᵀ.
+    The moments are sums of x² over the tokens or, `with_products`, sums of x xᵀ. `of_block` must be
+    called for the blocks in order.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Moments:
     def of_block(self, index: int) -> dict[str, mx.array]:
         """Returns the moments [in] of a block's modules, by name.
 
-        Raises ValueError unless the block is the next one.
+        With products, the moments of modules with at most WIDEST inputs are [in, in]. Raises
+        ValueError unless the block is the next one.
         """
         if index != self.done:
             raise ValueError(f"block {self.done} comes before block {index}")

@@ -34,6 +34,8 @@ def product(x: mx.array, W: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class SourceProjection:
+    """A projection x Wᵀ + bias in float32, with W [out, in] and bias [out] or None."""
+
     read: Callable[[slice], mx.array]  # returns rows of W
     shape: tuple[int, int]
     bias: mx.array | None
@@ -63,6 +65,7 @@ class SourceModel:
     def matrix(
         self, name: str, shape: tuple[int, int], rows: slice, expert: int | None = None
     ) -> mx.array:
+        """Returns some rows of a matrix [out, in], float32."""
         stacked, name = name, name if expert is None else name_of_expert(name, expert)
         if not self.weights.is_quantized(name):
             return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
@@ -71,6 +74,7 @@ class SourceModel:
         return dequantize(packed, scales, *(biases or [None]), quantization.in_bundle)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
+        """Returns the input of the first block, float32 [1, T, hidden]."""
         rows = [self.table("model.embed_tokens", slice(t, t + 1)) for t in tokens]
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
 
@@ -78,6 +82,9 @@ class SourceModel:
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def per_layer(self, index: int, side: SideInputs) -> mx.array | None:
+        """Returns a layer's part of the per-layer embeddings [1, T, size], or None if the model has
+        none.
+        """
         if self.arch.per_layer is None:
             return None
         size, shapes = self.arch.per_layer.size, self.arch.per_layer_shapes
@@ -95,6 +102,7 @@ class SourceModel:
     def block(
         self, index: int, x: mx.array, side: SideInputs, seen: Seen = lambda module, x: None
     ) -> mx.array:
+        """Returns the output of a block for the input x [1, T, hidden]."""
         block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
 
         def vector(name: str, shape: tuple[int, ...]) -> mx.array:

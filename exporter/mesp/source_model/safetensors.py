@@ -26,7 +26,7 @@ TENSOR_DTYPES = {
 FLOATS = ("F32", "F16", "BF16")
 
 
-HEADER = 16 << 20
+HEADER = 16 << 20  # maximum header size in bytes, enough for 100,000 tensors
 ROWS = 1 << 12
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 

@@ -24,10 +24,13 @@ WIDE = Quantization(8, 32)
 
 
 def _half(fields: np.ndarray) -> np.ndarray:
+    """Converts float16 bytes [..., 2] to float32 [...]."""
     return np.ascontiguousarray(fields).view("<f2")[..., 0].astype(np.float32)
 
 
 def _nibbles(fields: np.ndarray) -> np.ndarray:
+    """Splits bytes [..., n] into codes [..., 2 n]: the low halves of all bytes, then the high
+    halves."""
     return np.concatenate([fields & 15, fields >> 4], axis=-1)
 
 
@@ -121,6 +124,8 @@ def _q1_0(blocks: np.ndarray) -> Arrays:
 
 
 def _quarters(fields: np.ndarray) -> np.ndarray:
+    """Splits bytes [..., n] into 2-bit codes [..., 4, n], with the lowest bits of all bytes
+    first."""
     return fields[..., None, :] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
 
 
