@@ -1,5 +1,3 @@
-"""Compares figures in documents with the values that programs compute."""
-
 from __future__ import annotations
 
 import json
